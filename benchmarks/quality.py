@@ -32,7 +32,7 @@ from shardwise.planner.stage_balance import balance
 from shardwise.plans import Precision
 from shardwise.sharding.factors import analyze
 from shardwise.simulation.costs import ExecutionConfig, Group
-from shardwise.simulation.estimate import Evaluator, works_of
+from shardwise.simulation.estimate import Evaluator, workloads_of
 from shardwise.simulation.folded_graph import FoldedGraph
 from shardwise.simulation.workload import WorkloadModel, batch_rows
 
@@ -123,7 +123,7 @@ class Grid:
         found = self._layout(config.tp)
         if found is None:
             return None
-        evaluator, works, axes = found
+        evaluator, workloads, axes = found
         size = config.dp * config.tp
         mesh = Mesh(axes=((("dp", config.dp),) if config.dp > 1 else ()) + axes)
         groups = tuple(
@@ -134,7 +134,7 @@ class Grid:
         if stages > 1 or count > 1:
             name = "1f1b" if config.virtual_stages == 1 else "interleaved"
             schedule = evaluator.schedule(name, config.pp, count, stages)
-        setting = ExecutionConfig(
+        execution = ExecutionConfig(
             groups=groups,
             cuts=self._cut(stages, size),
             placement=schedule.placement if schedule else (0,),
@@ -144,7 +144,7 @@ class Grid:
             recompute=config.recompute,
             precision=Precision.of(PRECISION),
         )
-        estimate = evaluator.estimate(works, setting)
+        estimate = evaluator.estimate(workloads, execution)
         return estimate.step_time_s if estimate.fits else None
 
     def _layout(
@@ -158,9 +158,9 @@ class Grid:
             except ShardwiseError:  # nothing to cut so often
                 self._layouts[tp] = None
                 return None
-            fold, works = works_of(self.graph, plan)
+            fold, workloads = workloads_of(self.graph, plan)
             axes = tuple((a, n) for a, n in plan.mesh.axes if a != "dp")
-            found = (Evaluator(fold, self.cluster), next(iter(works.values())), axes)
+            found = (Evaluator(fold, self.cluster), next(iter(workloads.values())), axes)
             self._layouts[tp] = found
         return self._layouts[tp]
 

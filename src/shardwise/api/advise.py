@@ -12,8 +12,8 @@ from shardwise.cost import OpTable
 from shardwise.errors import ClusterError, InfeasiblePlan
 from shardwise.ir import Graph
 from shardwise.planner.options import SearchOptions, known_options
+from shardwise.planner.plan import Progress
 from shardwise.planner.plan import plan as find_plan
-from shardwise.planner.progress import Progress
 from shardwise.planner.search_space import UserOptions
 from shardwise.plans import Plan
 

@@ -6,8 +6,7 @@ from shardwise.errors import PlanError, did_you_mean
 from shardwise.ir import Graph, node_keys
 from shardwise.messages.program import format_ranks
 from shardwise.plans import Plan, Resolved, resolve
-from shardwise.plans.explain import explain_plan
-from shardwise.plans.text import format_plan
+from shardwise.plans.text import explain_plan, format_plan
 from shardwise.program import Pipeline, Program, build_pipeline, lower
 from shardwise.sharding.candidates import candidates
 

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise import runtime as rt
 from shardwise.api.compile import PipelineProgram, Program
 from shardwise.api.steps import step_options
-from shardwise.cost.storages import Storage, StorageTracker
+from shardwise.cost.meta_run import Storage, StorageTracker
 from shardwise.errors import OptimizerError, PlanError, ShardwiseError, did_you_mean
 from shardwise.ir import TensorType
 from shardwise.plans import Plan

@@ -106,7 +106,7 @@ def plan_text(plan: Plan) -> str:
     """Return the text of a plan, with its figures if it was searched for, for this terminal."""
     if plan.search is None or plan.is_edited:
         return str(plan)
-    from shardwise.plans.explain import plan_text
+    from shardwise.plans.text import plan_text
 
     return plan_text(plan, terminal_width())
 
@@ -213,7 +213,7 @@ def explain(
 
 
 def _explain_file(path: Path, node: str | None, as_json: bool) -> None:
-    from shardwise.plans.explain import explain_json, explain_plan
+    from shardwise.plans.text import explain_json, explain_plan
 
     if node is not None:
         raise typer.BadParameter(f"--node needs the model: MODULE.py:FUNCTION --plan {path}")

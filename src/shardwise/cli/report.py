@@ -124,7 +124,7 @@ def _timeline(estimate: Estimate, plan: Plan) -> dict[str, Any]:
 
 def estimate_json(plan: Plan, estimate: Estimate) -> dict[str, Any]:
     """Return the estimate as data, with the memory of every group over time."""
-    from shardwise.simulation.stored import memory_over_time
+    from shardwise.simulation.estimate import memory_over_time
 
     memory = [
         {**use.to_json(), "ranks": list(ranks), "over_time_bytes": memory_over_time(use)}
@@ -135,8 +135,8 @@ def estimate_json(plan: Plan, estimate: Estimate) -> dict[str, Any]:
 
 def estimate_text(plan: Plan, estimate: Estimate, width: int) -> str:
     """Return the estimate as text: what takes the time, and the memory of each kind of group."""
-    from shardwise.plans.explain import shares
     from shardwise.plans.search_result import CAUSES
+    from shardwise.plans.text import shares
 
     timeline, time = estimate.timeline, estimate.step_time_s
     exposed = sum(
@@ -166,7 +166,7 @@ def estimate_text(plan: Plan, estimate: Estimate, width: int) -> str:
 def _memory(plan: Plan, estimate: Estimate, width: int) -> Iterator[list[str]]:
     """Yield the memory of every group over a step; groups with equal memory are shown once."""
     from shardwise.messages.program import format_ranks
-    from shardwise.simulation.stored import memory_over_time
+    from shardwise.simulation.estimate import memory_over_time
 
     equal: dict[object, list[int]] = {}
     for number, use in enumerate(estimate.memory):

@@ -112,7 +112,7 @@ def chosen(cluster: Cluster, operation: str, ranks: Sequence[int]) -> Callable[[
 
     Operations that plans leave to the library are solved here, to compare.
     """
-    choice = select(cluster, operation, [ranks], most_ranks=len(ranks))
+    choice = select(cluster, operation, [ranks], max_ranks=len(ranks))
 
     def uses(num_bytes: int) -> str:
         if choice is None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OPERATIONS", "Network", "Send", "Solution", "choose", "solve", "tune"]
 
-_ABOVE = {"choose": "shardwise.planner.collectives", "tune": "shardwise.tuning.tune_collectives"}
+_ABOVE = {"choose": "shardwise.planner.write", "tune": "shardwise.tuning.tune_collectives"}
 
 
 def __getattr__(name: str) -> Any:

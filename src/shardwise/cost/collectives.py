@@ -25,11 +25,12 @@ from shardwise.cluster.links import ONE, OPERATIONS, factor_of
 from shardwise.errors import ClusterError, did_you_mean
 from shardwise.messages.choice import CollectiveChoice
 
-# The traffic of collectives: which pairs of ranks exchange what share of the bytes.
+# ------------------------------------------------------------ traffic
 #
-# An *island* is what one link connects; a *run*, the ranks of a group on one island. The library
-# runs a ring for each rank of a run, which leaves the island at that rank, so that all cards carry
-# the same. Ranks are numbered node by node: a sorted group visits its runs one after the other.
+# An *island* is the set of ranks that one link connects; a *run*, the ranks of a group on one
+# island. The library runs a ring for each rank of a run, which leaves the island at that rank, so
+# that all NICs send the same. Ranks are numbered node by node, so a sorted group visits its runs
+# one after the other.
 
 
 Crossings = list[tuple[Ints, Floats]]
@@ -44,7 +45,7 @@ class Phase:
 
 
 class RankGroups:
-    """What the algorithms share: sorted groups, and their runs."""
+    """Sorted groups of ranks and their runs, as all algorithms need them."""
 
     def __init__(
         self, topology: Topology, operation: str, ranks: Ints, peers_at_once: int = 1
@@ -65,16 +66,16 @@ class RankGroups:
 
     @property
     def is_far(self) -> bool:
-        """Whether a group reaches over several islands."""
+        """Whether a group spans several islands."""
         return bool(self.runs.max() > 1)
 
     @property
     def passes(self) -> int:
-        """How often the bytes go around: an all-reduce is a reduce-scatter and an all-gather."""
+        """Rounds of the bytes: an all-reduce is a reduce-scatter and an all-gather."""
         return 2 if self.operation == "all_reduce" else 1
 
     def inner(self) -> tuple[Ints, Ints, Ints]:
-        """Each rank of a run of several, its successor around the run, and the run."""
+        """Return each rank of a run of several, its successor around the run, and the run."""
         run = np.cumsum(self.first) - 1
         place = np.arange(self.flat.size)
         end = (self.start + self.length)[run]
@@ -83,14 +84,14 @@ class RankGroups:
         return self.flat[keep], self.flat[following[keep]], run[keep]
 
     def outer(self) -> tuple[Ints, Ints]:
-        """The runs of groups over several islands, and the next run of each around its group."""
+        """Return the runs of groups over several islands, and the run that follows each."""
         run = np.flatnonzero(self.runs[self.group] > 1)
         group = self.group[run]
         last = run == (self.first_run + self.runs)[group] - 1
         return run, np.where(last, self.first_run[group], run + 1)
 
     def between(self, run: Ints, other: Ints) -> tuple[Ints, Ints, Floats, Ints]:
-        """Pairs of ranks that carry what goes from `run[i]` to `other[i]`: with shares, and i."""
+        """Return pairs of ranks that send from `run[i]` to `other[i]`, their shares, and i."""
         here, there = self.length[run], self.length[other]
         pairs = np.where(here == there, here, here * there)
         index = np.repeat(np.arange(run.size), pairs)
@@ -101,86 +102,92 @@ class RankGroups:
         return self.flat[a], self.flat[b], 1.0 / pairs[index], index
 
 
-def ring(setting: RankGroups) -> Iterator[Phase]:
-    """Everyone passes shares on to the next; a broadcast or a reduction passes all of it."""
-    size = setting.size
-    share = setting.passes * (size - 1) / size
-    weight = 1.0 if setting.operation in ("broadcast", "reduce") else share
-    topology = setting.topology
-    a, b, run = setting.inner()
-    ways = _leaving(setting, run)
+def ring(rank_groups: RankGroups) -> Iterator[Phase]:
+    """Yield the phase of a ring: each rank sends shares, or in a broadcast or reduction all."""
+    size = rank_groups.size
+    share = rank_groups.passes * (size - 1) / size
+    weight = 1.0 if rank_groups.operation in ("broadcast", "reduce") else share
+    topology = rank_groups.topology
+    a, b, run = rank_groups.inner()
+    uses = _leaving(rank_groups, run)
     columns, latency = topology.crossed(a, b)
-    crossings = [(column, ways * weight) for column in columns]
-    total = np.bincount(setting.group[run], ways * latency, setting.num_groups)
-    if setting.is_far:
-        here, there = setting.outer()
-        a, b, part, index = setting.between(here, there)
+    crossings = [(column, uses * weight) for column in columns]
+    total = np.bincount(rank_groups.group[run], uses * latency, rank_groups.num_groups)
+    if rank_groups.is_far:
+        here, there = rank_groups.outer()
+        a, b, part, index = rank_groups.between(here, there)
         columns, latency = topology.crossed(a, b)
         crossings += [(column, part * weight) for column in columns]
-        total = total + np.bincount(setting.group[here[index]], part * latency, setting.num_groups)
+        total = total + np.bincount(
+            rank_groups.group[here[index]], part * latency, rank_groups.num_groups
+        )
     yield Phase(crossings=crossings, latency_s=float(total.max()) * share)
 
 
-def tree(setting: RankGroups) -> Iterator[Phase]:
-    """Up and down two binary trees over the islands, each with half the bytes, as NCCL does."""
-    ways = {"broadcast": ("down",), "reduce": ("up",)}.get(setting.operation, ("up", "down"))
-    topology = setting.topology
-    a, b, run = setting.inner()
-    share = (setting.length[run] - 1) / setting.length[run]
+def tree(rank_groups: RankGroups) -> Iterator[Phase]:
+    """Yield the phase of NCCL's two binary trees over islands, each with half the bytes."""
+    directions = {"broadcast": ("down",), "reduce": ("up",)}.get(
+        rank_groups.operation, ("up", "down")
+    )
+    topology = rank_groups.topology
+    a, b, run = rank_groups.inner()
+    share = (rank_groups.length[run] - 1) / rank_groups.length[run]
     crossings: Crossings = []
     steps_s = 0.0
-    for way in ways:
-        columns, latency = topology.crossed(a, b) if way == "up" else topology.crossed(b, a)
+    for direction in directions:
+        columns, latency = topology.crossed(a, b) if direction == "up" else topology.crossed(b, a)
         crossings += [(column, share) for column in columns]
-        steps_s += _steps(int(setting.length.max())) * _largest(latency)
-    if setting.is_far:
-        for child, parent in _trees(setting):
-            up = setting.between(child, parent)
-            for way in ways:
-                ends = (up[0], up[1]) if way == "up" else (up[1], up[0])
+        steps_s += _steps(int(rank_groups.length.max())) * _largest(latency)
+    if rank_groups.is_far:
+        for child, parent in _trees(rank_groups):
+            up = rank_groups.between(child, parent)
+            for direction in directions:
+                ends = (up[0], up[1]) if direction == "up" else (up[1], up[0])
                 columns, latency = topology.crossed(*ends)
                 crossings += [(column, up[2] / 2) for column in columns]
-                steps_s += _steps(int(setting.runs.max())) * _largest(latency) / 2
+                steps_s += _steps(int(rank_groups.runs.max())) * _largest(latency) / 2
     yield Phase(crossings=crossings, latency_s=steps_s)
 
 
-def hierarchical(setting: RankGroups) -> Iterator[Phase]:
-    """Inside each island, across islands with a part for each rank, and inside again."""
-    topology = setting.topology
-    a, b, run = setting.inner()
+def hierarchical(rank_groups: RankGroups) -> Iterator[Phase]:
+    """Yield the phases inside each island, and across islands with a part for each rank."""
+    topology = rank_groups.topology
+    a, b, run = rank_groups.inner()
     if a.size:
         columns, latency = topology.crossed(a, b)
-        share = (setting.length[run] - 1) / setting.length[run] * setting.passes
-        steps = _steps(int(setting.length.max())) * setting.passes
+        share = (rank_groups.length[run] - 1) / rank_groups.length[run] * rank_groups.passes
+        steps = _steps(int(rank_groups.length.max())) * rank_groups.passes
         yield Phase(
             crossings=[(column, share) for column in columns], latency_s=steps * _largest(latency)
         )
-    if setting.is_far:
-        here, there = setting.outer()
-        a, b, part, index = setting.between(here, there)
+    if rank_groups.is_far:
+        here, there = rank_groups.outer()
+        a, b, part, index = rank_groups.between(here, there)
         columns, latency = topology.crossed(a, b)
-        runs = setting.runs[setting.group[here[index]]]
-        share = part * setting.passes * (runs - 1) / runs
-        total = np.bincount(setting.group[here[index]], part * latency, setting.num_groups)
-        rounds = setting.passes * (setting.runs - 1) / setting.runs
+        runs = rank_groups.runs[rank_groups.group[here[index]]]
+        share = part * rank_groups.passes * (runs - 1) / runs
+        total = np.bincount(rank_groups.group[here[index]], part * latency, rank_groups.num_groups)
+        rounds = rank_groups.passes * (rank_groups.runs - 1) / rank_groups.runs
         yield Phase(
             crossings=[(column, share) for column in columns],
             latency_s=float((total * rounds).max()),
         )
 
 
-def direct(setting: RankGroups) -> Iterator[Phase]:
-    """Everyone sends to everyone; what crosses a switch follows from how many are behind it."""
-    if setting.operation == "send":
-        columns, latency = setting.topology.crossed(setting.ranks[:, 0], setting.ranks[:, 1])
-        ones = np.ones(setting.num_groups)
+def direct(rank_groups: RankGroups) -> Iterator[Phase]:
+    """Yield the phase in which all ranks send to all; switches see what leaves their ranks."""
+    if rank_groups.operation == "send":
+        columns, latency = rank_groups.topology.crossed(
+            rank_groups.ranks[:, 0], rank_groups.ranks[:, 1]
+        )
+        ones = np.ones(rank_groups.num_groups)
         crossings = [(column, ones) for column in columns]
         yield Phase(crossings=crossings, latency_s=_largest(latency))
         return
-    topology, size = setting.topology, setting.size
-    run = np.cumsum(setting.first) - 1
-    near, far = (setting.length[run] - 1) / size, (size - setting.length[run]) / size
-    flat = setting.flat
+    topology, size = rank_groups.topology, rank_groups.size
+    run = np.cumsum(rank_groups.first) - 1
+    near, far = (rank_groups.length[run] - 1) / size, (size - rank_groups.length[run]) / size
+    flat = rank_groups.flat
     crossings = [
         (flat, near),
         (flat + topology.num_ranks, near),
@@ -193,14 +200,18 @@ def direct(setting: RankGroups) -> Iterator[Phase]:
     for level in topology.levels:
         switch, _, inside = _counts(group, level[node])
         both = inside * (size - inside) / size
-        crossings += [(topology.first_switch + 2 * switch + way, both) for way in (0, 1)]
+        crossings += [
+            (topology.first_switch + 2 * switch + direction, both) for direction in (0, 1)
+        ]
     for index, ends in enumerate(topology.trunks):
         end = ends[node]
-        sides = [np.bincount(group, end == side, setting.num_groups) for side in (0, 1)]
+        sides = [np.bincount(group, end == side, rank_groups.num_groups) for side in (0, 1)]
         both = np.array([(sides[0] * sides[1]).sum() / size])
-        crossings += [(np.array([topology.first_trunk + 2 * index + way]), both) for way in (0, 1)]
-    rounds = math.ceil((size - 1) / setting.peers_at_once)
-    yield Phase(crossings=crossings, latency_s=rounds * _farthest(setting))
+        crossings += [
+            (np.array([topology.first_trunk + 2 * index + direction]), both) for direction in (0, 1)
+        ]
+    rounds = math.ceil((size - 1) / rank_groups.peers_at_once)
+    yield Phase(crossings=crossings, latency_s=rounds * _farthest(rank_groups))
 
 
 PHASES: dict[str, Callable[[RankGroups], Iterator[Phase]]] = {
@@ -211,22 +222,23 @@ PHASES: dict[str, Callable[[RankGroups], Iterator[Phase]]] = {
 }
 
 
-def _leaving(setting: RankGroups, run: Ints) -> Floats:
-    """How often an edge around a run is used: not by the ring that leaves the island there."""
-    length = setting.length[run]
-    return np.where(setting.runs[setting.group[run]] > 1, (length - 1) / length, 1.0)
+def _leaving(rank_groups: RankGroups, run: Ints) -> Floats:
+    """Return how often each edge of a run is used: the ring that leaves the island skips it."""
+    length = rank_groups.length[run]
+    return np.where(rank_groups.runs[rank_groups.group[run]] > 1, (length - 1) / length, 1.0)
 
 
-def _trees(setting: RankGroups) -> list[tuple[Ints, Ints]]:
-    """Runs and their parents, in NCCL's two trees (`trees.cc`); the second is the first mirrored
-    or shifted, so that no run has children in both.
+def _trees(rank_groups: RankGroups) -> list[tuple[Ints, Ints]]:
+    """Return runs and their parents in NCCL's two trees (`trees.cc`).
+
+    The second tree is the first one mirrored or shifted, so that no run has children in both.
     """
-    far = np.flatnonzero(setting.runs[setting.group] > 1)
-    base = setting.first_run[setting.group[far]]
-    count = setting.runs[setting.group[far]]
+    far = np.flatnonzero(rank_groups.runs[rank_groups.group] > 1)
+    base = rank_groups.first_run[rank_groups.group[far]]
+    count = rank_groups.runs[rank_groups.group[far]]
     place = far - base
     mirrored = np.where(count % 2 == 0, count - 1 - place, (place - 1) % count)
-    found = []
+    trees = []
     for own in (place, mirrored):
         low = own & -own
         parent = (own ^ low) | (low << 1)
@@ -234,34 +246,34 @@ def _trees(setting: RankGroups) -> list[tuple[Ints, Ints]]:
         if own is mirrored:
             parent = np.where(count % 2 == 0, count - 1 - parent, (parent + 1) % count)
         keep = own > 0
-        found.append((far[keep], (base + parent)[keep]))
-    return found
+        trees.append((far[keep], (base + parent)[keep]))
+    return trees
 
 
 def _counts(group: Ints, where: Ints) -> tuple[Ints, Ints, Ints]:
-    """Of every group: the places that its ranks are at, the group, and how many are at each."""
+    """Return distinct pairs of place and group, and how many ranks of the group are there."""
     inside = where >= 0
     width = int(where.max(initial=0)) + 1
     keys, number = np.unique(group[inside] * width + where[inside], return_counts=True)
     return keys % width, keys // width, number
 
 
-def _farthest(setting: RankGroups) -> float:
-    """The largest latency within a group, found from the first ranks of its runs."""
-    heads = setting.flat[setting.start]
-    origin = setting.flat[setting.start[setting.first_run[setting.group]]]
+def _farthest(rank_groups: RankGroups) -> float:
+    """Return the largest latency within a group, estimated from the first ranks of its runs."""
+    heads = rank_groups.flat[rank_groups.start]
+    origin = rank_groups.flat[rank_groups.start[rank_groups.first_run[rank_groups.group]]]
     ends = [(origin, heads), (heads, origin)]
-    a, b, _ = setting.inner()
+    a, b, _ = rank_groups.inner()
     ends.append((a, b))
-    if setting.is_far:
-        run, after = setting.outer()
+    if rank_groups.is_far:
+        run, after = rank_groups.outer()
         ends.append((heads[run], heads[after]))
-    found = 0.0
+    farthest = 0.0
     for a, b in ends:
         keep = a != b
         if keep.any():
-            found = max(found, _largest(setting.topology.crossed(a[keep], b[keep])[1]))
-    return found
+            farthest = max(farthest, _largest(rank_groups.topology.crossed(a[keep], b[keep])[1]))
+    return farthest
 
 
 def _steps(size: int) -> int:
@@ -306,7 +318,7 @@ PEERS_AT_ONCE = {"cuda": 8, "cpu": 1}
 class Line:
     """One algorithm: its time, and the resource that limits it when there is much to move.
 
-    `factor` is what was measured beyond the wires, by size; 1 where nothing was.
+    `factor` is the measured slowdown over the links alone, by size; 1 where nothing was measured.
     """
 
     algorithm: str
@@ -316,7 +328,7 @@ class Line:
     bottleneck: str = ""
 
     def seconds(self, num_bytes: float) -> float:
-        """The time for `num_bytes`."""
+        """Return the time for `num_bytes`."""
         return self.latency_s + num_bytes * self.s_per_byte * self.factor.at(num_bytes)
 
 
@@ -332,7 +344,7 @@ class CollectiveModel:
     group_size: int
     lines: tuple[Line, ...]
     launch_s: float
-    factor: Factor = PLAIN  # what was measured beyond the wires
+    factor: Factor = PLAIN  # measured slowdown over the links alone
     program: Line | None = None  # what a plan uses instead, from `program_bytes` on
     program_bytes: float = math.inf
 
@@ -341,7 +353,7 @@ class CollectiveModel:
         return self._best(num_bytes).seconds(num_bytes)
 
     def line(self, algorithm: str, latency_s: float, s_per_byte: float) -> Line:
-        """A line of the wires' times, with what was measured beyond them."""
+        """Return a line for these link times, corrected by the measured factors."""
         return Line(
             algorithm=algorithm,
             latency_s=latency_s * self.factor.latency,
@@ -350,16 +362,16 @@ class CollectiveModel:
         )
 
     def with_choice(self, choice: CollectiveChoice | None) -> CollectiveModel:
-        """The model of an operation that a plan lets go another way than the library's."""
+        """Return the model of an operation for which a plan chose another implementation."""
         if choice is None or choice.is_library:
             return self
         line = self.line(choice.uses, choice.latency_s, choice.s_per_byte)
-        if not choice.has_trees:  # its times are measured, not those of wires
+        if not choice.has_trees:  # its times were measured, not computed from links
             line = replace(line, latency_s=choice.latency_s, factor=ONE)
         return replace(self, program=line, program_bytes=choice.min_bytes)
 
     def algorithm(self, num_bytes: float) -> str:
-        """The name of the quickest algorithm."""
+        """Return the name of the fastest algorithm."""
         return self._best(num_bytes).algorithm
 
     @property
@@ -378,7 +390,7 @@ class CollectiveModel:
 def collective_model(
     cluster: Cluster, operation: str, groups: NDArray[np.integer] | Sequence[Sequence[int]]
 ) -> CollectiveModel:
-    """The model of `operation` on all `groups` at once: an array of ranks, a row for each group.
+    """Return the model of `operation` on all `groups` at once: an array with a row per group.
 
     >>> model = collective_model(Cluster.preset("h100"), "all_reduce", [range(8)])
     >>> round(model.seconds(2**30) * 1e3, 1)
@@ -389,9 +401,9 @@ def collective_model(
         line = Line(algorithm="none", latency_s=0.0, s_per_byte=0.0)
         return CollectiveModel(operation=operation, group_size=1, lines=(line,), launch_s=0.0)
     kind = cluster.device(int(ranks[0, 0])).kind
-    setting = RankGroups(cluster.topology, operation, ranks, PEERS_AT_ONCE[kind])
-    factor = _factor(cluster, setting)
-    lines = tuple(_line(setting, name, factor) for name in ALGORITHMS[kind][operation])
+    rank_groups = RankGroups(cluster.topology, operation, ranks, PEERS_AT_ONCE[kind])
+    factor = _factor(cluster, rank_groups)
+    lines = tuple(_line(rank_groups, name, factor) for name in ALGORITHMS[kind][operation])
     return CollectiveModel(
         operation=operation,
         group_size=ranks.shape[1],
@@ -424,12 +436,12 @@ def _checked(cluster: Cluster, operation: str, groups: object) -> Ints:
     return np.sort(ranks, axis=1)
 
 
-def _line(setting: RankGroups, name: str, factor: Factor) -> Line:
-    """The line of one algorithm: the sum of its phases, times what was measured beyond them."""
+def _line(rank_groups: RankGroups, name: str, factor: Factor) -> Line:
+    """Return the line of one algorithm: the sum of its phases, corrected by measured factors."""
     latency_s = s_per_byte = longest = 0.0
     bottleneck = ""
-    topology = setting.topology
-    for phase in PHASES[name](setting):
+    topology = rank_groups.topology
+    for phase in PHASES[name](rank_groups):
         load = _used(phase, topology.capacity.size) / topology.capacity
         worst = int(np.argmax(load))
         latency_s += phase.latency_s
@@ -446,7 +458,7 @@ def _line(setting: RankGroups, name: str, factor: Factor) -> Line:
 
 
 def _used(phase: Phase, resources: int) -> NDArray[np.float64]:
-    """Bytes over every resource for each byte of the collective's value."""
+    """Return the bytes over every resource per byte of the collective's value."""
     used = np.zeros(resources + 1)
     for ids, weights in phase.crossings:
         used += np.bincount(ids + 1, weights=weights, minlength=used.size)
@@ -456,23 +468,23 @@ def _used(phase: Phase, resources: int) -> NDArray[np.float64]:
 def crossing_bytes(
     cluster: Cluster, operation: str, groups: NDArray[np.integer], algorithm: str
 ) -> NDArray[np.float64]:
-    """Bytes over every resource of the topology, for each byte of the collective's value."""
+    """Return the bytes over every resource of the topology per byte of the collective's value."""
     ranks = _checked(cluster, operation, groups)
     kind = cluster.device(int(ranks[0, 0])).kind
-    setting = RankGroups(cluster.topology, operation, ranks, PEERS_AT_ONCE[kind])
+    rank_groups = RankGroups(cluster.topology, operation, ranks, PEERS_AT_ONCE[kind])
     resources = cluster.topology.capacity.size
     total = np.zeros(resources)
-    for phase in PHASES[algorithm](setting):
+    for phase in PHASES[algorithm](rank_groups):
         total += _used(phase, resources)
     return total
 
 
-def _factor(cluster: Cluster, setting: RankGroups) -> Factor:
-    """The network's factor for groups over several islands, else that of their slowest link."""
-    operation, size = setting.operation, setting.size
-    if setting.is_far:
+def _factor(cluster: Cluster, rank_groups: RankGroups) -> Factor:
+    """Return the network's factor if groups span several islands, else that of the slowest link."""
+    operation, size = rank_groups.operation, rank_groups.size
+    if rank_groups.is_far:
         return factor_of(cluster.network.collectives, operation, size)
-    islands = np.unique(setting.topology.island[setting.ranks[:, 0]])
-    kinds = dict.fromkeys(setting.topology.factors[island] for island in islands)
-    found = [factor_of(factors, operation, size) for factors in kinds]
-    return max(found, key=lambda factor: (factor.bytes.best, factor.latency))
+    islands = np.unique(rank_groups.topology.island[rank_groups.ranks[:, 0]])
+    kinds = dict.fromkeys(rank_groups.topology.factors[island] for island in islands)
+    factors_of_links = [factor_of(factors, operation, size) for factors in kinds]
+    return max(factors_of_links, key=lambda factor: (factor.bytes.best, factor.latency))

@@ -1,11 +1,10 @@
-"""Scaled dot-product attention as devices run it: one fused kernel forward, one backward.
+"""Attention and RMS norm as devices run them: as fused kernels.
 
-Meta tensors would show the composite of softmax and
-products instead, which no device runs.
+Meta tensors would show composites instead, which no device runs.
 
-Flash attention (Dao, 2023): forward computes 2 products, backward 5 (the scores again); kept are
-query, key, value, the result and one float32 number per row. Heads that share keys are not
-copied in forward; backward on a GPU makes their gradients per query head, and sums.
+Flash attention (Dao, 2023) computes 2 products in forward and 5 in backward, where it recomputes
+the scores; it saves query, key, value, the result and one float32 number per row. Heads that share
+keys are not copied in forward; backward on a GPU makes their gradients per query head, and sums.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def is_fused_attention(signature: Signature) -> bool:
-    """Whether this call is one fused kernel."""
+    """Return whether this call is one fused kernel."""
     if signature.op not in (_ATEN, "rt.attention"):
         return False
     named = dict(signature.kwargs)
@@ -59,7 +58,7 @@ class _Sizes:
 
 
 def attention_cost(signature: Signature) -> CallCost:
-    """Kernels and memory of a fused attention."""
+    """Return the kernels and memory of a fused attention."""
     sizes = _sizes(signature)
     query, key, value, result = sizes.query, sizes.key, sizes.value, sizes.result
     part = seen_part(result.shape[-2], key.shape[-2]) if sizes.causal else 1.0
@@ -76,12 +75,12 @@ def attention_cost(signature: Signature) -> CallCost:
         shape=sizes.shape,
         causal=sizes.causal,
     )
-    found: dict[str, Any] = {"forward": (*made, kernel), "results": (result,)}
-    found |= {"strides": (_strides(signature, result.shape),), "aliases": (None,)}
+    fields: dict[str, Any] = {"forward": (*made, kernel), "results": (result,)}
+    fields |= {"strides": (_strides(signature, result.shape),), "aliases": (None,)}
     wanted = sorted({signature.firsts[i] for i in signature.grads})
     if not wanted:
-        return CallCost(**found, forward_temporary_bytes=own + row_bytes)
-    found["saved"] = _saved(signature, sizes, own, row_bytes)
+        return CallCost(**fields, forward_temporary_bytes=own + row_bytes)
+    fields["saved"] = _saved(signature, sizes, own, row_bytes)
     gradients = tuple((i, signature.types[i].num_bytes) for i in wanted)
     back = Kernel(
         op="scaled_dot_product_attention_backward",
@@ -100,11 +99,11 @@ def attention_cost(signature: Signature) -> CallCost:
         temporary = sizes.rows * (query.shape[-1] + 1) * 4 if half else row_bytes
         spread, summed = _shared_heads(sizes)
     backward = (back, *summed)
-    alone = all(i in signature.parameters for i in wanted)
+    only_parameters = all(i in signature.parameters for i in wanted)
     return CallCost(
-        **found,
+        **fields,
         backward=backward,
-        weight=backward if alone else (),
+        weight=backward if only_parameters else (),
         gradients=gradients,
         backward_temporary_bytes=temporary + spread,
     )
@@ -135,7 +134,7 @@ def _sizes(signature: Signature) -> _Sizes:
 
 
 def _strides(signature: Signature, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The result lies as the query does, on a processor always with heads inside of rows."""
+    """Return the strides of the result: those of the query; on a CPU, heads lie inside of rows."""
     given = signature.strides[0]
     if signature.device != "cpu" and (given is None or given[-2] <= given[-3]):
         return contiguous(shape)
@@ -145,10 +144,10 @@ def _strides(signature: Signature, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _mask(signature: Signature, sizes: _Sizes) -> tuple[tuple[Kernel, ...], int, int]:
-    """Kernels that make the mask, the bytes that attention reads of it, and new memory of it.
+    """Return the kernels that make the mask, the bytes that attention reads, and the new bytes.
 
-    Masks of truth values become numbers of the query's dtype first (`convert_boolean_attn_mask`).
-    Cut rows of a causal mask are such a mask.
+    Boolean masks are first converted to the query's dtype (`convert_boolean_attn_mask`). So are the
+    rows of a causal mask that a rank of sharded queries has.
     """
     if sizes.rows_cut:
         shape: tuple[int, ...] = (sizes.result.shape[-2], sizes.key.shape[-2])
@@ -173,19 +172,19 @@ def _memory(op: str, moved: int, dtype: torch.dtype, shape: tuple[int, ...]) -> 
 
 
 def _saved(signature: Signature, sizes: _Sizes, own: int, row_bytes: int) -> tuple[Saved, ...]:
-    kept = {signature.firsts[i] for i in range(3)}
+    operands = {signature.firsts[i] for i in range(3)}
     if sizes.mask is not None and not own:
-        kept.add(signature.firsts[sizes.mask])
-    found = [Saved(operand=i, num_bytes=signature.types[i].num_bytes) for i in sorted(kept)]
-    found.append(Saved(result=0, num_bytes=sizes.result.num_bytes))
-    found.append(Saved(num_bytes=row_bytes))
+        operands.add(signature.firsts[sizes.mask])
+    saved = [Saved(operand=i, num_bytes=signature.types[i].num_bytes) for i in sorted(operands)]
+    saved.append(Saved(result=0, num_bytes=sizes.result.num_bytes))
+    saved.append(Saved(num_bytes=row_bytes))
     if own:
-        found.append(Saved(num_bytes=own))
-    return tuple(found)
+        saved.append(Saved(num_bytes=own))
+    return tuple(saved)
 
 
 def _shared_heads(sizes: _Sizes) -> tuple[int, tuple[Kernel, ...]]:
-    """Bytes and sums of key and value gradients per query head, where heads share keys."""
+    """Return bytes and sums of key and value gradients per query head, where heads share keys."""
     groups = sizes.result.shape[-3] // max(sizes.key.shape[-3], 1)
     if groups <= 1:
         return 0, ()
@@ -196,13 +195,17 @@ def _shared_heads(sizes: _Sizes) -> tuple[int, tuple[Kernel, ...]]:
     return groups * (sizes.key.num_bytes + sizes.value.num_bytes), tuple(kernels)
 
 
-# RMS norm as a GPU runs it: one kernel forward, two backward.
+# ------------------------------------------------------------ RMS norm
 #
-# Elsewhere, and on meta tensors, it is a composite of elementwise operators and a mean.
+# A GPU runs one kernel forward and two backward. Elsewhere, and on meta tensors, it is a composite
+# of elementwise operators and a mean.
 
 
 def is_fused_norm(signature: Signature) -> bool:
-    """On a GPU, where the weight has the input's dtype (`rms_norm_symint` of layer_norm.cpp)."""
+    """Return whether a norm is fused: on a GPU, with weights of the input's dtype.
+
+    See `rms_norm_symint` of layer_norm.cpp.
+    """
     kinds = {t.dtype for t in signature.types}
     plain = signature.autocast is None and not any(signature.strides)
     refs = [arg for arg in signature.args if isinstance(arg, Ref)]
@@ -217,7 +220,7 @@ def is_fused_norm(signature: Signature) -> bool:
 
 
 def norm_cost(signature: Signature) -> CallCost:
-    """Reads the input once, keeps it with its weight and a float32 number per row."""
+    """Return the cost of a norm that saves its input, its weight and a float32 number per row."""
     x = signature.types[0]
     weight = signature.types[1] if len(signature.types) > 1 else None
     inner = TensorType(tuple(signature.args[1]), x.dtype)

@@ -1,4 +1,4 @@
-"""What a device launches: the kernels of one ATen call, with their flops and bytes."""
+"""The kernels of one ATen call, with their flops and bytes, and the time they take on a device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.cluster import Device
 from shardwise.dtypes import dtype_name
 from shardwise.ir import TensorType
 
-# Products inside ATen operators: their size as a matrix product, and their flops.
+# ------------------------------------------------------------ products
 #
 # Operators that are unknown here but have a formula in `torch.utils.flop_counter` (which users may
 # extend with `register_flop_formula`) use that.
@@ -38,9 +38,9 @@ class Product:
 
 
 def products(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> tuple[Product, ...] | None:
-    """The products that an ATen call computes, or None."""
+    """Return the products that an ATen call computes, or None."""
     packet = func.overloadpacket
     sized = _SIZES.get(packet.__name__) if func.namespace == "aten" else None
     if sized is not None:
@@ -48,18 +48,18 @@ def products(
         given = tuple(a for a in args if isinstance(a, Tensor))
         bias = kwargs.get("bias")
         more = (bias,) if isinstance(bias, Tensor) else ()
-        return (_matmul(shape, (*given, *more, *_results(found))),)
+        return (_matmul(shape, (*given, *more, *_results(result))),)
     if func.namespace == "aten" and packet.__name__ in _CONVOLUTIONS:
-        return tuple(_CONVOLUTIONS[packet.__name__](args, found))
+        return tuple(_CONVOLUTIONS[packet.__name__](args, result))
     if packet not in flop_registry:
         return None
-    return (_registered(func, args, kwargs, found),)
+    return (_registered(func, args, kwargs, result),)
 
 
-def _results(found: Any) -> tuple[Tensor, ...]:
-    if isinstance(found, Tensor):
-        return (found,)
-    return tuple(t for t in found if isinstance(t, Tensor))
+def _results(result: Any) -> tuple[Tensor, ...]:
+    if isinstance(result, Tensor):
+        return (result,)
+    return tuple(t for t in result if isinstance(t, Tensor))
 
 
 def _matmul(shape: tuple[int, int, int, int], touched: tuple[Tensor, ...]) -> Product:
@@ -127,14 +127,14 @@ _SIZES: dict[str, Callable[..., Size]] = {
 # ---------------------------------------------------------------- convolutions
 
 
-def _convolution(args: tuple[Any, ...], found: Any) -> Iterator[Product]:
+def _convolution(args: tuple[Any, ...], result: Any) -> Iterator[Product]:
     x, weight, bias = args[:3]
-    size = _window(x, weight, found, transposed=bool(args[6]), groups=args[8])
-    touched = tuple(t for t in (x, weight, bias, found) if isinstance(t, Tensor))
+    size = _window(x, weight, result, transposed=bool(args[6]), groups=args[8])
+    touched = tuple(t for t in (x, weight, bias, result) if isinstance(t, Tensor))
     yield Product("convolution", 2.0 * prod(size), size, touched, weight.dtype)
 
 
-def _convolution_backward(args: tuple[Any, ...], found: Any) -> Iterator[Product]:
+def _convolution_backward(args: tuple[Any, ...], result: Any) -> Iterator[Product]:
     """One product for the input's gradient, one for the weight's (and a sum for the bias')."""
     grad, x, weight = args[:3]
     transposed, groups, mask = bool(args[7]), args[9], args[10]
@@ -142,15 +142,15 @@ def _convolution_backward(args: tuple[Any, ...], found: Any) -> Iterator[Product
     flops = 2.0 * groups_ * m * n * k
     if mask[0]:
         size = groups_, m, k, n
-        yield Product("convolution", flops, size, (grad, weight, found[0]), weight.dtype)
+        yield Product("convolution", flops, size, (grad, weight, result[0]), weight.dtype)
     if mask[1] or mask[2]:
-        touched = tuple(t for t in (grad, x, found[1], found[2]) if isinstance(t, Tensor))
+        touched = tuple(t for t in (grad, x, result[1], result[2]) if isinstance(t, Tensor))
         size = groups_, n, k, m
         yield Product("convolution", flops if mask[1] else 0.0, size, touched, weight.dtype)
 
 
 def _window(x: Tensor, weight: Tensor, out: Tensor, *, transposed: bool, groups: int) -> Size:
-    """A convolution as a product of its windows with the filters, per group."""
+    """Return a convolution as a product of its windows with the filters, per group."""
     space = x if transposed else out
     rows = x.shape[0] * prod(space.shape[2:]) if x.dim() == weight.dim() else prod(space.shape[1:])
     filters, inner, taps = (
@@ -174,10 +174,10 @@ _CONVOLUTIONS: dict[str, Callable[[tuple[Any, ...], Any], Iterator[Product]]] = 
 # ---------------------------------------------------------------- registered formulas
 
 
-def _registered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> Product:
-    flops = float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=found))
+def _registered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Product:
+    flops = float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
     given = [a for a in args if isinstance(a, Tensor)]
-    touched = (*given, *_results(found))
+    touched = (*given, *_results(result))
     if "attention" in func.overloadpacket.__name__ and given[-1].dim() >= 3:
         first = 1 if "backward" in func.overloadpacket.__name__ else 0
         query, key = given[first : first + 2]
@@ -198,7 +198,7 @@ def _causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def seen_part(rows: int, columns: int, tile: int = 1) -> float:
-    """The part of a causal mask that is computed: row i sees columns up to i, in whole tiles.
+    """Return the computed fraction of a causal mask: row i sees columns up to i, in full tiles.
 
     >>> seen_part(4, 4)
     0.625
@@ -346,7 +346,7 @@ class OpInfo:
 
 @cache
 def op_info(func: Any) -> OpInfo:
-    """The facts of an `OpOverload`."""
+    """Return what the schema of an `OpOverload` tells."""
     schema = func._schema
     name = func.overloadpacket.__name__
     mutated = tuple(
@@ -361,7 +361,7 @@ def op_info(func: Any) -> OpInfo:
 
 
 def tensors(arg: Any) -> Iterator[Tensor]:
-    """All tensors in a nested argument."""
+    """Yield all tensors in a nested argument."""
     if isinstance(arg, Tensor):
         yield arg
     elif isinstance(arg, tuple | list):
@@ -370,7 +370,7 @@ def tensors(arg: Any) -> Iterator[Tensor]:
 
 
 def touched_bytes(tensor: Tensor) -> int:
-    """The bytes that a tensor really covers: expanded dims count once."""
+    """Return the bytes that a tensor really covers: expanded dims count once."""
     count = tensor.element_size()
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if stride or not size:
@@ -379,32 +379,32 @@ def touched_bytes(tensor: Tensor) -> int:
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor that lies row by row."""
-    found, step = [], 1
+    """Return the strides of a contiguous tensor."""
+    strides, step = [], 1
     for size in reversed(shape):
-        found.append(step)
+        strides.append(step)
         step *= max(size, 1)
-    return tuple(reversed(found))
+    return tuple(reversed(strides))
 
 
 def kernels_of(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any, *, backward: bool = False
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, *, backward: bool = False
 ) -> tuple[Kernel, ...]:
-    """The kernels that one ATen call launches, given its results.
+    """Return the kernels that one ATen call launches, given its results.
 
     Where there are two, the first makes the first result and the second the others.
     """
     info = op_info(func)
     if not info.launches:
         return ()
-    results = list(tensors(found))
+    results = list(tensors(result))
     if not results:
         return ()
-    work = products(func, args, kwargs, found)
+    work = products(func, args, kwargs, result)
     if work is not None:
         return tuple(_product_kernel(info.name, p) for p in work)
     if info.name in _SPLIT_BACKWARD:
-        return tuple(_norm_backward(info.name, args, found))
+        return tuple(_norm_backward(info.name, args, result))
     moved = _bytes_moved(info, args, kwargs, results, backward)
     main = max(results, key=Tensor.numel)
     return (
@@ -431,13 +431,13 @@ def _product_kernel(name: str, product: Product) -> Kernel:
     )
 
 
-def _norm_backward(name: str, args: tuple[Any, ...], found: Any) -> Iterator[Kernel]:
-    """A normalization's gradients: one kernel for the input, one for weight and bias.
+def _norm_backward(name: str, args: tuple[Any, ...], result: Any) -> Iterator[Kernel]:
+    """Yield the kernels of a normalization's gradients: one for the input, one for weight and bias.
 
     Both read gradient, input and statistics; the first one also the weight.
     """
     sizes = [touched_bytes(t) for t in tensors(args)]
-    for part, read in ((found[:1], sum(sizes[:5])), (found[1:], sum(sizes[:4]))):
+    for part, read in ((result[:1], sum(sizes[:5])), (result[1:], sum(sizes[:4]))):
         results = [t for t in tensors(part) if t.numel()]
         if results:
             yield Kernel(
@@ -499,7 +499,7 @@ def _scatter_bytes(args: tuple[Any, ...], given: dict[int, Tensor], clones: bool
     return moved + (2 * touched_bytes(table) if clones else 0)
 
 
-# How long kernels take on a device.
+# ------------------------------------------------------------ times
 #
 # A kernel takes the longer of its arithmetic and its memory traffic. A CPU adds the overhead of the
 # call. A GPU runs kernels while the host launches the next ones: the overhead shows only where
@@ -516,7 +516,7 @@ CPU_TILE = 512
 
 
 def execution_seconds(kernel: Kernel, device: Device) -> float:
-    """The kernel alone: arithmetic or memory traffic, whichever takes longer."""
+    """Return the time of the kernel itself: arithmetic or memory traffic, whichever is longer."""
     moving = kernel.bytes / device.memory_rate(kernel.bytes) if kernel.bytes else 0.0
     if kernel.kind == MEMORY or not kernel.flops:
         return moving
@@ -530,14 +530,14 @@ def execution_seconds(kernel: Kernel, device: Device) -> float:
 
 
 def _rated(dtype: str, device: Device) -> str:
-    """The dtype whose rate counts: products of integers or complex numbers go at the slowest."""
+    """Return the dtype whose rate applies: the slowest for integers and complex numbers."""
     if dtype in device.dtypes or "float" in dtype:
         return dtype
     return min(device.dtypes, key=lambda name: device.matmul_rate(name, 1024, 1024, 1024))
 
 
 def _unseen(kernel: Kernel, device: Device) -> float:
-    """How much more than the part of a causal mask that is seen a device computes."""
+    """Return how much more of a causal mask a device computes than rows see."""
     if not kernel.causal or device.kind != "cpu":
         return 1.0  # rates of GPUs are of causal attentions, by the part that is seen
     rows, columns = kernel.shape[-3:-1]
@@ -545,7 +545,7 @@ def _unseen(kernel: Kernel, device: Device) -> float:
 
 
 def kernel_seconds(kernel: Kernel, device: Device) -> float:
-    """The kernel as one of many, one after the other."""
+    """Return the time of the kernel among many that run one after the other."""
     running = execution_seconds(kernel, device)
     if device.kind == "cpu":
         return device.overhead_s + running
@@ -553,5 +553,5 @@ def kernel_seconds(kernel: Kernel, device: Device) -> float:
 
 
 def kernels_seconds(kernels: Iterable[Kernel], device: Device) -> float:
-    """The kernels one after the other."""
+    """Return the time of the kernels one after the other."""
     return sum(kernel_seconds(kernel, device) for kernel in kernels)

@@ -1,22 +1,28 @@
 """The kernels that a local call launches and the memory it saves, from one run on meta tensors.
 
 Every ATen call of forward, and of the backward that autograd makes of it, is recorded; saved
-tensors are recognized by their storages. Attention counts as the fused kernel (`attention`);
-operators of the runtime run as they are, on a mesh that only counts collectives (`runtime_call`).
-A call that cannot be tried (its shapes depend on data, an operator has no rule for shapes) is
-guessed from its bytes, with a note.
+tensors are recognized by their storages. Attention counts as the fused kernel (`cost.fused`);
+operators of the runtime run as they are, on a mesh that only counts collectives. A call that cannot
+be run (its shapes depend on data, an operator has no rule for shapes) is guessed from its bytes,
+with a note.
 """
 
 from __future__ import annotations
 
+import inspect
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise import runtime as rt
 from shardwise.cost.fused import attention_cost, is_fused_attention, is_fused_norm, norm_cost
 from shardwise.cost.kernels import (
     MEMORY,
@@ -29,17 +35,61 @@ from shardwise.cost.kernels import (
     tensors,
     touched_bytes,
 )
-from shardwise.cost.runtime_call import runtime_function
-from shardwise.cost.signature import Signature, call_on_meta, call_signature, cast
-from shardwise.cost.storages import StorageTracker
+from shardwise.cost.signature import Signature, call_on_meta, call_signature, under_autocast
 from shardwise.dtypes import dtype_name
 from shardwise.ir import TensorType, map_refs
 from shardwise.ir.interpret import batch_norm
 from shardwise.ir.schema import operator
+from shardwise.runtime.mesh import Axis
+from shardwise.runtime.rng import Rng, Splits
+from shardwise.runtime.splits import Of, whole_length
+from shardwise.runtime.transport import Group, Pending, Transport
+from shardwise.runtime.transport.fake import FakeTransport
+from shardwise.sharding.rule import MeshAxis
+from shardwise.shares import Shares
 
-# Record the kernels that ATen calls launch, and the memory that they make.
-#
-# From the kernels of a backward pass it can tell which of them some gradients do not need.
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """One live storage; `kind` is what it is for, once that is known."""
+
+    number: int  # addresses are used again, numbers are not
+    size: int = 0
+    kind: str | None = None
+    watch: Any = field(default=None, repr=False)
+
+
+class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Track the storages of tensors, and the sum of their sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0  # bytes now, and at most
+        self.storages: dict[int, Storage] = {}  # by address
+        self._counter = itertools.count()
+
+    def track(self, tensor: Tensor) -> Storage:
+        """Return the record of a tensor's storage, with its current size."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        record = self.storages.get(key)
+        if record is None:
+            record = self.storages[key] = Storage(next(self._counter))
+            record.watch = weakref.ref(storage, lambda _: self._free(key))
+        self.resize(record, storage.nbytes())
+        return record
+
+    def resize(self, storage: Storage, size: int) -> None:
+        """Set the size of a storage."""
+        self.live += size - storage.size
+        self.peak = max(self.peak, self.live)
+        storage.size = size
+
+    def _free(self, key: int) -> None:
+        self.resize(self.storages.pop(key), 0)
+
+
+# ------------------------------------------------------------ kernels
 
 
 @dataclass(slots=True)
@@ -77,8 +127,8 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
 
     def take(self) -> list[Kernel]:
         """Return the kernels since the last call."""
-        found, self._launches = self._launches, []
-        return [launch.kernel for launch in found]
+        launches, self._launches = self._launches, []
+        return [launch.kernel for launch in launches]
 
     def without(self, gradients: list[Tensor]) -> tuple[Kernel, ...]:
         """Return the kernels since the last `take` that these gradients do not need."""
@@ -99,24 +149,24 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         options = kwargs or {}
-        found = call_on_meta(func, args, options)
+        result = call_on_meta(func, args, options)
         if func.is_view:
-            return found
-        results = list(tensors(found))
+            return result
+        results = list(tensors(result))
         for tensor in results:
             if not self.is_known(tensor):
                 self.track(tensor)
         if op_info(func).launches:
-            kernels = kernels_of(func, args, options, found, backward=self._in_backward)
-            self._note(kernels, (args, tuple(options.values())), found, results)
-        return found
+            kernels = kernels_of(func, args, options, result, backward=self._in_backward)
+            self._note(kernels, (args, tuple(options.values())), result, results)
+        return result
 
     def _note(
-        self, kernels: tuple[Kernel, ...], given: Any, found: Any, results: list[Tensor]
+        self, kernels: tuple[Kernel, ...], given: Any, result: Any, results: list[Tensor]
     ) -> None:
         reads = frozenset(self._places(tensors(given)))
         if len(kernels) == 2:  # the first result, and the others: see `kernels_of`
-            parts = [list(tensors(found[:1])), list(tensors(found[1:]))]
+            parts = [list(tensors(result[:1])), list(tensors(result[1:]))]
         else:
             parts = [results for _ in kernels]
         for kernel, part in zip(kernels, parts, strict=True):
@@ -124,15 +174,12 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
 
     def _places(self, given: Any) -> set[int]:
         """Return the numbers of storages that were made here."""
-        found = (self.storages.get(t.untyped_storage()._cdata) for t in given)
-        return {storage.number for storage in found if storage is not None}
-
-
-# The cost of a call that could not be tried: every operand and result once, with the reason.
+        known = (self.storages.get(t.untyped_storage()._cdata) for t in given)
+        return {storage.number for storage in known if storage is not None}
 
 
 def guessed(signature: Signature, reason: str) -> CallCost:
-    """Bytes of operands and results; backward reads both and their gradients, and keeps both."""
+    """Return a cost guessed from bytes; operands and results are saved for backward."""
     operands = {first: signature.types[first] for first in signature.firsts}
     results = signature.results or tuple(operands.values())[:1]
     given = sum(t.num_bytes for t in operands.values())
@@ -184,7 +231,7 @@ def call_cost(
     parameters: frozenset[int] = frozenset(),
     **more: Any,
 ) -> CallCost:
-    """The kernels of a local call and of its backward, and what is kept between them.
+    """Return the kernels of a local call and of its backward, and what is saved between them.
 
     Arguments are those of `call_signature`.
     """
@@ -228,32 +275,32 @@ class _Trial:
         signature, recorder = self.signature, self.recorder
         collectives: list[CollectiveCall] = []
         function = signature.function or function_of(signature, collectives=collectives)
-        function = cast(signature.op, function, signature.autocast)
+        function = under_autocast(signature.op, function, signature.autocast)
         supply = iter(self.operands)
         args, kwargs = map_refs((signature.args, signature.kwargs), lambda _: next(supply))
         saving = torch.autograd.graph.saved_tensors_hooks(self._pack, _same)
         with recorder, torch.set_grad_enabled(bool(signature.grads)), saving:
-            found = function(*args, **dict(kwargs))
-        results = list(tensors(found))
-        forward, kept = recorder.take(), recorder.live
+            result = function(*args, **dict(kwargs))
+        results = list(tensors(result))
+        forward, live = recorder.take(), recorder.live
         forward_peak = recorder.peak
         saved = self._saved(results)
         self.saved = []
         in_forward = len(collectives)
-        whole, weight = self._backward(results)
+        backward, weight = self._backward(results)
         return CallCost(
             forward=tuple(forward),
-            backward=tuple(whole.kernels),
+            backward=tuple(backward.kernels),
             weight=weight,
             saved=saved,
             collectives=tuple(collectives[:in_forward]),
             backward_collectives=tuple(collectives[in_forward:]),
-            forward_temporary_bytes=forward_peak - kept,
-            backward_temporary_bytes=whole.peak,
+            forward_temporary_bytes=forward_peak - live,
+            backward_temporary_bytes=backward.peak,
             results=tuple(TensorType(tuple(t.shape), t.dtype) for t in results),
             strides=tuple(t.stride() for t in results),
             aliases=tuple(self._owner(t) for t in results),
-            gradients=self._gradients(whole.gradients),
+            gradients=self._gradients(backward.gradients),
         )
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -271,18 +318,18 @@ class _Trial:
     def _saved(self, results: list[Tensor]) -> tuple[Saved, ...]:
         """Return what autograd saves, each storage once."""
         of_results = {t.untyped_storage()._cdata: i for i, t in reversed([*enumerate(results)])}
-        found: dict[int, Saved] = {}
+        saved: dict[int, Saved] = {}
         for tensor in self.saved:
             storage = tensor.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
-            if key in found or not size:
+            if key in saved or not size:
                 continue
             owner = self._owner(tensor)
             if owner is not None:
-                found[key] = Saved(operand=owner, num_bytes=size)
+                saved[key] = Saved(operand=owner, num_bytes=size)
             else:
-                found[key] = Saved(result=of_results.get(key), num_bytes=size)
-        return tuple(found.values())
+                saved[key] = Saved(result=of_results.get(key), num_bytes=size)
+        return tuple(saved.values())
 
     def _backward(self, results: list[Tensor]) -> tuple[_Backward, tuple[Kernel, ...]]:
         """Run backward; return all of it, and the kernels that only parameters need."""
@@ -295,12 +342,14 @@ class _Trial:
         recorder.known(seeds)
         recorder.begin_backward()
         with recorder:  # the graph is retained: what is alive at the end was, or is new
-            found = torch.autograd.grad(ends, leaves, seeds, retain_graph=True, allow_unused=True)
-        others = [g for i, g in zip(places, found, strict=True) if not self._is_parameter(i)]
+            gradients = torch.autograd.grad(
+                ends, leaves, seeds, retain_graph=True, allow_unused=True
+            )
+        others = [g for i, g in zip(places, gradients, strict=True) if not self._is_parameter(i)]
         weight: tuple[Kernel, ...] = ()
         if len(others) < len(places):
             weight = recorder.without([g for g in others if g is not None])
-        return _Backward(recorder.take(), found, max(recorder.peak - recorder.live, 0)), weight
+        return _Backward(recorder.take(), gradients, max(recorder.peak - recorder.live, 0)), weight
 
     def _wanted(self) -> list[int]:
         """Return the operands that get a gradient, each tensor once."""
@@ -314,9 +363,9 @@ class _Trial:
         same = [i for i, t in enumerate(self.operands) if t is self.operands[position]]
         return all(i in self.signature.parameters for i in same)
 
-    def _gradients(self, found: tuple[Tensor | None, ...]) -> tuple[tuple[int, int], ...]:
+    def _gradients(self, made: tuple[Tensor | None, ...]) -> tuple[tuple[int, int], ...]:
         """Return the new memory of the gradients, in the order of the operands that get one."""
-        pairs = zip(self._wanted(), found, strict=False)
+        pairs = zip(self._wanted(), made, strict=False)
         return tuple(
             (i, 0 if t is None or self.recorder.is_known(t) else touched_bytes(t)) for i, t in pairs
         )
@@ -329,7 +378,7 @@ def _same(tensor: Tensor) -> Tensor:
 def _operands(signature: Signature) -> list[Tensor]:
     """Return a meta tensor for every operand; the same one for repeats."""
     made: dict[int, Tensor] = {}
-    found = []
+    operands = []
     for position, first in enumerate(signature.firsts):
         if first not in made:
             kind, stride = signature.types[first], signature.strides[first]
@@ -341,8 +390,8 @@ def _operands(signature: Signature) -> list[Tensor]:
                 )
         if position in signature.grads and _differentiable(made[first].dtype):
             made[first].requires_grad_()
-        found.append(made[first])
-    return found
+        operands.append(made[first])
+    return operands
 
 
 def _differentiable(dtype: torch.dtype) -> bool:
@@ -360,9 +409,125 @@ def function_of(
         return runtime_function(signature, device, [] if collectives is None else collectives)
     if signature.op == "shardwise.batch_norm.default":
         return batch_norm
-    found = operator(signature.op)
-    if found is None:
+    overload = operator(signature.op)
+    if overload is None:
         raise LookupError(f"operator {signature.op} is not registered in this process")
-    if any(a.name == "device" for a in found._schema.arguments) and not signature.firsts:
-        return lambda *args, **kwargs: found(*args, **{**kwargs, "device": device})
-    return found  # type: ignore[no-any-return]
+    if any(a.name == "device" for a in overload._schema.arguments) and not signature.firsts:
+        return lambda *args, **kwargs: overload(*args, **{**kwargs, "device": device})
+    return overload  # type: ignore[no-any-return]
+
+
+# ------------------------------------------------------------ operators of the runtime
+
+
+def runtime_function(
+    signature: Signature, device: str, collectives: list[CollectiveCall]
+) -> Callable[..., Any]:
+    """Return a function of local tensors that runs the `rt.*` operator of `signature`.
+
+    Tensors that come from no operand are made on `device`. Every collective that the operator
+    calls, in forward or backward, is appended to `collectives`.
+    """
+    name = signature.op.removeprefix("rt.")
+    function = getattr(rt, name, None)
+    if function is None:
+        raise LookupError(f"the runtime has no operator {name!r}")
+    parameters = _parameters(function)
+    local = next(iter((*signature.results, *signature.types)), None)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = parameters.bind_partial(*args, **kwargs)
+        given = bound.arguments
+        if name == "grouped_mm":
+            _divide_rows_evenly(given)
+        for parameter, value in given.items():
+            if isinstance(value, MeshAxis):
+                of = given.get(parameter.replace("axis", "of"))
+                length = local.shape[-2 if parameter == "row_axis" else -1] if of and local else 0
+                given[parameter] = _axis(value.names, of, length, collectives)
+        if "rng" in parameters.parameters:
+            given |= {"rng": _Rng(_drawn_shape(name, given, local)), "key": ""}
+        if "device" in parameters.parameters:
+            given["device"] = device
+        return function(*bound.args, **bound.kwargs)
+
+    return call
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+class _CountingTransport:
+    """Count the collectives over some mesh axes; results have the right size, but no values."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, axes: tuple[str, ...], collectives: list[CollectiveCall]) -> None:
+        self._axes, self._collectives = axes, collectives
+
+    def __getattr__(self, operation: str) -> Callable[..., Pending]:
+        run = getattr(FakeTransport(self.rank, self.world_size), operation)
+
+        def count(flat: Tensor, *args: Any) -> Pending:
+            size = flat.numel() * flat.element_size()
+            self._collectives.append(CollectiveCall(op=operation, num_bytes=size, axes=self._axes))
+            return cast(Pending, run(flat, *args))
+
+        return count
+
+
+def _axis(
+    names: tuple[str, ...], of: Of | None, length: int, collectives: list[CollectiveCall]
+) -> Axis:
+    """Return an axis of two ranks, the first of which holds `length` of a dim split as `of`."""
+    transport = cast(Transport, _CountingTransport(names, collectives))
+    full = whole_length(of) if of else 0
+    shares = Shares(length, full - length) if 0 < full >= length else 2
+    return Axis(".".join(names), Group((0, 1), 0), transport, shares)
+
+
+class _Rng(Rng):
+    """Draw the whole tensor and take a part of `shape`, as the runtime does in mode "exact"."""
+
+    def __init__(self, shape: Sequence[int] | None) -> None:
+        super().__init__(0)
+        self._shape = shape
+
+    def generator(
+        self, key: str, device: torch.device | str = "cpu", place: Sequence[tuple[str, int]] = ()
+    ) -> torch.Generator:
+        kind = torch.device(device).type
+        return torch.Generator("cpu" if kind == "meta" else kind)
+
+    def part(
+        self,
+        fill: Callable[[tuple[int, ...], torch.Generator], Tensor],
+        key: str,
+        shape: Sequence[int],
+        splits: Splits,
+        device: torch.device | str,
+    ) -> Tensor:
+        part = fill(tuple(shape), self.generator(key, device))
+        for dim, length in enumerate(shape if self._shape is None else self._shape):
+            if length != part.shape[dim]:
+                part = part.narrow(dim, 0, length)
+        return part.contiguous()
+
+
+def _drawn_shape(
+    name: str, given: dict[str, Any], local: TensorType | None
+) -> tuple[int, ...] | None:
+    """Return the shape of this rank's random numbers, if it is known."""
+    if name == "attention":  # numbers are drawn for its weights
+        return (*given["query"].shape[:-1], given["key_"].shape[-2])
+    return local.shape[: len(given.get("shape", ()))] if local else None
+
+
+def _divide_rows_evenly(given: dict[str, Any]) -> None:
+    """Give every expert as many rows: how many it really gets, only the data tells."""
+    rows = given["x"].shape[0] // max(given["offs"].shape[0], 1)
+    given["offs"] = np.arange(1, given["weight"].shape[0] + 1) * rows
+    for parameter in ("row_axis", "rows", "expert_axis", "experts"):
+        given.pop(parameter, None)

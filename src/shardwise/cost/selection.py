@@ -31,19 +31,20 @@ from shardwise.cost.collectives import CollectiveModel, Line, collective_model
 from shardwise.messages.choice import OPERATIONS, REFERENCE_BYTES, Chooser, CollectiveChoice
 from shardwise.messages.trees import Forest
 
-WORTH = 0.1  # of the library's time: what another way must save
-MOST_RANKS = 16  # of a group that is solved while plans are searched; larger ones on request
+WORTH = 0.1  # fraction of the library's time that another implementation must save
+MAX_RANKS = 16  # of a group that is solved while plans are searched; larger ones on request
 ITEM_BYTES = 4
-SMALL_BYTES, LARGE_BYTES = 256 << 10, 64 << 20  # sizes that make the line of a way
-CLOSE = 0.01  # of the time: hierarchical is simpler, and taken if it is no slower than this
+SMALL_BYTES, LARGE_BYTES = 256 << 10, 64 << 20  # sizes through which a candidate's line goes
+CLOSE = 0.01  # fraction of the time up to which a simpler implementation may be slower
 CHUNK_BYTES = 128 * 1024  # where the solver has not tuned it
 SIZES = tuple(1 << n for n in range(16, 31))  # smaller data are a matter of latency: the library's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
-    """One way of all groups: its line of the wires' times, and the trees of each group; or the
-    line that was measured.
+class _Candidate:
+    """One implementation for all groups: its trees and the line of their times on the links.
+
+    Without trees, the line was measured.
     """
 
     name: str
@@ -54,10 +55,10 @@ class _Way:
 
 
 def may_gain(cluster: Cluster) -> bool:
-    """Whether some collective could be faster than the library's, from a look at the cluster.
+    """Return whether some collective could be faster than the library's on this cluster.
 
-    Not where all ranks are alike and a ring in their order uses every card as well as can be:
-    devices of one node, or equal nodes of one device behind one switch. Of equal nodes of GPUs,
+    Nothing can be gained where ranks are equal and a ring in their order uses every NIC fully:
+    devices of one node, or equal nodes of one device behind one switch. About equal nodes of GPUs,
     NCCL knows as much as the cluster's file.
     """
     if cluster.num_ranks < 2:
@@ -66,18 +67,18 @@ def may_gain(cluster: Cluster) -> bool:
         return True
     if cluster.num_nodes == 1:
         return False
-    alike = {(node.link, node.nic, node.count) for node in cluster.nodes}
+    kinds = {(node.link, node.nic, node.count) for node in cluster.nodes}
     network = cluster.network
-    if len(alike) > 1 or network.trunks:
+    if len(kinds) > 1 or network.trunks:
         return True
     plain = cluster.nodes[0].count == 1 and not (network.switches or network.domains)
     return not plain and cluster.nodes[0].device.kind == "cpu"
 
 
-def chooser(cluster: Cluster, most_ranks: int = MOST_RANKS, use: str = "") -> Chooser | None:
-    """What chooses for a cluster, each operation and set of groups once; None if it never would.
+def chooser(cluster: Cluster, max_ranks: int = MAX_RANKS, use: str = "") -> Chooser | None:
+    """Return a memoized selector for this cluster, or None if no alternative can win.
 
-    `use` is a way that is taken wherever it is possible, whatever the times say.
+    `use` forces an implementation wherever it is possible, whatever the predicted times.
     """
     if use == "library" or not (use or may_gain(cluster)):
         return None
@@ -87,7 +88,7 @@ def chooser(cluster: Cluster, most_ranks: int = MOST_RANKS, use: str = "") -> Ch
         rows = np.ascontiguousarray(groups, dtype=np.int64)
         key = (operation, rows.tobytes(), rows.shape[-1])
         if key not in known:
-            known[key] = select(cluster, operation, rows, most_ranks=most_ranks, use=use)
+            known[key] = select(cluster, operation, rows, max_ranks=max_ranks, use=use)
         return known[key]
 
     return choose
@@ -98,12 +99,12 @@ def select(
     operation: str,
     groups: Ints | Sequence[Sequence[int]],
     *,
-    most_ranks: int = MOST_RANKS,
+    max_ranks: int = MAX_RANKS,
     use: str = "",
 ) -> CollectiveChoice | None:
-    """The choice of one operation; None where there is none: one rank, or another operation.
+    """Return the choice for one operation; None for one rank or an operation without alternatives.
 
-    `use` is as for `chooser`.
+    `use` is that of `chooser`.
 
     >>> fast = Cluster.preset("cpu", nodes=4, devices_per_node=1)
     >>> select(fast, "all_reduce", [range(4)]).uses
@@ -113,37 +114,47 @@ def select(
     if operation not in OPERATIONS or rows.shape[-1] < 2:
         return None
     library = collective_model(cluster, operation, rows)
-    kept = CollectiveChoice(
+    library_choice = CollectiveChoice(
         operation=operation,
         groups=tuple(tuple(row) for row in rows.tolist()),
         predicted_s={"library": library.seconds(REFERENCE_BYTES)},
     )
-    if not (use or may_gain(cluster)) or rows.shape[-1] > most_ranks:
-        return kept
-    ways = [_shared(cluster, operation, rows)]
+    if not (use or may_gain(cluster)) or rows.shape[-1] > max_ranks:
+        return library_choice
+    candidates = [_shared(cluster, operation, rows)]
     networks = contended(cluster, rows)
     if use or not _out_of_reach(library, networks, operation):
-        ways += [_hierarchical(networks, operation), _solved(networks, operation)]
-    found = [way for way in ways if way is not None and use in ("", way.name)]
-    return _decided(kept, library, found, forced=bool(use))
+        candidates += [_hierarchical(networks, operation), _solved(networks, operation)]
+    allowed = [
+        candidate
+        for candidate in candidates
+        if candidate is not None and use in ("", candidate.name)
+    ]
+    return _decided(library_choice, library, allowed, forced=bool(use))
 
 
 def _decided(
-    kept: CollectiveChoice, library: CollectiveModel, ways: Sequence[_Way], *, forced: bool
+    library_choice: CollectiveChoice,
+    library: CollectiveModel,
+    candidates: Sequence[_Candidate],
+    *,
+    forced: bool,
 ) -> CollectiveChoice:
-    """The best way with the times of all; the library unless it saves enough."""
-    lines = {way.name: _line(library, way) for way in ways}
+    """Return the best candidate with the times of all; the library unless it saves enough."""
+    lines = {candidate.name: _line(library, candidate) for candidate in candidates}
     seconds = {name: line.seconds(REFERENCE_BYTES) for name, line in lines.items()}
-    told = replace(kept, predicted_s={**kept.predicted_s, **seconds})
-    if not ways:
-        return told
-    least = min(seconds.values())
-    best = next(way for way in ways if seconds[way.name] <= (1 + CLOSE) * least)
+    reported = replace(library_choice, predicted_s={**library_choice.predicted_s, **seconds})
+    if not candidates:
+        return reported
+    shortest = min(seconds.values())
+    best = next(
+        candidate for candidate in candidates if seconds[candidate.name] <= (1 + CLOSE) * shortest
+    )
     start = 0 if forced else _from_bytes(library, lines[best.name])
     if start is None:
-        return told
+        return reported
     return replace(
-        told,
+        reported,
         uses=best.name,
         min_bytes=start,
         latency_s=best.latency_s,
@@ -153,19 +164,21 @@ def _decided(
     )
 
 
-def _line(library: CollectiveModel, way: _Way) -> Line:
-    if way.forests:
-        return library.line(way.name, way.latency_s, way.s_per_byte)
-    return Line(algorithm=way.name, latency_s=way.latency_s, s_per_byte=way.s_per_byte)
+def _line(library: CollectiveModel, candidate: _Candidate) -> Line:
+    if candidate.forests:
+        return library.line(candidate.name, candidate.latency_s, candidate.s_per_byte)
+    return Line(
+        algorithm=candidate.name, latency_s=candidate.latency_s, s_per_byte=candidate.s_per_byte
+    )
 
 
 def saves_enough(library_s: float, other_s: float) -> bool:
-    """The rule: more than a tenth of the library's time."""
+    """Return whether an implementation saves more than `WORTH` of the library's time."""
     return other_s < (1 - WORTH) * library_s
 
 
 def _from_bytes(library: CollectiveModel, line: Line) -> int | None:
-    """The size from which on a way always saves enough; None if only for what no step sends."""
+    """Return the size from which a line always saves enough; None if no step sends that much."""
     start = None
     for size in reversed(SIZES):
         if not saves_enough(library.seconds(size), line.seconds(size)):
@@ -175,35 +188,35 @@ def _from_bytes(library: CollectiveModel, line: Line) -> int | None:
 
 
 def _out_of_reach(library: CollectiveModel, networks: Sequence[Network], operation: str) -> bool:
-    """Whether no program saves enough, by what must cross the cuts around ranks and nodes."""
-    least = 0.0
+    """Return whether no program can save enough, by the bytes that must leave ranks and nodes."""
+    bound = 0.0
     for network in _distinct(networks):
         demand = demand_of(network, operation)
         symmetry = find_symmetry(network, demand.colors(network.num_ranks))
-        least = max(least, cut_bound(network, demand, symmetry))
-    line = library.line("bound", 0.0, least)
+        bound = max(bound, cut_bound(network, demand, symmetry))
+    line = library.line("bound", 0.0, bound)
     return not saves_enough(library.seconds(LARGE_BYTES), line.seconds(LARGE_BYTES))
 
 
-# ------------------------------------------------------------ ways
+# ------------------------------------------------------------ candidates
 
 
 def contended(cluster: Cluster, groups: Ints) -> list[Network]:
-    """The network of each group, with its part of what several groups use."""
-    found = [Network.of_cluster(cluster, row) for row in groups.tolist()]
+    """Return the network of each group, with its part of the links that several groups use."""
+    networks = [Network.of_cluster(cluster, row) for row in groups.tolist()]
     users: dict[str, int] = {}
-    for network in found:
+    for network in networks:
         for name in network.resources:
             users[name] = users.get(name, 0) + 1
-    shares = [np.array([users[name] for name in n.resources], dtype=np.float64) for n in found]
+    shares = [np.array([users[name] for name in n.resources], dtype=np.float64) for n in networks]
     return [
         replace(network, capacity=network.capacity / share)
-        for network, share in zip(found, shares, strict=True)
+        for network, share in zip(networks, shares, strict=True)
     ]
 
 
-def _shared(cluster: Cluster, operation: str, groups: Ints) -> _Way | None:
-    """Memory that the ranks of every group share, if all links say what it takes."""
+def _shared(cluster: Cluster, operation: str, groups: Ints) -> _Candidate | None:
+    """Return the candidate of shared memory, if it was measured on the links of all groups."""
     topology = cluster.topology
     nodes = topology.node[groups]
     if (nodes != nodes[:, :1]).any():
@@ -216,47 +229,52 @@ def _shared(cluster: Cluster, operation: str, groups: Ints) -> _Way | None:
     sizes = (SMALL_BYTES, REFERENCE_BYTES, LARGE_BYTES)
     took = [max(_shared_s(cluster, operation, groups, link, n) for link in known) for n in sizes]
     pairs = pairwise(zip(sizes, took, strict=True))
-    # The line is nowhere below the curve: what does not fit in caches takes longer for each byte.
+    # The line is nowhere below the curve: data beyond the caches take longer per byte.
     s_per_byte = max(0.0, *((t1 - t0) / (n1 - n0) for (n0, t0), (n1, t1) in pairs))
     latency_s = max(0.0, took[0] - s_per_byte * SMALL_BYTES)
-    return _Way(name="shared", latency_s=latency_s, s_per_byte=s_per_byte)
+    return _Candidate(name="shared", latency_s=latency_s, s_per_byte=s_per_byte)
 
 
 def _shared_s(cluster: Cluster, operation: str, groups: Ints, link: Link, num_bytes: int) -> float:
-    """What was measured, as a multiple of the time of the wires."""
+    """Return the measured time of shared memory, stored as a multiple of the link's time."""
     model = collective_model(cluster, operation, groups)
     factor = factor_of(link.shared, operation, groups.shape[-1])
-    wires = model.lines[0]
-    start = wires.latency_s / model.factor.latency * factor.latency
-    return start + num_bytes * wires.s_per_byte * factor.bytes.at(num_bytes)
+    line = model.lines[0]
+    start = line.latency_s / model.factor.latency * factor.latency
+    return start + num_bytes * line.s_per_byte * factor.bytes.at(num_bytes)
 
 
-def _solved(networks: Sequence[Network], operation: str) -> _Way | None:
-    found = [_solution(_Key(network), operation) for network in networks]
-    solved = [each for each in found if each is not None]
-    return _way("solved", solved, operation) if len(solved) == len(networks) else None
+def _solved(networks: Sequence[Network], operation: str) -> _Candidate | None:
+    solutions = [_solution(_Key(network), operation) for network in networks]
+    solved = [each for each in solutions if each is not None]
+    return _candidate_of("solved", solved, operation) if len(solved) == len(networks) else None
 
 
-def _hierarchical(networks: Sequence[Network], operation: str) -> _Way | None:
-    found = []
+def _hierarchical(networks: Sequence[Network], operation: str) -> _Candidate | None:
+    forests = []
     for network in networks:
         parts = hierarchical(network, demand_of(network, operation))
         if parts is None:
             return None
-        found.append((forest_of(network, parts), CHUNK_BYTES))
-    return _way("hierarchical", found, operation)
+        forests.append((forest_of(network, parts), CHUNK_BYTES))
+    return _candidate_of("hierarchical", forests, operation)
 
 
-def _way(name: str, found: Sequence[tuple[Forest, int]], operation: str) -> _Way:
-    """The line through two sizes, of the slowest group; equal forests once."""
-    chunk = min(chunk for _, chunk in found)
+def _candidate_of(
+    name: str, forests_and_chunks: Sequence[tuple[Forest, int]], operation: str
+) -> _Candidate:
+    """Return the candidate whose line goes through two sizes, by the slowest group."""
+    chunk = min(chunk for _, chunk in forests_and_chunks)
     small, large = (
-        max(_lowered_s(forest, operation, size, chunk) for forest in {f for f, _ in found})
+        max(
+            _lowered_s(forest, operation, size, chunk)
+            for forest in {f for f, _ in forests_and_chunks}
+        )
         for size in (SMALL_BYTES, LARGE_BYTES)
     )
     s_per_byte = (large - small) / (LARGE_BYTES - SMALL_BYTES)
-    forests = [forest for forest, _ in found]
-    return _Way(
+    forests = [forest for forest, _ in forests_and_chunks]
+    return _Candidate(
         name=name,
         latency_s=max(0.0, small - s_per_byte * SMALL_BYTES),
         s_per_byte=s_per_byte,
@@ -280,7 +298,7 @@ def _lowered_s(forest: Forest, operation: str, num_bytes: int, chunk_bytes: int)
 
 
 class _Key:
-    """A network, equal to others of the same figures, whoever their ranks are."""
+    """A network that equals others with the same figures, whatever their ranks."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -301,9 +319,9 @@ def _distinct(networks: Sequence[Network]) -> list[Network]:
 
 @lru_cache(maxsize=1024)
 def _solution(key: _Key, operation: str) -> tuple[Forest, int] | None:
-    """The trees of a large transfer, and the size of their chunks; None where it has none.
+    """Return the trees of a large transfer and the size of their chunks, or None without trees.
 
-    Where rounds of messages are as fast, as between two ranks, plans still hold trees: a ring's.
+    Where rounds of messages are as fast, as between two ranks, the trees are those of a ring.
     """
     network = key.network
     solution = solve(
@@ -311,7 +329,7 @@ def _solution(key: _Key, operation: str) -> tuple[Forest, int] | None:
         operation,
         LARGE_BYTES // ITEM_BYTES,
         item_bytes=ITEM_BYTES,
-        limit_s=math.inf,  # rounds end it: a clock would be another one on another rank
+        limit_s=math.inf,  # limited by rounds instead: clocks differ between ranks
     )
     if solution.parts:
         largest = max(chunk.size for chunk in solution.program.chunks)

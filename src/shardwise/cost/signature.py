@@ -87,37 +87,45 @@ def call_signature(
     function: Callable[..., Any] | None = None,
     device: str = "cuda",
 ) -> Signature:
-    """The signature of a call; operands with the same name are one tensor.
+    """Return the signature of a call; operands with the same name are one tensor.
 
     `types`, `grads` and `parameters` go by the positions of `Ref`s in `args` and `kwargs`, repeats
     kept. `results` are the local types of the results where they are known, which a draw of random
     numbers and a call that cannot be tried need; `strides` those of operands that are not
     contiguous. `function` runs an `op` that is not registered. `device` is the kind of device.
     """
-    found = Signature()
-    found.op, found.args = op, args
+    signature = Signature()
+    signature.op, signature.args = op, args
     pairs = kwargs if isinstance(kwargs, tuple) else tuple(kwargs)
     if pairs and op.startswith("rt."):
         pairs = tuple(pair for pair in pairs if pair[0] not in _IGNORED)
-    found.kwargs = pairs
+    signature.kwargs = pairs
     names: dict[str, int] = {}
     firsts: list[int] = []
     frozen = _freeze(args, names, firsts), _freeze(pairs, names, firsts)
     if len(firsts) != len(types):
         raise ValueError(f"{op} has {len(firsts)} tensor operands, {len(types)} types were given")
-    found.firsts, found.types = tuple(firsts), tuple(types)
-    found.grads, found.parameters = grads, parameters & grads
-    found.results = tuple(results)
-    found.strides = tuple(strides) if strides else (None,) * len(firsts)
-    found.autocast, found.function, found.device = autocast, function, device
-    key = (op, frozen, found.firsts, found.types, found.grads, found.parameters, found.results)
-    found.key = (*key, found.strides, autocast, function, device)
-    found._hash = hash(found.key)
-    return found
+    signature.firsts, signature.types = tuple(firsts), tuple(types)
+    signature.grads, signature.parameters = grads, parameters & grads
+    signature.results = tuple(results)
+    signature.strides = tuple(strides) if strides else (None,) * len(firsts)
+    signature.autocast, signature.function, signature.device = autocast, function, device
+    key = (
+        op,
+        frozen,
+        signature.firsts,
+        signature.types,
+        signature.grads,
+        signature.parameters,
+        signature.results,
+    )
+    signature.key = (*key, signature.strides, autocast, function, device)
+    signature._hash = hash(signature.key)
+    return signature
 
 
 def _freeze(arg: Any, names: dict[str, int], firsts: list[int]) -> Any:
-    """Hashable, without names; 1, 1.0 and True stay apart."""
+    """Return a hashable value without names, in which 1, 1.0 and True differ."""
     if isinstance(arg, Ref):
         firsts.append(names.setdefault(arg.name, len(firsts)))
         return Ref
@@ -141,11 +149,11 @@ def _text(arg: Any, signature: Signature, count: Any) -> str:
     return format_arg(arg)
 
 
-# Results of ATen calls on meta tensors, without torch's own rules where these are slow.
+# ------------------------------------------------------------ calls on meta tensors
 #
-# torch computes shapes of many operators in Python, at 0.2 to 5 ms a call. Elementwise operators
-# need that once for the types of their operands: the shape is the broadcast one. A few others that
-# are in every model have their rule here; the rest is torch's. Tests compare both.
+# torch computes the shapes of many operators in Python, at 0.2 to 5 ms a call. For elementwise
+# operators that is needed once per combination of dtypes, as the shape is the broadcast one. A few
+# other operators that every model has are computed here. Tests compare both with torch.
 
 
 broadcast_shapes: Callable[..., torch.Size] = torch.broadcast_shapes  # torch leaves it untyped
@@ -153,7 +161,7 @@ _PLAIN = (int, float, bool, complex, str, torch.dtype, type(None))
 
 
 def call_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func(*args, **kwargs)` for meta tensors."""
+    """Return `func(*args, **kwargs)` for meta tensors."""
     rule = _RULES.get(func)
     if rule is not None:
         return rule(*args, **kwargs)
@@ -162,16 +170,16 @@ def call_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if key is not None:
             dtype = _DTYPES.get(key)
             if dtype is None:
-                found = func(*args, **kwargs)
-                _DTYPES[key] = found.dtype
-                return found
+                result = func(*args, **kwargs)
+                _DTYPES[key] = result.dtype
+                return result
             return _broadcast(args, dtype)
     return func(*args, **kwargs)
 
 
 @cache
 def is_elementwise(func: Any) -> bool:
-    """Whether the result is one new tensor of the operands' broadcast shape."""
+    """Return whether the result is one new tensor of the operands' broadcast shape."""
     schema = func._schema
     return (
         torch.Tag.pointwise in func.tags
@@ -186,20 +194,20 @@ _DTYPES: dict[tuple[Any, ...], torch.dtype] = {}  # what the types of operands g
 
 
 def _types(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """What the result's dtype follows from; None where the call is not a plain one."""
-    found: list[Any] = [func]
+    """Return a key that determines the result's dtype; None for arguments of other types."""
+    parts: list[Any] = [func]
     for arg in args:
         if isinstance(arg, Tensor):
-            found.append((arg.dtype, arg.dim() == 0))
+            parts.append((arg.dtype, arg.dim() == 0))
         elif isinstance(arg, _PLAIN):
-            found.append(arg if isinstance(arg, torch.dtype | str) else type(arg))
+            parts.append(arg if isinstance(arg, torch.dtype | str) else type(arg))
         else:
             return None
     for name, arg in kwargs.items():
         if not isinstance(arg, _PLAIN):
             return None
-        found.append((name, arg if isinstance(arg, torch.dtype | str) else type(arg)))
-    return tuple(found)
+        parts.append((name, arg if isinstance(arg, torch.dtype | str) else type(arg)))
+    return tuple(parts)
 
 
 def _broadcast(args: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
@@ -232,8 +240,8 @@ def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
 def _layer_norm(
     x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kept = x.dim() - len(shape)
-    size = [*x.shape[:kept], *(1 for _ in shape)]
+    leading = x.dim() - len(shape)
+    size = [*x.shape[:leading], *(1 for _ in shape)]
     dtype = widened(x.dtype)
     mean = torch.empty(size, dtype=dtype, device="meta")
     return _like(x), mean, torch.empty_like(mean)
@@ -286,7 +294,9 @@ _RULES: dict[Any, Callable[..., Any]] = {
 }
 
 
-# Autocast on tensors without data, which torch does not cast: what it would do to one call.
+# ------------------------------------------------------------ autocast
+#
+# torch does not cast meta tensors, so the casts of one call are made here.
 
 
 _LOWER = {
@@ -385,8 +395,10 @@ _FLOAT32_CUDA = {
 Region = tuple[str, torch.dtype, bool]
 
 
-def cast(op: str, function: Callable[..., Any], region: Region | None) -> Callable[..., Any]:
-    """`function` as it runs inside `region`."""
+def under_autocast(
+    op: str, function: Callable[..., Any], region: Region | None
+) -> Callable[..., Any]:
+    """Return `function` as it runs inside an autocast region."""
     if region is None or not region[2]:
         return function
     name = op.split(".")[1] if "." in op else op

@@ -75,7 +75,7 @@ class OpTable:
             self._factors.clear()
 
     def factors(self, op: str, device: str) -> tuple[float, float]:
-        """Measured over computed seconds of an operator's calls: 1 where none was measured."""
+        """Return measured over computed seconds of an operator's calls, 1 if none was measured."""
         if (op, device) not in self._factors:
             self._factors[op, device] = self._compared(op, device)
         return self._factors[op, device]
@@ -92,19 +92,21 @@ class OpTable:
         return forward, sums[2] / sums[3] if sums[2] and sums[3] else forward
 
     def program(self, device: str) -> tuple[float, float]:
-        """What programs took on a device over the sum of their calls: training, the optimizer."""
-        mine = [factors for name, *factors in self.programs if name == device]
-        return (median(t for t, _ in mine), median(u for _, u in mine)) if mine else (1.0, 1.0)
+        """Return programs' time over the sum of their calls: of training, of the optimizer."""
+        ratios = [factors for name, *factors in self.programs if name == device]
+        return (
+            (median(t for t, _ in ratios), median(u for _, u in ratios)) if ratios else (1.0, 1.0)
+        )
 
     def with_programs(self, programs: Iterable[tuple[str, float, float]]) -> OpTable:
-        """The same calls, with these programs alone."""
-        found = OpTable(self.entries)
-        found.computed, found.notes = dict(self.computed), list(self.notes)
-        found.programs = list(programs)
-        return found
+        """Return the same calls with other programs."""
+        table = OpTable(self.entries)
+        table.computed, table.notes = dict(self.computed), list(self.notes)
+        table.programs = list(programs)
+        return table
 
     def update_seconds(self, device: str, numel: float, piece: float) -> float | None:
-        """Seconds of the optimizer for `numel` elements in parameters of about `piece` each."""
+        """Return the optimizer's time for `numel` elements in parameters of about `piece` each."""
         points = []
         for (call, name), (seconds, _) in self.entries.items():
             if name == device and call.startswith(UPDATE.partition("{")[0]) and seconds:
@@ -115,13 +117,13 @@ class OpTable:
         return self.program(device)[1] * numel / Curve(tuple(sorted(points))).at(max(piece, 1.0))
 
     def lookup(self, call: str, device: str) -> tuple[float, float] | None:
-        """Seconds of forward and backward, or None, which counts as a miss."""
-        found = self.entries.get((call, device))
-        if found is None:
+        """Return the seconds of forward and backward, or None, which counts as a miss."""
+        seconds = self.entries.get((call, device))
+        if seconds is None:
             self.missed[call, device] += 1
         else:
             self.hits += 1
-        return found
+        return seconds
 
     def merge(self, other: OpTable) -> None:
         """Take over the other's measurements."""
@@ -170,11 +172,11 @@ class OpTable:
 
     def save(self, path: str | Path) -> None:
         """Add these measurements to the file at `path`, or make it."""
-        path, whole = Path(path), OpTable()
+        path, merged = Path(path), OpTable()
         if path.exists():
-            whole.merge(OpTable.load(path))
-        whole.merge(self)
-        write_text(path, whole.to_json())
+            merged.merge(OpTable.load(path))
+        merged.merge(self)
+        write_text(path, merged.to_json())
 
     def __str__(self) -> str:
         """`120 measured calls; 80 found, 3 not: 2x aten.relu.default(float32[4]) on cpu, …`."""
@@ -218,20 +220,19 @@ class _TableFile:
 
 
 def call_seconds(call: Signature, device: Device, table: OpTable | None = None) -> CallTime:
-    """The time of a call on a device: measured if the table has it, computed from kernels else.
+    """Return the time of a call on a device: measured if the table has it, else from its kernels.
 
-    A measured backward is divided into its parts as the computed one. A call that was not measured
-    is corrected by what other calls of its operator took. Calls that launch nothing are not looked
-    for.
+    A measured backward is divided into parts like the computed one. A call that was not measured is
+    corrected by the other calls of its operator. Calls that launch nothing are not looked up.
     """
     cost = cost_of(call)
     computed = kernels_seconds(cost.backward, device)
     weight = kernels_seconds(cost.weight, device)
     if table is not None and (cost.forward or cost.backward):
-        found, scale = table.lookup(str(call), device.name), table.program(device.name)[0]
-        if found is not None:
+        measured, scale = table.lookup(str(call), device.name), table.program(device.name)[0]
+        if measured is not None:
             share = weight / computed if computed else 0.0
-            forward, backward = (scale * seconds / device.speed for seconds in found)
+            forward, backward = (scale * seconds / device.speed for seconds in measured)
             return CallTime(forward, backward, backward * share, "measured")
         first, second = (scale * factor for factor in table.factors(call.op, device.name))
         return CallTime(
@@ -244,7 +245,7 @@ def call_seconds(call: Signature, device: Device, table: OpTable | None = None) 
 
 
 def missing(calls: Iterable[Signature], device: Device, table: OpTable) -> tuple[Signature, ...]:
-    """The calls that launch something and are not in the table, each once: what to measure."""
+    """Return the calls to measure: those that launch something and are not in the table."""
     return tuple(
         call
         for call in dict.fromkeys(calls)

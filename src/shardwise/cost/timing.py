@@ -1,11 +1,13 @@
-"""Times local calls on this machine, forward and backward.
+"""Measure the time of local calls on this machine, forward and backward.
 
-A call that does not fit
-in memory, or does not run on random numbers, is left out with a note.
+A call that does not fit in memory, or does not run on random operands, is left out with a note.
 
-A program finds a CPU in another state than a loop over one call does: what a node reads has left
-the nearest cache. `settle` brings this state about before every run. Memory is kept (`keep_pages`),
-as ranks keep theirs.
+In a program, the operands of a node have left the nearest cache, unlike in a loop over one call:
+`settle` empties it before every run. The process keeps freed memory (`keep_pages`), as ranks do.
+
+`python -m shardwise.cost.timing` measures in another process: it reads a job as JSON from stdin and
+writes the `OpTable` as JSON to stdout. Calls that JSON cannot express, such as functions of the
+model's own, are left out.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch import Tensor
 from shardwise.cluster import Curve, Device
 from shardwise.cost.kernels import tensors
 from shardwise.cost.meta_run import cost_of, function_of
-from shardwise.cost.signature import Signature, call_signature, cast
+from shardwise.cost.signature import Signature, call_signature, under_autocast
 from shardwise.cost.table import UPDATE, OpTable
 from shardwise.dtypes import dtype_name
 from shardwise.ir import Ref, TensorType, map_refs
@@ -43,7 +45,7 @@ def measure(
     budget_s: float = BUDGET_S,
     memory_bytes: int | None = None,
 ) -> OpTable:
-    """Medians of repeated runs of every call, kept under the name of `device`."""
+    """Return the medians of repeated runs of every call, under the name of `device`."""
     if device.kind == "cpu":
         keep_pages()
     table = OpTable()
@@ -56,11 +58,11 @@ def measure(
         reason = ""
         for indices in (True, False):  # some operators take no index but 0
             try:
-                found = _timed(call, device.kind, budget_s, indices)
+                seconds = _timed(call, device.kind, budget_s, indices)
             except Exception as error:  # an operator may refuse random operands in any way
                 reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0:1]}"
                 continue
-            table.add(str(call), device.name, *found)
+            table.add(str(call), device.name, *seconds)
             break
         else:
             table.notes.append(f"{call}: {reason}")
@@ -76,8 +78,8 @@ def _needed_bytes(call: Signature) -> int:
 
 
 def _timed(call: Signature, kind: str, budget_s: float, indices: bool) -> tuple[float, float]:
-    """Seconds of forward and of backward."""
-    function = cast(call.op, call.function or function_of(call, kind), call.autocast)
+    """Return the seconds of forward and of backward."""
+    function = under_autocast(call.op, call.function or function_of(call, kind), call.autocast)
     made: dict[int, Tensor] = {}
     for first in call.firsts:
         if first not in made:
@@ -131,13 +133,13 @@ def _scratch() -> Tensor:
 
 
 def settle(kind: str) -> None:
-    """Leave a CPU's caches as a program would."""
+    """Leave the caches of a CPU as a program would."""
     if kind == "cpu":
         _scratch().add_(1.0)
 
 
 def _median(run: Callable[[], Any], kind: str, budget_s: float) -> float:
-    """The median of runs, as many as the budget holds."""
+    """Return the median of runs, as many as the budget holds."""
 
     def once() -> float:
         settle(kind)
@@ -158,14 +160,7 @@ def _wait(kind: str) -> None:
         torch.cuda.synchronize()
 
 
-# Local calls measured by another process: `python -m shardwise.cost.calls`.
-#
-# Enters: a JSON object on stdin, with calls as `encode` writes them and sizes of parameters.
-# Leaves: a JSON object on stdout: the `OpTable` of what it measured, with notes on what it could
-# not.
-#
-# Only what JSON can say travels: numbers, texts, shapes, dtypes, operands. A call with anything
-# else, such as a function of the model's own, is left out.
+# ------------------------------------------------------------ in another process
 
 
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
@@ -174,7 +169,7 @@ UPDATE_REPEATS = 5
 
 
 def encode(call: Signature) -> dict[str, Any] | None:
-    """A call as JSON, or None if it has parts that cannot travel."""
+    """Return a call as JSON, or None if some of it cannot be written as JSON."""
     if call.function is not None:
         return None
     try:
@@ -195,7 +190,7 @@ def encode(call: Signature) -> dict[str, Any] | None:
 
 
 def decode(data: dict[str, Any]) -> Signature:
-    """The call that `encode` wrote."""
+    """Return the call that `encode` wrote."""
     return call_signature(
         data["op"],
         _taken(data["args"]),
@@ -221,7 +216,7 @@ def _given(arg: Any) -> Any:
         return {"torch": str(arg).removeprefix("torch.")}
     if isinstance(arg, torch.device):
         return {"device": str(arg)}
-    raise TypeError(f"{type(arg).__name__} does not travel")
+    raise TypeError(f"{type(arg).__name__} cannot be written as JSON")
 
 
 def _taken(arg: Any) -> Any:
@@ -243,7 +238,7 @@ def _tensor_type(data: list[Any]) -> TensorType:
 
 
 def measure_updates(sizes: Iterable[int], device: Device) -> OpTable:
-    """Seconds that AdamW takes for one float32 parameter of so many elements."""
+    """Return the seconds that AdamW takes for one float32 parameter, for each of these sizes."""
     table = OpTable()
     for numel in sizes:
         parameter = torch.zeros(numel, device=device.kind, requires_grad=True)
@@ -260,7 +255,7 @@ def measure_updates(sizes: Iterable[int], device: Device) -> OpTable:
 
 
 def measure_job(job: Mapping[str, Any]) -> OpTable:
-    """What a job asks for, on one thread of this process."""
+    """Measure the calls and updates of a job on one thread of this process."""
     torch.set_num_threads(1)
     device = Device(  # rates play no part in measuring
         name=job["name"],

@@ -1,15 +1,14 @@
 """Lower bounds of configurations: no simulated step is faster, no rank needs less memory.
 
-What of parameters and gradients nothing can hide counts, too:
+Communication of parameters and gradients that nothing can hide is included:
 
-- With zero 3 a pass takes at least as long as the parameters of its blocks travel; those outside of
-  blocks travel before.
-- Gradients are reduced from the last backward of a stage on. What one of them hides of the
-  reductions is at most its own length; with several stages a group's last backwards may hide as
-  much twice.
-- With zero 1 and 2 updated parameters travel after the optimizer.
+- With zero 3 a pass takes at least as long as gathering the parameters of its blocks; parameters
+  outside of blocks are gathered before.
+- Gradients are reduced from the last backward of a stage on, which hides at most its own length of
+  the reductions; with several stages per group, at most twice that.
+- With zero 1 and 2 updated parameters are gathered after the optimizer.
 
-Messages count as one: several take longer.
+All messages of a kind count as one message, because several take longer.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ from shardwise.plans.search_result import ParallelConfig
 from shardwise.schedules import schedule_kind
 from shardwise.simulation.costs import ClusterCosts, ExecutionConfig, Group
 from shardwise.simulation.estimate import Evaluator
-from shardwise.simulation.gradient_traffic import PURPOSES
 from shardwise.simulation.memory import Budget, stage_memory
-from shardwise.simulation.stages import Layers
+from shardwise.simulation.stages import PURPOSES, Layers
 from shardwise.simulation.step import pairs
 
 Ints = NDArray[np.int64]
@@ -50,16 +48,14 @@ class Bound:
 
 @dataclass(frozen=True, kw_only=True)
 class Core:
-    """When the work of each group ends: the same for any zero level and offload."""
+    """Bounds on when the work of each group ends: the same for any zero level and offload."""
 
-    setting: ExecutionConfig
+    execution: ExecutionConfig
     bounds: Ints
     layers: Sequence[Layers]
-    ends: dict[int, float]  # of each group's work, at least
-    paths: dict[
-        int, float
-    ]  # when each group has had the last backward of one micro-batch, at least
-    back: float  # when the first stage has its last backward, at least
+    ends: dict[int, float]  # lower bound on the end of each group's work
+    paths: dict[int, float]  # the same by the path of one micro-batch through all stages and back
+    back: float  # the same of the first stage's last backward
     watched: dict[int, list[int]]  # groups that may be the fullest, with their stages
 
     @property
@@ -74,10 +70,10 @@ class Bounds:
         self,
         cache: LayoutCache,
         evaluator: Evaluator,
-        setting: Callable[[ParallelConfig, Layouts], ExecutionConfig],
+        execution: Callable[[ParallelConfig, Layouts], ExecutionConfig],
         memory_limit: float | None,
     ) -> None:
-        self.cache, self.evaluator, self.setting = cache, evaluator, setting
+        self.cache, self.evaluator, self.execution = cache, evaluator, execution
         self.memory_limit, self.fold = memory_limit, evaluator.fold
         self._bounds: dict[ParallelConfig, Bound] = {}
         self._cores: dict[ParallelConfig, Core | None] = {}
@@ -88,22 +84,22 @@ class Bounds:
             return self._bounds[config]
         core = self.core(replace(config, zero=0, offload=()))
         assert core is not None
-        setting = replace(core.setting, zero=config.zero, offload=config.offload)
+        execution = replace(core.execution, zero=config.zero, offload=config.offload)
         seconds, fullest = core.seconds, 0.0
         for group, stages in core.watched.items():
-            layers, members = core.layers[group], setting.groups[group]
+            layers, members = core.layers[group], execution.groups[group]
             ranges = [(int(core.bounds[s]), int(core.bounds[s + 1])) for s in stages]
             traffic = communication_lower_bound(
-                ranges, layers, members, setting, self.evaluator.costs
+                ranges, layers, members, execution, self.evaluator.costs
             )
             end = reduced_at_least(
                 core.ends[group], ranges, layers, config.num_microbatches, traffic
             )
-            tail = self._tail(stages, core.bounds, layers, setting) + traffic.update
+            tail = self._tail(stages, core.bounds, layers, execution) + traffic.update
             seconds = max(seconds, end + tail, core.paths[group] + tail)
-            if group == setting.placement[0]:
+            if group == execution.placement[0]:
                 seconds = max(seconds, core.back + tail)
-            full = self._fullest(config, group, stages, core.bounds, core.layers[group], setting)
+            full = self._fullest(config, group, stages, core.bounds, core.layers[group], execution)
             fullest = max(fullest, full)
         self._bounds[config] = Bound(config=config, seconds=seconds, memory=fullest)
         return self._bounds[config]
@@ -113,74 +109,78 @@ class Bounds:
         if config not in self._cores:
             try:
                 self._cores[config] = self._find_core(config)
-            except ShardwiseError:  # too few places for so many stages, or nothing to cut
+            except ShardwiseError:  # too few places for this many stages, or nothing to shard
                 self._cores[config] = None
         return self._cores[config]
 
     def shares(self, config: ParallelConfig) -> bool:
-        """Whether ranks share any parameters, of which zero levels could keep parts."""
+        """Return whether ranks share parameters, so that zero levels make a difference."""
         core = self.core(config)
         assert core is not None
         return any(
-            core.setting.groups[group].along(axes).shape[-1] > 1
+            core.execution.groups[group].along(axes).shape[-1] > 1
             for group in core.watched
-            for axes, _, _ in core.layers[group].parameters(core.setting)
+            for axes, _, _ in core.layers[group].parameters(core.execution)
         )
 
     def _find_core(self, config: ParallelConfig) -> Core:
         layouts = self.cache.get(config.tp, config.layout)
-        setting = self.setting(config, layouts)
-        bounds = np.array([*setting.cuts, self.fold.size])
-        alike = len(self.evaluator.devices) == 1
-        first = self.layers(layouts, setting, 0)
-        layers = [first if alike else self.layers(layouts, setting, g) for g in range(config.pp)]
-        times = self._times(layers, bounds, setting.placement, alike)
+        execution = self.execution(config, layouts)
+        bounds = np.array([*execution.cuts, self.fold.size])
+        uniform = len(self.evaluator.devices) == 1
+        first = self.layers(layouts, execution, 0)
+        layers = [
+            first if uniform else self.layers(layouts, execution, g) for g in range(config.pp)
+        ]
+        times = self._times(layers, bounds, execution.placement, uniform)
         stages: dict[int, list[int]] = {}
-        for stage, group in enumerate(setting.placement):
+        for stage, group in enumerate(execution.placement):
             stages.setdefault(group, []).append(stage)
-        sends = self._sends(setting, bounds, layers[0]) if alike else np.zeros(len(times))
-        forward = self._times(layers, bounds, setting.placement, alike, ("forward",))
+        sends = self._sends(execution, bounds, layers[0]) if uniform else np.zeros(len(times))
+        forward = self._times(layers, bounds, execution.placement, uniform, ("forward",))
         before = np.concatenate([[0.0], np.cumsum(forward + sends)])
         around, waits = before, np.zeros(len(times))
         # Input gradients travel on without waiting for weight gradients that come later.
         if schedule_kind(config.schedule).splits_backward:
-            waits = self._times(layers, bounds, setting.placement, alike, ("weight",))
+            waits = self._times(layers, bounds, execution.placement, uniform, ("weight",))
         else:
             around = np.concatenate([[0.0], np.cumsum(times + 2 * sends)])
         # One micro-batch goes through all stages, and back to each, which then has its weights.
         back = np.cumsum((times - forward - waits + sends)[::-1])[::-1]
         path = (forward + sends).sum() + back + waits
-        alone = {g: config.num_microbatches * times[mine].sum() for g, mine in stages.items()}
-        few = {0, 1, config.pp - 1} if alike else set(stages)
+        busy = {
+            g: config.num_microbatches * times[own_stages].sum() for g, own_stages in stages.items()
+        }
+        few = {0, 1, config.pp - 1} if uniform else set(stages)
         return Core(
-            setting=setting,
+            execution=execution,
             bounds=bounds,
             layers=layers,
-            ends={g: float(before[mine[0]] + alone[g]) for g, mine in stages.items()},
-            paths={g: float(path[mine].max()) for g, mine in stages.items()},
-            back=max(float(around[mine[0]] + alone[g]) for g, mine in stages.items()),
-            watched={g: mine for g, mine in stages.items() if g in few},
+            ends={g: float(before[own_stages[0]] + busy[g]) for g, own_stages in stages.items()},
+            paths={g: float(path[own_stages].max()) for g, own_stages in stages.items()},
+            back=max(float(around[own_stages[0]] + busy[g]) for g, own_stages in stages.items()),
+            watched={g: own_stages for g, own_stages in stages.items() if g in few},
         )
 
-    def _sends(self, setting: ExecutionConfig, bounds: Ints, layers: Layers) -> np.ndarray:
-        """Seconds of every stage's message to the next one; nothing where stages are many."""
-        found = np.zeros(len(setting.cuts))
-        if len(setting.groups) > FEW_GROUPS:
-            return found
+    def _sends(self, execution: ExecutionConfig, bounds: Ints, layers: Layers) -> np.ndarray:
+        """Return the seconds of each stage's message to the next; zeros if groups are many."""
+        seconds = np.zeros(len(execution.cuts))
+        if len(execution.groups) > FEW_GROUPS:
+            return seconds
         crossing = self.fold.spread(layers.work.crossing)
-        groups = [setting.groups[g] for g in setting.placement]
+        groups = [execution.groups[g] for g in execution.placement]
         for stage, (here, there) in enumerate(pairwise(groups)):
             size = float(crossing[bounds[stage + 1]])
             if here is not there and size:
-                found[stage] = self._link(here, there).seconds(size)
-        return found
+                seconds[stage] = self._link(here, there).seconds(size)
+        return seconds
 
     def _link(self, here: Group, there: Group) -> CollectiveModel:
-        """What a message to the next stage takes."""
+        """Return the cost model of messages to the next stage."""
         key = (id(here), id(there))
         if key not in self._links:
             model = self.evaluator.costs.collective("send", pairs(here.array, there.array))
-            self._links[key] = (here, there, model)  # the groups, too: their ids stay theirs
+            self._links[key] = (here, there, model)  # with the groups, so that ids stay unique
         return self._links[key][2]
 
     def _times(
@@ -188,11 +188,11 @@ class Bounds:
         layers: Sequence[Layers],
         bounds: Ints,
         placement: Sequence[int],
-        alike: bool,
+        uniform: bool,
         names: Sequence[str] = ("forward", "backward"),
     ) -> np.ndarray:
-        """Forward and backward of one micro-batch, of every stage."""
-        if alike:
+        """Return the seconds of one micro-batch in every stage, summed over these kinds of work."""
+        if uniform:
             return np.diff(np.sum([layers[0].sums[name][bounds] for name in names], axis=0))
         return np.array(
             [
@@ -202,15 +202,15 @@ class Bounds:
         )
 
     def _tail(
-        self, stages: Sequence[int], bounds: Ints, layers: Layers, setting: ExecutionConfig
+        self, stages: Sequence[int], bounds: Ints, layers: Layers, execution: ExecutionConfig
     ) -> float:
-        """The optimizer's reading and writing, at least."""
-        device = self._device(setting.groups[setting.placement[stages[0]]])
+        """Return a lower bound on the optimizer's time."""
+        device = self._device(execution.groups[execution.placement[stages[0]]])
         numel = 0.0
-        for (axes, zero, _), share in layers.parameters(setting).items():
-            ranks = setting.groups[setting.placement[stages[0]]].along(axes).shape[-1]
-            mine = sum(float(share.numel[bounds[s + 1]] - share.numel[bounds[s]]) for s in stages)
-            numel += mine / (ranks if zero else 1)
+        for (axes, zero, _), share in layers.parameters(execution).items():
+            ranks = execution.groups[execution.placement[stages[0]]].along(axes).shape[-1]
+            stored = sum(float(share.numel[bounds[s + 1]] - share.numel[bounds[s]]) for s in stages)
+            numel += stored / (ranks if zero else 1)
         return _update_lower_bound(numel, device)
 
     def _fullest(
@@ -220,36 +220,36 @@ class Bounds:
         stages: Sequence[int],
         bounds: Ints,
         layers: Layers,
-        setting: ExecutionConfig,
+        execution: ExecutionConfig,
     ) -> float:
-        """The least memory that a group's rank needs, as a part of its device's."""
-        members = setting.groups[group]
+        """Return a lower bound on a rank's memory, as a fraction of its device's."""
+        members = execution.groups[group]
         waiting = min(config.num_microbatches, max(1, config.pp - group))
         again = config.num_microbatches > (waiting if len(stages) == 1 else config.pp)
         total = 0.0
         for stage in stages:
             first, end = bounds[stage], bounds[stage + 1]
-            memory = stage_memory(first, end, layers, members, setting)
-            total += memory.least(waiting / len(stages), again)
+            memory = stage_memory(first, end, layers, members, execution)
+            total += memory.lower_bound(waiting / len(stages), again)
         return total / self.limit(members)
 
     def limit(self, group: Group) -> float:
-        """The bytes that tensors may take on the smallest device of a group, at most."""
+        """Return the maximum bytes of tensors on the smallest device of a group."""
         limit = Budget.of(self._device(group)).limit_bytes
         return min(limit, self.memory_limit) if self.memory_limit is not None else limit
 
     def update_lower_bound(self, numel: float, group: Group) -> float:
-        """Seconds of the optimizer's reading and writing of so many elements, at least."""
+        """Return a lower bound on the optimizer's time for this many elements."""
         return _update_lower_bound(numel, self._device(group))
 
     def _device(self, group: Group) -> Device:
         kinds: list[int] = np.unique(self.evaluator.kind[group.array]).tolist()
-        found: list[Device] = [self.evaluator.devices[kind] for kind in kinds]
-        return min(found, key=lambda device: device.usable_bytes)
+        devices: list[Device] = [self.evaluator.devices[kind] for kind in kinds]
+        return min(devices, key=lambda device: device.usable_bytes)
 
-    def layers(self, layouts: Layouts, setting: ExecutionConfig, group: int) -> Layers:
-        found = self.evaluator.group_layers(layouts.works, setting, group)
-        return max(found, key=lambda layers: layers.sums["backward"][-1])
+    def layers(self, layouts: Layouts, execution: ExecutionConfig, group: int) -> Layers:
+        classes = self.evaluator.group_layers(layouts.workloads, execution, group)
+        return max(classes, key=lambda layers: layers.sums["backward"][-1])
 
 
 def _update_lower_bound(numel: float, device: Device) -> float:
@@ -274,22 +274,22 @@ def communication_lower_bound(
     ranges: Sequence[tuple[int, int]],
     layers: Layers,
     group: Group,
-    setting: ExecutionConfig,
+    execution: ExecutionConfig,
     costs: ClusterCosts,
 ) -> ParameterTraffic:
-    """The messages of the stages of positions `ranges`."""
-    found: dict[tuple[str, str, tuple[str, ...]], float] = {}
+    """Return a lower bound on the communication of the stages at these positions."""
+    totals: dict[tuple[str, str, tuple[str, ...]], float] = {}
     for first, end in ranges:
-        for kind in layers.sent(first, end, setting):
+        for kind in layers.sent(first, end, execution):
             key = (kind.purpose, kind.op, kind.axes)
-            found[key] = found.get(key, 0.0) + float(kind.num_bytes.sum())
+            totals[key] = totals.get(key, 0.0) + float(kind.num_bytes.sum())
     seconds = dict.fromkeys(PURPOSES, 0.0)
-    for (purpose, op, axes), num_bytes in found.items():
+    for (purpose, op, axes), num_bytes in totals.items():
         seconds[purpose] += costs.collective_seconds(op, group, axes, num_bytes)
     return ParameterTraffic(
         gather=seconds["gather"],
         reduce=seconds["reduce"],
-        update=0.0 if setting.prefetch else seconds["update"],
+        update=0.0 if execution.prefetch else seconds["update"],
         root=seconds["root"],
     )
 
@@ -301,9 +301,10 @@ def reduced_at_least(
     num_microbatches: int,
     traffic: ParameterTraffic,
 ) -> float:
-    """When gradients are summed, if computing alone would end at `computed`."""
+    """Return a bound on when gradients are reduced, if computing alone would end at `computed`."""
     forward, backward = (
-        sum(layers.total(name, *mine) for mine in ranges) for name in ("forward", "backward")
+        sum(layers.total(name, *positions) for positions in ranges)
+        for name in ("forward", "backward")
     )
     slower = max(0.0, traffic.gather - forward) + max(0.0, traffic.gather - backward)
     waits = traffic.root if ranges[0][0] == 0 else 0.0  # later stages do it while they wait

@@ -5,7 +5,7 @@ group has equal devices, and in groups of unequal size; shares along "dp" follow
 
 Devices of about the same speed, with about the same links, form a class. `subsets` leaves out the
 slowest class first, then the next: a few nested clusters, not all subsets. A cluster of equal
-devices has one class and is always used in full, as the user asked for so many ranks.
+devices has one class and is always used in full, as the user asked for this many ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Grouping:
 
     def groups(self, tp: int, axes: Sequence[tuple[str, int]]) -> tuple[Group, ...]:
         """Return the groups as meshes of dp x tp."""
-        found = []
+        groups = []
         for ranks, rates in zip(self.ranks, self.rates, strict=True):
             dp, rest = divmod(len(ranks), tp)
             if rest or not dp:
@@ -49,8 +49,8 @@ class Grouping:
             shares = weights([min(rates[i * tp : (i + 1) * tp]) for i in range(dp)])
             size = dp if len(set(shares)) == 1 else Shares(*shares)
             mesh = Mesh(axes=((("dp", size),) if dp > 1 else ()) + tuple(axes))
-            found.append(Group(mesh=mesh, ranks=ranks))
-        return tuple(found)
+            groups.append(Group(mesh=mesh, ranks=ranks))
+        return tuple(groups)
 
 
 def weights(rates: Sequence[float]) -> tuple[int, ...]:
@@ -72,13 +72,13 @@ def groupings(
     if len(set(kinds)) > 1:
         by_kind = sorted(natural, key=lambda r: (-rates[r], kinds[r], r))
         orders += [_even(by_kind, pp), _even(by_kind[::-1], pp), _by_kind(by_kind, kinds, pp)]
-    found: dict[tuple[tuple[int, ...], ...], None] = {}
+    distinct: dict[tuple[tuple[int, ...], ...], None] = {}
     for order in orders:
         if order is not None:
-            found.setdefault(order)
+            distinct.setdefault(order)
     return [
-        Grouping(ranks=ranks, rates=tuple(tuple(rates[r] for r in mine) for mine in ranks))
-        for ranks in found
+        Grouping(ranks=ranks, rates=tuple(tuple(rates[r] for r in group) for group in ranks))
+        for ranks in distinct
     ]
 
 
@@ -92,24 +92,24 @@ def _even(ranks: Sequence[int], pp: int) -> tuple[tuple[int, ...], ...] | None:
 def _by_kind(
     ranks: Sequence[int], kinds: Sequence[int], pp: int
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Groups of equal devices: each kind has as many groups as its part of the ranks."""
+    """Return groups of equal devices; the groups of a kind are in proportion to its ranks."""
     members: dict[int, list[int]] = {}
     for rank in ranks:
         members.setdefault(kinds[rank], []).append(rank)
     if pp < len(members):
         return None
-    counts = {kind: max(1, round(pp * len(mine) / len(ranks))) for kind, mine in members.items()}
+    counts = {kind: max(1, round(pp * len(same) / len(ranks))) for kind, same in members.items()}
     while sum(counts.values()) > pp:
         counts[max(counts, key=lambda k: (counts[k], k))] -= 1
     while sum(counts.values()) < pp:
         counts[max(counts, key=lambda k: (len(members[k]) / counts[k], k))] += 1
-    found: list[tuple[int, ...]] = []
-    for kind, mine in members.items():
-        size, rest = divmod(len(mine), counts[kind])
+    groups: list[tuple[int, ...]] = []
+    for kind, same in members.items():
+        size, rest = divmod(len(same), counts[kind])
         if rest or not size:
             return None
-        found += [tuple(mine[g * size : (g + 1) * size]) for g in range(counts[kind])]
-    return tuple(found)
+        groups += [tuple(same[g * size : (g + 1) * size]) for g in range(counts[kind])]
+    return tuple(groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ def subsets(cluster: Cluster, rates: Sequence[float]) -> Iterator[Subset]:
 
 
 def _speeds(cluster: Cluster, rates: Sequence[float], rank: int) -> tuple[float, ...]:
-    """The speeds of a rank's device, of its NIC and of its links within the node."""
+    """Return the speeds of a rank's device, of its NIC and of its links within the node."""
     node = cluster.node_of(rank)
     card = node.nic.bandwidth_bytes_per_s * node.nic.count if node.nic else 0.0
     link = node.link.bandwidth_bytes_per_s if node.link else 0.0

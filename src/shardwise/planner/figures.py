@@ -45,12 +45,12 @@ from shardwise.simulation.estimate import (
     Evaluator,
     as_run,
     check_plan,
-    setting_of,
-    works_of,
+    execution_of,
+    memory_figures,
+    workloads_of,
 )
-from shardwise.simulation.gradient_traffic import ParamClass
 from shardwise.simulation.memory import peak_of
-from shardwise.simulation.stored import memory_figures
+from shardwise.simulation.stages import ParamClass
 
 RUNNERS_UP = 5
 MIN_BINDING_GAIN = 0.01  # fraction of the step that relaxing a constraint gains if it is binding
@@ -93,8 +93,8 @@ def simulated_step(candidate: Candidate, search: Search) -> SimulatedStep:
     """Return what details are derived from."""
     return SimulatedStep(
         graph=search.graph,
-        works=candidate.layouts.works,
-        setting=candidate.setting,
+        workloads=candidate.layouts.workloads,
+        execution=candidate.execution,
         evaluator=search.evaluator,
         estimate=candidate.estimate,
     )
@@ -103,19 +103,19 @@ def simulated_step(candidate: Candidate, search: Search) -> SimulatedStep:
 def with_figures(graph: Graph, plan: Plan, cluster: Cluster, table: OpTable | None = None) -> Plan:
     """Return the plan with figures of its own, simulated on `cluster`."""
     cluster = check_plan(graph, plan, cluster)
-    fold, works = works_of(graph, plan)
-    setting = setting_of(plan, fold)
+    fold, workloads = workloads_of(graph, plan)
+    execution = execution_of(plan, fold)
     evaluator = Evaluator(fold, cluster, table, chosen(plan.collectives))
     step = SimulatedStep(
         graph=as_run(graph, plan),
-        works=works,
-        setting=setting,
+        workloads=workloads,
+        execution=execution,
         evaluator=evaluator,
-        estimate=evaluator.estimate(works, setting),
+        estimate=evaluator.estimate(workloads, execution),
     )
-    found = _figures(step, described(step.estimate, summary(plan.with_(search=None))))
-    found = replace(found, batch=batch_size(graph, step.estimate.rows))
-    return with_details(plan.with_figures(found), step)
+    figures = _figures(step, described(step.estimate, summary(plan.with_(search=None))))
+    figures = replace(figures, batch=batch_size(graph, step.estimate.rows))
+    return with_details(plan.with_figures(figures), step)
 
 
 def with_details(plan: Plan, step: SimulatedStep, memory_limit: float | None = None) -> Plan:
@@ -133,7 +133,7 @@ def with_details(plan: Plan, step: SimulatedStep, memory_limit: float | None = N
 def cluster_json(cluster: Cluster) -> dict[str, Any]:
     """Return the cluster as `Cluster.from_yaml` reads it, without how its nodes are reached.
 
-    Addresses, keys and environments of a cluster file are no business of a report's readers.
+    Readers of a report should not see the addresses, keys and environments of a cluster file.
     """
     nodes = tuple(replace(n, address="", ssh=None, start=AS_HERE) for n in cluster.nodes)
     shown: dict[str, Any] = yaml.safe_load(replace(cluster, nodes=nodes, start=AS_HERE).to_yaml())
@@ -143,7 +143,7 @@ def cluster_json(cluster: Cluster) -> dict[str, Any]:
 def _figures(
     step: SimulatedStep, best: SimulatedConfig, relaxed: Sequence[WhatIf] = ()
 ) -> SearchResult:
-    """The figures of a simulated step, without those of a search."""
+    """Return the figures of a simulated step, without those of a search."""
     cluster, estimate = step.evaluator.cluster, step.estimate
     price = sum(
         node.copies * sum(device.price_per_hour for device in node.devices)
@@ -176,13 +176,13 @@ def batch_size(graph: Graph, rows: int) -> BatchSize:
 
 def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the best and its runners-up, without those that take as long and no less memory."""
-    found: list[Candidate] = []
+    chosen: list[Candidate] = []
     for candidate in candidates:
-        if len(found) > RUNNERS_UP:
+        if len(chosen) > RUNNERS_UP:
             break
-        if not any(_no_better(candidate.estimate, other.estimate) for other in found):
-            found.append(candidate)
-    return found
+        if not any(_no_better(candidate.estimate, other.estimate) for other in chosen):
+            chosen.append(candidate)
+    return chosen
 
 
 def _no_better(one: Estimate, other: Estimate) -> bool:
@@ -223,25 +223,25 @@ def binding(estimate: Estimate, relaxed: Sequence[WhatIf]) -> Binding:
 
 def by_layer(step: SimulatedStep) -> Iterator[LayerFigures]:
     """Yield the time of a step and the bytes of every unit on a rank."""
-    setting, estimate = step.setting, step.estimate
-    column = {"none": "saved", "selective": "saved_selective"}.get(str(setting.recompute))
+    execution, estimate = step.execution, step.estimate
+    column = {"none": "saved", "selective": "saved_selective"}.get(str(execution.recompute))
     for stage in estimate.stages:
-        layers = step.evaluator.group_layers(step.works, setting, stage.group)[0]
+        layers = step.evaluator.group_layers(step.workloads, execution, stage.group)[0]
         saved = step.fold.spread(getattr(layers.work, column or "saved_full"))
-        shares = layers.parameters(setting).values()
+        shares = layers.parameters(execution).values()
         members = [s for s in estimate.stages if s.group == stage.group]
         total = sum(_numel(shares, u.first, u.end) for s in members for u in s.units)
         parts = estimate.memory[stage.group].parts
         state = sum(parts[name] for name in ("parameters", "gradients", "optimizer"))
         for unit in stage.units:
             numel = _numel(shares, unit.first, unit.end)
-            communication = unit.forward_talk + unit.backward_talk
+            communication = unit.forward_comm + unit.backward_comm
             yield LayerFigures(
                 name=unit.name or outside(step, unit.first, unit.end),
                 stage=stage.index,
-                forward_s=unit.forward * setting.num_microbatches,
-                backward_s=unit.backward * setting.num_microbatches,
-                communication_s=communication * setting.num_microbatches,
+                forward_s=unit.forward * execution.num_microbatches,
+                backward_s=unit.backward * execution.num_microbatches,
+                communication_s=communication * execution.num_microbatches,
                 parameters=numel,
                 state_bytes=state * numel / total if total else 0.0,
                 activation_bytes=float(saved[unit.first : unit.end].sum()),
@@ -264,17 +264,17 @@ def outside(step: SimulatedStep, first: int, end: int) -> str:
 
 def merged(rows: Iterable[LayerFigures]) -> tuple[LayerFigures, ...]:
     """Join rows of a stage with equal figures whose modules differ only in a number."""
-    found: list[LayerFigures] = []
+    joined: list[LayerFigures] = []
     known: dict[object, list[int]] = {}
     for row in rows:
         similar = known.setdefault((row.stage, block_glob(f"{row.name}.")), [])
-        first = next((at for at in similar if _equal(found[at], row)), None)
+        first = next((at for at in similar if _equal(joined[at], row)), None)
         if first is None:
-            similar.append(len(found))
-            found.append(row)
+            similar.append(len(joined))
+            joined.append(row)
         else:
-            found[first] = replace(found[first], count=found[first].count + 1, last=row.name)
-    return tuple(found)
+            joined[first] = replace(joined[first], count=joined[first].count + 1, last=row.name)
+    return tuple(joined)
 
 
 def _equal(one: LayerFigures, other: LayerFigures) -> bool:

@@ -122,7 +122,7 @@ def _no_configuration(search: Search, options: UserOptions, limits: SearchLimits
 
 
 def _smallest(outcome: SearchOutcome, search: Search) -> Candidate | None:
-    """The configuration whose fullest rank needs the least memory."""
+    """Return the configuration whose fullest rank needs the least memory."""
     best, lowest = None, float("inf")
     for bound in sorted(outcome.bounds, key=_memory_key)[:MAX_CHECKED]:
         if bound.memory >= lowest:
@@ -134,7 +134,7 @@ def _smallest(outcome: SearchOutcome, search: Search) -> Candidate | None:
 
 
 def _smallest_bounds(outcome: SearchOutcome) -> list[Bound]:
-    """For each mesh, the configurations with the lowest bound and the smallest micro-batches.
+    """Return the configurations of each mesh with the lowest bound and the smallest micro-batches.
 
     A bound covers what is always in memory, not what an action needs in addition.
     """
@@ -163,7 +163,7 @@ def _size_key(bound: Bound) -> tuple[float, ...]:
 
 
 def _required(use: MemoryUse) -> tuple[float, float]:
-    """Required and available bytes of the scarcer memory, device or host."""
+    """Return the required and available bytes of the scarcer memory, device or host."""
     if use.is_host_bound:
         return use.host_bytes, use.host_limit_bytes
     return use.peak_bytes, use.limit_bytes
@@ -181,7 +181,7 @@ def _parts(use: MemoryUse) -> str:
 
 
 def _free_options(options: UserOptions, rerun: Rerun) -> Iterator[FittingChange]:
-    """Single options left to the planner; all, where no single one helps; the constraints."""
+    """Yield options that help when the planner may choose them: single ones, all, constraints."""
     given, fits = options.given, False
     texts = {n: "+".join(v) or "none" if isinstance(v, tuple) else v for n, v in given.items()}
     for name in given:
@@ -213,7 +213,7 @@ def _free_options(options: UserOptions, rerun: Rerun) -> Iterator[FittingChange]
 
 
 def _more_memory(smallest: Candidate, search: Search) -> FittingChange:
-    """The memory of devices, hosts or both with which the smallest configuration fits."""
+    """Return the memory of devices, hosts or both with which the smallest configuration fits."""
     uses = smallest.estimate.memory
     short = [use for use in uses if use.peak_bytes > use.limit_bytes]
     changes, hints, sizes = [], [], {}
@@ -252,12 +252,12 @@ def _rounded_up(num_bytes: float) -> float:
 
 
 def _tightest_device(use: MemoryUse, smallest: Candidate, search: Search) -> Device:
-    ranks = smallest.setting.groups[use.group].ranks
+    ranks = smallest.execution.groups[use.group].ranks
     return min(map(search.evaluator.cluster.device, ranks), key=lambda d: d.usable_bytes)
 
 
 def _device_bytes(use: MemoryUse, device: Device) -> float:
-    """The memory of a device on which a group's tensors just fit."""
+    """Return the memory of a device on which a group's tensors just fit."""
     reserved = use.others.get("process", 0.0) + use.others.get("communicators", 0.0)
     return Budget.of(device).taken(use.peak_bytes) + reserved
 
@@ -265,7 +265,7 @@ def _device_bytes(use: MemoryUse, device: Device) -> float:
 def _smaller_batch(
     outcome: SearchOutcome, search: Search, options: UserOptions
 ) -> Iterator[FittingChange]:
-    """The largest half, quarter, … of the batch with which a small configuration fits."""
+    """Yield the largest of a half, a quarter, … of the batch with which a configuration fits."""
     rows = search.cache.rows
     while rows > 1:
         rows //= 2
@@ -285,7 +285,7 @@ def _smaller_batch(
 
 
 def _with_rows(config: ParallelConfig, rows: int, options: UserOptions) -> ParallelConfig | None:
-    """The configuration for a batch of `rows`, with as many micro-batches as that allows."""
+    """Return the configuration for a batch of `rows`, with as many micro-batches as that allows."""
     count = min(config.num_microbatches, rows // config.dp)
     if count < max(1, options.num_microbatches or 1):
         return None
@@ -297,7 +297,7 @@ def _with_rows(config: ParallelConfig, rows: int, options: UserOptions) -> Paral
 def _more_devices(
     search: Search, options: UserOptions, limits: SearchLimits
 ) -> Iterator[FittingChange]:
-    """The fewest copies of all nodes on which a configuration that saves memory fits."""
+    """Yield the fewest copies of all nodes on which a configuration that saves memory fits."""
     lean = replace(
         options,
         zero=3 if options.zero is None else options.zero,

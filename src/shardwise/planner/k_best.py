@@ -2,7 +2,7 @@
 
 Variables are decided one after the other. Prefixes that agree in all variables to which costs are
 still to come have the same continuations, so of each such class the `k` cheapest are enough: the
-first `k` solutions are exact. Only where there are more than `MAX_PREFIXES` the cheapest are kept.
+first `k` solutions are exact. Of more than `MAX_PREFIXES` prefixes only the cheapest are extended.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def k_best(
     for at, variable in enumerate(order):
         ending = [f for f, end in zip(factors, ends, strict=True) if end == at]
         costs, picks = _decide(model.variables[variable].unary, ending, place, costs, picks)
-        kept = np.flatnonzero(costs < below)
-        costs, picks = costs[kept], picks[kept]
+        selected = np.flatnonzero(costs < below)
+        costs, picks = costs[selected], picks[selected]
         later = {v for f, end in zip(factors, ends, strict=True) if end > at for v in f.members}
         live = sorted(place[v] for v in later if place[v] <= at)
         counts = [len(model.variables[order[p]]) for p in live]
-        kept = _cheapest(costs, _classes(picks[:, live], counts), k)
-        complete &= len(kept) < MAX_PREFIXES
-        costs, picks = costs[kept], picks[kept]
+        selected = _cheapest(costs, _classes(picks[:, live], counts), k)
+        complete &= len(selected) < MAX_PREFIXES
+        costs, picks = costs[selected], picks[selected]
     if not len(costs):
         return KBest(solutions=(), complete=True)
     size = np.zeros(len(costs))
@@ -94,9 +94,7 @@ def k_best_lean(
     distinguished: Collection[int] = (),
     sizes: Mapping[int, Floats] | None = None,
 ) -> Iterator[LayoutChoice]:
-    """Yield up to `k` solutions that are the cheapest with a price on bytes, with their cost
-    without it.
-    """
+    """Yield the `k` cheapest solutions if bytes have a price; costs are without that price."""
     variables = {
         number: replace(v, unary=v.unary + per_byte * v.weight)
         for number, v in model.variables.items()
@@ -107,16 +105,16 @@ def k_best_lean(
 
 
 def _factors(model: Model) -> list[_Factor]:
-    found = [_Factor(key, table) for key, table in model.pairs.items()]
+    factors = [_Factor(key, table) for key, table in model.pairs.items()]
     for star in model.stars:
         members = tuple(star.members())
         if np.prod([len(model.variables[v]) for v in members]) <= MAX_TABLE:
-            found.append(_Factor(members, star.table()))
-    return found
+            factors.append(_Factor(members, star.table()))
+    return factors
 
 
 def _order(model: Model, factors: Sequence[_Factor]) -> list[int]:
-    """Nodes in their order; what nodes only read, just before the first of them."""
+    """Return nodes in their order, each value that nodes only read just before its first reader."""
     first: dict[int, float] = {}
     for factor in factors:
         producer, *users = factor.members
@@ -149,24 +147,24 @@ def _parts(
     picks: Ints,
     distinguished: Collection[int],
 ) -> Floats:
-    """Costs and weights of every solution by part, rounded; the states of `distinguished`."""
+    """Return rounded costs and weights of every solution by part, and states of `distinguished`."""
     at = {variable: picks[:, i] for i, variable in enumerate(order)}
-    found = [np.zeros(len(picks))]
+    columns = [np.zeros(len(picks))]
     for number, variable in model.variables.items():
-        found += [variable.unary[at[number]], variable.weight[at[number]]]
-    found += [f.table[tuple(at[v] for v in f.members)] for f in factors]
-    rounded = [_rounded(column) for column in found]
+        columns += [variable.unary[at[number]], variable.weight[at[number]]]
+    columns += [f.table[tuple(at[v] for v in f.members)] for f in factors]
+    rounded = [_rounded(column) for column in columns]
     return np.stack([*rounded, *(at[v].astype(np.float64) for v in sorted(distinguished))], axis=1)
 
 
 def _rounded(column: Floats) -> Floats:
-    """Fractions of the largest value, without the last digits."""
+    """Return fractions of the largest value, rounded."""
     largest = float(np.abs(column).max()) or 1.0
     return np.round(column / largest, DIGITS)
 
 
 def _classes(live: Ints, sizes: Sequence[int]) -> Ints:
-    """A number for every prefix: equal where the states of live variables are."""
+    """Return a number for every prefix: equal where the states of live variables are."""
     kind = np.zeros(len(live), dtype=np.int64)
     for column, size in zip(live.T, sizes, strict=True):
         kind = np.unique(kind * size + column, return_inverse=True)[1].ravel()
@@ -174,13 +172,13 @@ def _classes(live: Ints, sizes: Sequence[int]) -> Ints:
 
 
 def _cheapest(costs: Floats, kind: Ints, k: int) -> Ints:
-    """The cheapest of every class of prefixes, and of all of them."""
+    """Return the `k` cheapest prefixes of every class, and at most `MAX_PREFIXES` in total."""
     if not len(costs):
         return np.zeros(0, dtype=np.int64)
     order = np.lexsort((costs, kind))
     sizes = np.bincount(kind)
     rank = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    kept = order[rank < k]
-    if len(kept) > MAX_PREFIXES:
-        kept = kept[np.argsort(costs[kept], kind="stable")[:MAX_PREFIXES]]
-    return np.sort(kept)
+    selected = order[rank < k]
+    if len(selected) > MAX_PREFIXES:
+        selected = selected[np.argsort(costs[selected], kind="stable")[:MAX_PREFIXES]]
+    return np.sort(selected)

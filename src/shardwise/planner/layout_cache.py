@@ -32,7 +32,7 @@ from shardwise.layouts.problem import (
 from shardwise.layouts.solve import MAX_JOINT, assignments_of, solve_options
 from shardwise.layouts.tie_layers import LayerTies
 from shardwise.planner.k_best import k_best, k_best_lean
-from shardwise.planner.strategies.fields import batch_inputs, tensor_axes
+from shardwise.planner.strategies.make import batch_inputs, tensor_axes
 from shardwise.program.lower import local_call
 from shardwise.redistribution import REDISTRIBUTIONS
 from shardwise.sharding.candidates import Candidate
@@ -54,7 +54,7 @@ WEIGHTS = {LEAN: 0.5, LEANEST: 1e4}  # price of filling the memory, in micro-bat
 class Layouts:
     """Solved layouts, ready to be simulated."""
 
-    works: WorkloadModel
+    workloads: WorkloadModel
     solution: LayoutSolution
     axes: tuple[tuple[str, int], ...]  # tensor-parallel mesh axes
 
@@ -121,10 +121,11 @@ class LayoutCache:
         k: int,
         below: float,
     ) -> tuple[list[RankedLayouts], bool]:
-        """Return the likely cheapest layouts for a configuration's micro-batch, and the cheapest
-        with a price on memory; and whether there are no others whose nodes take less than `below`.
+        """Return the likely cheapest layouts for a micro-batch, also with a price on memory.
 
-        Of layouts that cost the same at every node, the one whose nodes produce least.
+        The second value says whether there are no others whose nodes take less than `below`. Of
+        layouts that cost the same at every node, only the one with the smallest results is
+        returned.
         """
         tensor, graph = self._tensor(tp), self.fold.graph
         task = self._task(tensor, max(1, min(self.rows, dp * num_microbatches)))
@@ -140,10 +141,10 @@ class LayoutCache:
         }
         below += sum(float(c.max()) for c in stored.values())
         sizes = prices.made_bytes(built)
-        found = k_best(built.model, k, below, built.sources.values(), sizes)
-        solutions = {tuple(choice.chosen.items()): choice for choice in found.solutions}
+        cheapest = k_best(built.model, k, below, built.sources.values(), sizes)
+        solutions = {tuple(choice.chosen.items()): choice for choice in cheapest.solutions}
         for weight in WEIGHTS.values() if solutions else ():
-            per_byte = weight * found.solutions[0].cost / self.memory_bytes
+            per_byte = weight * cheapest.solutions[0].cost / self.memory_bytes
             for choice in k_best_lean(built.model, k, per_byte, built.sources.values(), sizes):
                 solutions.setdefault(tuple(choice.chosen.items()), choice)
         ranked = []
@@ -161,7 +162,7 @@ class LayoutCache:
                     saved_bytes=total - states,
                 )
             )
-        return ranked, found.complete
+        return ranked, cheapest.complete
 
     def min_numel(self, tp: int) -> float:
         """Return the trained elements of a rank if all of them are sharded."""
@@ -171,7 +172,7 @@ class LayoutCache:
     def _number(
         self, tp: int, assignments: tuple[Assignment, ...], tensor: tuple[tuple[str, int], ...]
     ) -> int:
-        """The variant under which `get` returns these layouts."""
+        """Return the variant under which `get` returns these layouts."""
         names = [axis for axis, _ in tensor]
         own = [a for a in assignments if a.axis in names]
         text = str([[*map(str, a.nodes.values()), *map(str, a.parameters.values())] for a in own])
@@ -199,9 +200,9 @@ class LayoutCache:
         return self._layouts(solution, self._tensor(tp))
 
     def _problem(self, tp: int, layout: int) -> tuple[Options, CallPrices]:
-        """What nodes may do on `tp` ranks, and what it costs.
+        """Return the options of nodes on `tp` ranks, and their prices.
 
-        In the leanest layouts parameters may be stored otherwise than they are used.
+        In the leanest layouts parameters may be stored in another layout than they are used in.
         """
         mixed = layout == MIXED
         tensor, cluster = self._tensor(tp), self.evaluator.cluster
@@ -227,16 +228,16 @@ class LayoutCache:
     def _layouts(self, solution: LayoutSolution, tensor: tuple[tuple[str, int], ...]) -> Layouts:
         names = [axis for axis, _ in tensor]
         roles = {a.axis: "parameters" if a.axis in names else "batch" for a in solution.assignments}
-        works = WorkloadModel(self.fold, self.facts, solution.assignments, roles)
-        return Layouts(works=works, solution=solution, axes=tensor)
+        workloads = WorkloadModel(self.fold, self.facts, solution.assignments, roles)
+        return Layouts(workloads=workloads, solution=solution, axes=tensor)
 
     def _tensor(self, tp: int) -> tuple[tuple[str, int], ...]:
-        """The tensor-parallel mesh axes."""
+        """Return the tensor-parallel mesh axes."""
         sizes = tensor_axes(self.fold.graph, self.facts, tp) if tp > 1 else ()
         return tuple((f"tp{i}" if i else "tp", n) for i, n in enumerate(sizes))
 
     def _task(self, tensor: tuple[tuple[str, int], ...], parts: int) -> LayoutTask:
-        """The problem of a rank that has one of `parts` of the batch."""
+        """Return the layout problem of a rank that has one of `parts` of the batch."""
         cuts = self._cuts()
         axes = [LayoutAxis(name=name, ranks=n) for name, n in tensor]
         if cuts:
@@ -255,9 +256,9 @@ class LayoutCache:
         )
 
     def _parts(self, dp: int) -> int:
-        """Of how many parts of the batch layouts are solved for one.
+        """Return the number of parts of the batch, of which layouts are solved for one.
 
-        A row that is long itself, as a text, is enough; else a typical micro-batch is taken.
+        That is one row if rows are long, as texts are, else a typical micro-batch.
         """
         shapes = [self.fold.graph.values[i.value].shape for i in self.fold.graph.inputs]
         longest = max((prod(shape[1:]) for shape in shapes if shape), default=1)
@@ -268,28 +269,28 @@ class LayoutCache:
     def _choices(
         self, cuts: Mapping[str, Placement], parts: int, names: tuple[str, ...]
     ) -> dict[str, dict[str, str]]:
-        """What the user fixed; on "dp" every node takes the batch cut where it has one.
+        """Return the user's choices of nodes; on "dp" every node shards the batch where it can.
 
-        Nothing else on that axis is cheaper: parameters are whole on it, so its only other choice
-        is to do the same work on every rank.
+        Nothing is cheaper on that axis: it replicates parameters, so that the only other choice is
+        to do the same work on every rank.
         """
         if self._batch is None:
             task = Task(axis="dp", ranks=parts, inputs=cuts)
             graph, facts = self.fold.graph, self.facts
             (self._batch,) = cut_tables(graph, facts, (assign(graph, facts, task),), {})
-        found = {name: {"dp": str(c.choice)} for name, c in self._batch.nodes.items()}
+        fixed = {name: {"dp": str(c.choice)} for name, c in self._batch.nodes.items()}
         for name, choices in self.nodes.items():
-            found.setdefault(name, {}).update({a: c for a, c in choices.items() if a in names})
-        return found
+            fixed.setdefault(name, {}).update({a: c for a, c in choices.items() if a in names})
+        return fixed
 
     def _cuts(self) -> dict[str, Placement]:
-        found: dict[str, Placement] = {}
+        shards: dict[str, Placement] = {}
         for source in self.fold.graph.inputs:
             dim = self.inputs.get(source.name)
             if dim is not None:
                 size = self.fold.graph.values[source.value].shape[dim]
-                found[source.value] = Shard(dim, ((1, size, 1),))
-        return found
+                shards[source.value] = Shard(dim, ((1, size, 1),))
+        return shards
 
 
 class _SmallerBatch(LayoutCache):
@@ -312,7 +313,7 @@ class _SmallerBatch(LayoutCache):
         key = (tp, layout)
         if key not in self._solved:
             layouts = self.full.get(tp, layout)
-            self._solved[key] = replace(layouts, works=_FewerRows(layouts.works, self.rows))
+            self._solved[key] = replace(layouts, workloads=_FewerRows(layouts.workloads, self.rows))
         return self._solved[key]
 
 
@@ -331,11 +332,11 @@ EXPOSED = 0.3  # the part of gradient synchronization that backward does not hid
 
 
 class CallPrices:
-    """Seconds of one micro-batch on one rank.
+    """Seconds of one micro-batch on one rank, node by node, for the layout solver.
 
-    `task` has the mesh by which shapes follow: its batch axis stands for data parallelism and
-    micro-batches together. `group` are the ranks that talk. What is paid once a step counts
-    `1 / num_microbatches`.
+    `task` has the mesh that determines shapes: its batch axis stands for data parallelism and
+    micro-batches together. `group` are the ranks that communicate. Costs that occur once a step
+    count `1 / num_microbatches`.
     """
 
     def __init__(
@@ -361,17 +362,19 @@ class CallPrices:
         self._costs: dict[tuple[Signature, tuple[Candidate, ...]], CallCost] = {}
 
     def node(self, node: Node, choice: tuple[Candidate, ...]) -> float:
-        """Forward and backward of a node on its local shapes."""
+        """Return the seconds of forward and backward of a node on its local shapes."""
         cost = self._cost(node, choice)
         seconds = sum(kernel_seconds(k, self.device) for k in (*cost.forward, *cost.backward))
-        for talk in (*cost.collectives, *cost.backward_collectives):
-            seconds += self.costs.collective_seconds(talk.op, self.group, talk.axes, talk.num_bytes)
+        for collective in (*cost.collectives, *cost.backward_collectives):
+            seconds += self.costs.collective_seconds(
+                collective.op, self.group, collective.axes, collective.num_bytes
+            )
         return seconds
 
-    def move(self, value: str, held: Placements, needed: Placements, grad: bool) -> float:
-        """Communication of forward, and with `grad` of backward."""
+    def move(self, value: str, stored: Placements, needed: Placements, grad: bool) -> float:
+        """Return the seconds of a redistribution in forward, and with `grad` in backward."""
         seconds = 0.0
-        for move in plan_moves(self._layout(held), self._layout(needed), self.sizes, grad):
+        for move in plan_moves(self._layout(stored), self._layout(needed), self.sizes, grad):
             entry = REDISTRIBUTIONS[move.fn]
             before, after = self._bytes(value, move.before), self._bytes(value, move.layout)
             size = entry.num_bytes(before, after)
@@ -381,33 +384,33 @@ class CallPrices:
         return seconds
 
     def hold(self, parameter: str, stored: Placements) -> float:
-        """Synchronizing the gradient, and the optimizer's work, per micro-batch."""
-        found = self._parameter(parameter)
+        """Return the seconds of a gradient's reduction and the optimizer, per micro-batch."""
+        entry = self._parameter(parameter)
         layout = self._layout(stored)
         sync = tuple(
             a
             for a, p in layout.axes
             if isinstance(p, Replicate) and p.partial_grad and self.sizes[a] > 1
         )
-        size = self._bytes(found.value, layout)
-        if not found.requires_grad:
+        size = self._bytes(entry.value, layout)
+        if not entry.requires_grad:
             return 0.0
         seconds = EXPOSED * self.costs.collective_seconds("all_reduce", self.group, sync, size)
-        numel = size / self.graph.values[found.value].dtype.itemsize
+        numel = size / self.graph.values[entry.value].dtype.itemsize
         update = self.costs.update(self.device, numel, numel, 1)
         if update is None:
             update = adamw.fused_seconds(numel, self.device, calls=0)
         return (seconds + update) / self.num_microbatches
 
     def stored_bytes(self, parameter: str, stored: Placements) -> float:
-        """A parameter with its gradient and optimizer state."""
-        found = self._parameter(parameter)
-        kind = self.graph.values[found.value].dtype.itemsize
-        size = self._bytes(found.value, self._layout(stored))
-        return size + (adamw.STATE_BYTES * size / kind if found.requires_grad else 0.0)
+        """Return the bytes of a parameter with its gradient and optimizer state."""
+        entry = self._parameter(parameter)
+        kind = self.graph.values[entry.value].dtype.itemsize
+        size = self._bytes(entry.value, self._layout(stored))
+        return size + (adamw.STATE_BYTES * size / kind if entry.requires_grad else 0.0)
 
     def saved_bytes(self, node: Node, choice: tuple[Candidate, ...]) -> float:
-        """What a node keeps for backward."""
+        """Return the bytes that a node saves for backward, besides its operands."""
         cost = self._cost(node, choice)
         return float(sum(s.num_bytes for s in cost.saved if s.operand is None))
 
@@ -433,7 +436,7 @@ class CallPrices:
         return float(prod(local_shape(layout, kind.shape, self.coordinate)) * kind.dtype.itemsize)
 
     def _cost(self, node: Node, choice: tuple[Candidate, ...]) -> CallCost:
-        """The cost of a node's call on its local shapes, once for equal nodes of all layers."""
+        """Return the cost of a node's call on its local shapes, computed once for equal nodes."""
         if node.name not in self._kinds:
             self._kinds[node.name] = self._kind(node)
         key = (self._kinds[node.name], choice)
@@ -442,7 +445,7 @@ class CallPrices:
         return self._costs[key]
 
     def _kind(self, node: Node) -> Signature:
-        """The node's call on whole values."""
+        """Return the signature of the node's call on full values."""
         grads, values = self._grads(node), self.graph.values
         return call_signature(
             node.op,
@@ -457,7 +460,7 @@ class CallPrices:
         )
 
     def _grads(self, node: Node) -> frozenset[int]:
-        """The operands that get a gradient."""
+        """Return the operands that get a gradient."""
         grads = self.facts.carries_grad
         trained = node.grad_enabled and any(o in grads for o in node.outputs)
         return frozenset(i for i, n in enumerate(node.inputs) if trained and n in grads)
@@ -496,11 +499,11 @@ class _SizedPrices(CallPrices):
 
     def made_bytes(self, built: Built) -> dict[int, Floats]:
         """Return the bytes that nodes produce on a rank, for every state of every variable."""
-        found = {number: np.zeros(len(v)) for number, v in built.model.variables.items()}
+        sizes = {number: np.zeros(len(v)) for number, v in built.model.variables.items()}
         for node in self.graph.nodes:
             options = built.options[node.name]
-            found[built.nodes[node.name]] += [self._made(node, option) for option in options]
-        return found
+            sizes[built.nodes[node.name]] += [self._made(node, option) for option in options]
+        return sizes
 
     def _made(self, node: Node, option: Option) -> float:
         return sum(

@@ -25,13 +25,13 @@ from shardwise.schedules import schedule_kind
 
 MAX_RANKS = 16
 MAX_NODES = 16  # distinct ones, up to which layouts are enumerated
-MAX_BOUNDARIES = 64  # ways to divide a model up to which all are tried
+MAX_BOUNDARIES = 64  # divisions of a model into stages up to which all are tried
 MAX_LAYOUTS = 256  # that are enumerated for a micro-batch
 MAX_LOWERED_NODES = 1200  # of the layouts that are tried, all nodes together
 MAX_SIMULATED = 400
 PATIENCE = 8  # layouts that do not fit, after which their configurations wait for others
 MIN_FORWARD = 0.25  # fraction of a node's forward and backward: that of matmuls is a third
-MIN_GAIN = 1e-6  # fraction of the step: less is no improvement
+MIN_GAIN = 1e-6  # fraction of the step below which a change is not an improvement
 
 
 def improved(
@@ -110,17 +110,17 @@ class _LocalSearch:
     def _try(self, configs: Sequence[ParallelConfig]) -> bool:
         """Simulate those that may be faster; whether not all of them need too much memory."""
         room = max(0, MAX_SIMULATED - self.simulated)
-        found = self.search.run(configs, below=self._goal, enough=0, max_simulated=room)
-        self.simulated += len(found.feasible)
-        self.complete &= found.next_bound_s >= self._goal
-        if found.step_time_s < self._goal:
-            self.best = found.best
-        return bool(found.feasible) or not found.bounds
+        outcome = self.search.run(configs, below=self._goal, enough=0, max_simulated=room)
+        self.simulated += len(outcome.feasible)
+        self.complete &= outcome.next_bound_s >= self._goal
+        if outcome.step_time_s < self._goal:
+            self.best = outcome.best
+        return bool(outcome.feasible) or not outcome.bounds
 
     # ------------------------------------------------------------ stage boundaries
 
     def _with_boundaries(self, configs: Iterable[ParallelConfig]) -> Iterator[ParallelConfig]:
-        """The configurations as they are, and with other stage boundaries."""
+        """Yield the configurations as they are, and with other stage boundaries."""
         known: dict[object, list[tuple[int, ...]]] = {}
         for config in configs:
             yield config
@@ -133,7 +133,7 @@ class _LocalSearch:
                     yield replace(config, cuts=cuts)
 
     def _lower_bound(self, config: ParallelConfig) -> float:
-        """Seconds that a step takes at least, whatever its stage boundaries."""
+        """Return a lower bound on the step time that holds for any stage boundaries."""
         core = self.search.bounds.core(replace(config, zero=0, outer=None, offload=()))
         if core is None or not self.equal_devices:
             return 0.0
@@ -141,29 +141,29 @@ class _LocalSearch:
         return _num_passes(config) * float(work["forward"][-1] + work["backward"][-1])
 
     def _boundaries(self, config: ParallelConfig) -> list[tuple[int, ...]]:
-        """Other first nodes of stages: all, or those with one boundary moved to the next place."""
+        """Return other boundaries of stages: all, or those with one boundary moved by one place."""
         places, more = self.search.cutter.fit, config.stages - 1
         if comb(len(places), more) <= MAX_BOUNDARIES:
             return [(0, *later) for later in combinations(places, more)]
         core = self.search.bounds.core(config)
         if core is None:
             return []
-        now = core.setting.cuts
+        now = core.execution.cuts
         index_of = {node: at for at, node in enumerate(places)}
-        found = []
+        boundaries = []
         for index in range(1, len(now)):
             for step in (-1, 1):
                 at = index_of[now[index]] + step
                 if 0 <= at < len(places):
                     moved = (*now[:index], places[at], *now[index + 1 :])
                     if len(set(moved)) == len(moved):
-                        found.append(moved)
-        return found
+                        boundaries.append(moved)
+        return boundaries
 
     # ------------------------------------------------------------ layouts
 
     def _in_turn(self) -> Iterator[_Trial]:
-        """Trials that may be faster, the likely fastest first; kinds that do not fit wait."""
+        """Yield trials that may be faster, likely fastest first; postpone kinds that do not fit."""
         queues: dict[int, deque[_Trial]] = {}
         for trial in sorted(self._trials(), key=lambda trial: trial.sort_key):
             queues.setdefault(trial.kind, deque()).append(trial)
@@ -176,7 +176,7 @@ class _LocalSearch:
                 yield trial
 
     def _trials(self) -> Iterator[_Trial]:
-        """The cheapest layouts for the micro-batches of all configurations."""
+        """Yield the cheapest layouts for the micro-batches of all configurations."""
         kinds: dict[tuple[int, int, int, int], list[ParallelConfig]] = {}
         for config in self.configs:
             if config.tp > 1:
@@ -186,16 +186,16 @@ class _LocalSearch:
             core = self.search.bounds.core(members[0])
             if core is None:
                 continue
-            times, group = min(map(_num_passes, members)), core.setting.groups[0]
+            times, group = min(map(_num_passes, members)), core.execution.groups[0]
             numel = self.search.cache.min_numel(tp) / (pp * dp)
             update = self.search.bounds.update_lower_bound(numel, group)
             below = min(self._goal / times, (self._goal - update) * pp / count)
-            found, complete = self.search.cache.k_best(
+            ranked, complete = self.search.cache.k_best(
                 tp, dp, count, group, MAX_LAYOUTS, below if self.equal_devices else inf
             )
             self.complete &= complete
             limit = self.search.bounds.limit(group)
-            for layouts in found:
+            for layouts in ranked:
                 fitting = [c for c in members if _min_bytes(layouts, c) <= limit]
                 if fitting:
                     seconds = layouts.seconds
@@ -209,18 +209,18 @@ class _LocalSearch:
 
 
 def _min_bytes(layouts: RankedLayouts, config: ParallelConfig) -> float:
-    """Memory of the fullest rank, at least: its part of all states, and of a micro-batch."""
+    """Return a lower bound on the fullest rank's memory: its part of state and saved tensors."""
     states = layouts.state_bytes / (config.dp * config.tp if config.zero else 1)
     saved = layouts.saved_bytes if config.recompute == "none" else 0.0
     return (states + saved) / config.pp
 
 
 def _num_passes(config: ParallelConfig) -> float:
-    """Times that a step takes, at least, the seconds of a micro-batch in all stages together.
+    """Return a lower bound on a step, in multiples of a micro-batch's time in all stages together.
 
-    A group takes `num_microbatches` times its own stage, after those before it have begun: their
-    forward, at least, or forward and backward where each micro-batch has both at once. Stages that
-    all end at the same time by that rule are a geometric row; no others end sooner.
+    A group takes `num_microbatches` times its own stage, after those before it have begun: at least
+    their forward, or forward and backward where each micro-batch has both at once. The end is
+    earliest if all groups end at the same time; their stages then form a geometric series.
     """
     count, pp = config.num_microbatches, config.pp
     if pp == 1 or config.virtual > 1:

@@ -1,8 +1,8 @@
 """The model as a tree of modules: layouts, bytes and seconds of each, and their source lines.
 
-Numbered modules side by side (`layers.0`, `layers.1`) are one row if they and all modules below
-have the same classes, nodes, parameters and figures. Figures are those of one rank for a step;
-where a module is in several stages, the sum over a rank of each.
+Numbered siblings (`layers.0`, `layers.1`) are one row if they and all modules below them have the
+same classes, nodes, parameters and figures. Figures are those of one rank for a step; a module in
+several stages has the sum over one rank of each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOTHING = 1e-12
 
 
 class Texts:
-    """Texts by number."""
+    """Numbers for distinct texts, in the order of their first use."""
 
     def __init__(self) -> None:
         self.number: dict[Any, int] = {}
@@ -44,14 +44,14 @@ def module_tree(step: SimulatedStep, plan: Plan) -> ModuleTree:
 
 
 class _Tree:
-    """Positions and parameters placed in modules, then folded."""
+    """Assign positions and parameters to modules, then fold equal modules."""
 
     def __init__(self, step: SimulatedStep, plan: Plan) -> None:
         self.step, self.plan = step, plan
         self.layouts, self.ops, self.sources = Texts(), Texts(), Texts()
         self.columns = self._columns()
         self.root = Module(step.graph.name, "", step.graph.name)
-        self.choices = [self._choices(group) for group in range(len(step.setting.groups))]
+        self.choices = [self._choices(group) for group in range(len(step.execution.groups))]
         self.nodes: dict[int, tuple[int, int, int]] = {}  # position -> op, layout, source
         self.parameters: dict[int, dict[str, Any]] = {}
 
@@ -74,29 +74,32 @@ class _Tree:
         )
 
     def _columns(self) -> dict[str, Floats]:
-        """Seconds of a step and kept bytes of a micro-batch, at every position."""
-        found, times = self.step.columns, self.step.setting.num_microbatches
+        """Return the seconds of a step and the saved bytes of a micro-batch at every position."""
+        columns, times = self.step.columns, self.step.execution.num_microbatches
         return {
-            "forward_s": found["forward"] * times,
-            "backward_s": found["backward"] * times,
-            "communication_s": (found["forward_talk"] + found["backward_talk"]) * times,
-            "activation_bytes": found["saved"],
+            "forward_s": columns["forward"] * times,
+            "backward_s": columns["backward"] * times,
+            "communication_s": (columns["forward_comm"] + columns["backward_comm"]) * times,
+            "activation_bytes": columns["saved"],
         }
 
     def _choices(self, group: int) -> list[int]:
-        """The layout of every node of the small graph, on the mesh of a group."""
-        works, names = self.step.works_of(group), self.step.setting.groups[group].mesh.names
-        shown = [a for a in works.assignments if a.axis in names]
+        """Return the layout of every node of the small graph, on the mesh of a group."""
+        workloads, names = (
+            self.step.workload_of(group),
+            self.step.execution.groups[group].mesh.names,
+        )
+        shown = [a for a in workloads.assignments if a.axis in names]
         return [
             self.layouts(", ".join(f"{a.axis}: {a.nodes[node.name].choice}" for a in shown))
             for node in self.step.fold.graph.nodes
         ]
 
-    # ------------------------------------------------------------ what is where
+    # ------------------------------------------------------------ assigning to modules
 
     def _place_nodes(self) -> None:
         step, small = self.step, self.step.fold.graph.nodes
-        placement, stage_of = step.setting.placement, step.stage_of.tolist()
+        placement, stage_of = step.execution.placement, step.stage_of.tolist()
         order = [FIGURES.index(name) for name in self.columns]
         table = np.stack(list(self.columns.values()), axis=1)
         modules: dict[str, Module] = {}
@@ -118,15 +121,15 @@ class _Tree:
     def _place_parameters(self) -> None:
         graph, step = self.step.graph, self.step
         uses = self._uses()
-        held = [{p.name: p for p in layers.work.parameters} for layers in step.layers]
+        local_parameters = [{p.name: p for p in layers.work.parameters} for layers in step.layers]
         for number, parameter in enumerate(graph.parameters):
             kind = graph.values[parameter.value]
             stage, small = uses.get(parameter.value, (0, ""))
             entry = self.plan.entry(parameter.name)
-            mine = held[stage].get(small)
-            elements = mine.numel if mine is not None else kind.numel
+            stored = local_parameters[stage].get(small)
+            elements = stored.numel if stored is not None else kind.numel
             home, _, name = parameter.name.rpartition(".")
-            local = elements * kind.dtype.itemsize / self._sharers(mine, stage, entry.zero)
+            local = elements * kind.dtype.itemsize / self._sharers(stored, stage, entry.zero)
             cuts = {a: cut for a, cut in entry.layout.items() if cut != "whole"}
             self.parameters[number] = {
                 "name": name,
@@ -141,7 +144,7 @@ class _Tree:
             module = self.root.at(home)
             module.parameters.append(number)
             module.stages.add(stage)
-            # as `explain` counts them: those that are trained, before ZeRO shares them out
+            # `explain` counts trained parameters, before ZeRO shards them
             trained = elements if parameter.requires_grad else 0
             for figure, value in (
                 ("parameters", trained),
@@ -151,45 +154,45 @@ class _Tree:
                 module.own[FIGURES.index(figure)] += value
 
     def _uses(self) -> dict[str, tuple[int, str]]:
-        """Of every parameter's value: the stage that first uses it, and what stands for it."""
+        """Return the first stage that uses each parameter, and its name in the folded graph."""
         graph, fold = self.step.graph, self.step.fold
         names = {p.value: p.name for p in fold.graph.parameters}
         wanted = {p.value for p in graph.parameters}
         stage_of = self.step.stage_of.tolist()
         inputs = [node.inputs for node in fold.graph.nodes]
-        found: dict[str, tuple[int, str]] = {}
+        uses: dict[str, tuple[int, str]] = {}
         for at, (node, number) in enumerate(zip(graph.nodes, fold.order, strict=True)):
             if number < 0 or not any(name in names for name in inputs[number]):
                 continue
             for value, other in zip(node.inputs, inputs[number], strict=True):
                 if value in wanted and other in names:
-                    found.setdefault(value, (stage_of[at], names[other]))
-        return found
+                    uses.setdefault(value, (stage_of[at], names[other]))
+        return uses
 
-    def _sharers(self, held: LocalParameter | None, stage: int, zero: int | None) -> int:
-        """The ranks that share a parameter's memory: with zero 3, those that sum its gradient."""
-        if held is None or zero != 3 or not held.sync:
+    def _sharers(self, stored: LocalParameter | None, stage: int, zero: int | None) -> int:
+        """Return the number of ranks that shard a parameter's memory (zero 3)."""
+        if stored is None or zero != 3 or not stored.sync:
             return 1
-        group = self.step.setting.groups[self.step.setting.placement[stage]]
-        return int(group.along(held.sync).shape[-1])
+        group = self.step.execution.groups[self.step.execution.placement[stage]]
+        return int(group.along(stored.sync).shape[-1])
 
     def _place_messages(self) -> None:
-        """Messages of parameters and gradients, by unit; what is of no module is the root's."""
-        times = self.step.setting.num_microbatches
+        """Add messages of parameters and gradients by unit; those of no module to the root."""
+        times = self.step.execution.num_microbatches
         sync, forward, backward = map(FIGURES.index, ("sync_s", "forward_s", "backward_s"))
         for stage in self.step.estimate.stages:
             self.root.own[sync] += stage.update_gather + stage.root_gather
             for unit in stage.units:
                 module = self.root.at(unit.name)
                 module.own[sync] += 2 * unit.gather * times + unit.reduce
-                if unit.first == unit.end:  # what goes to host memory and back
+                if unit.first == unit.end:  # transfers to host memory and back
                     module.own[forward] += unit.forward * times
                     module.own[backward] += unit.backward * times
 
     # ------------------------------------------------------------ to data
 
     def _rows(self, rows: list[Row]) -> dict[str, tuple[Any, ...]]:
-        found: dict[str, tuple[Any, ...]] = {
+        columns: dict[str, tuple[Any, ...]] = {
             "parent": tuple(-1 if row.parent is None else row.parent for row in rows),
             "name": tuple(row.name for row in rows),
             "path": tuple(row.module.path for row in rows),
@@ -199,11 +202,11 @@ class _Tree:
             "layout": tuple(self._layout(row) for row in rows),
         }
         for at, figure in enumerate(FIGURES):
-            found[figure] = tuple(_short(float(row.figures[at])) for row in rows)
-        return found
+            columns[figure] = tuple(_short(float(row.figures[at])) for row in rows)
+        return columns
 
     def _layout(self, row: Row) -> int:
-        """Of the node that takes longest; -1 for a module without nodes of its own."""
+        """Return the layout of the node that takes longest; -1 for a module without own nodes."""
         spent = self.columns["forward_s"] + self.columns["backward_s"]
         at = max(row.module.nodes, key=lambda node: spent[node], default=None)
         return -1 if at is None else self.nodes[at][1]
@@ -218,27 +221,27 @@ class _Tree:
     def _node_columns(self, rows: list[Row]) -> dict[str, tuple[Any, ...]]:
         pairs = [(number, at) for number, row in enumerate(rows) for at in row.module.nodes]
         places = self.step.fold.places
-        found: dict[str, tuple[Any, ...]] = {
+        columns: dict[str, tuple[Any, ...]] = {
             "module": tuple(number for number, _ in pairs),
             "name": tuple(places[at].rpartition(".")[2] for _, at in pairs),
         }
         for index, column in enumerate(("op", "layout", "source")):
-            found[column] = tuple(self.nodes[at][index] for _, at in pairs)
+            columns[column] = tuple(self.nodes[at][index] for _, at in pairs)
         for column, values in self.columns.items():
             shown = values[[at for _, at in pairs]].tolist() if pairs else []
-            found[column] = tuple(_short(value, NODE_DIGITS) for value in shown)
-        return found
+            columns[column] = tuple(_short(value, NODE_DIGITS) for value in shown)
+        return columns
 
 
 def _short(value: float, digits: int = DIGITS) -> float | int:
-    """Fewer digits, and whole numbers without a point."""
-    found = float(f"{value:.{digits}g}")
-    return int(found) if found.is_integer() else found
+    """Return the number rounded to some digits, as an integer if it is one."""
+    rounded = float(f"{value:.{digits}g}")
+    return int(rounded) if rounded.is_integer() else rounded
 
 
 @dataclass(slots=True)
 class Module:
-    """A module, with what is its own; children are added by `at`."""
+    """A module with its own nodes and parameters; `at` adds children."""
 
     name: str
     path: str
@@ -250,7 +253,7 @@ class Module:
     children: dict[str, Module] = field(default_factory=dict)
 
     def at(self, path: str) -> Module:
-        """The module of a dotted path, made where there is none."""
+        """Return the module of a dotted path, creating missing ones."""
         here = self
         for name in path.split(".") if path else ():
             below = f"{here.path}.{name}" if here.path else name
@@ -266,14 +269,14 @@ class Row:
     parent: int | None
     name: str
     count: int
-    figures: Floats  # of one, with all below it
-    stages: set[int]  # of all that it stands for
+    figures: Floats  # of one module, with all below it
+    stages: set[int]  # of all modules that the row stands for
 
 
 @dataclass(slots=True)
 class _Folded:
     module: Module
-    kind: int  # equal numbers: equal in everything but figures
+    kind: int  # modules with the same number are equal in everything but figures
     figures: Floats
     stages: set[int]
     names: list[str]
@@ -281,21 +284,21 @@ class _Folded:
 
 
 class Folder:
-    """Folds one tree; `kinds` says of nodes and parameters which are equal."""
+    """Fold one tree, given keys by which nodes and parameters are equal."""
 
     def __init__(self, nodes: Mapping[int, object], parameters: Mapping[int, object]) -> None:
         self.nodes, self.parameters = nodes, parameters
         self.known: dict[object, int] = {}
 
     def rows(self, root: Module) -> list[Row]:
-        """The folded tree in preorder, the root first."""
+        """Return the folded tree in preorder, the root first."""
         return list(_preorder(self._fold(root), None, []))
 
     def _fold(self, module: Module) -> _Folded:
         children: list[_Folded] = []
-        alike: dict[int, list[_Folded]] = {}
+        by_kind: dict[int, list[_Folded]] = {}
         for child in map(self._fold, module.children.values()):
-            known = alike.setdefault(child.kind, []) if is_number(child.module.name) else []
+            known = by_kind.setdefault(child.kind, []) if is_number(child.module.name) else []
             first = next((other for other in known if _same(other, child)), None)
             if first is None:
                 children.append(child)
@@ -327,8 +330,8 @@ def _same(one: _Folded, other: _Folded) -> bool:
 
 def _merge_stages(one: _Folded, other: _Folded) -> None:
     one.stages |= other.stages
-    for mine, its in zip(one.children, other.children, strict=True):
-        _merge_stages(mine, its)
+    for child, its_child in zip(one.children, other.children, strict=True):
+        _merge_stages(child, its_child)
 
 
 def _preorder(folded: _Folded, parent: int | None, before: list[None]) -> Iterator[Row]:

@@ -111,10 +111,10 @@ class SearchOptions(FixedOptions, total=False):
 
 
 def known_options(
-    place: str, like: Callable[..., Any] | None = None
+    place: str, defaults_of: Callable[..., Any] | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function of the public API; `like` is the one whose defaults its options have."""
-    defaults = {} if like is None else inspect.signature(like).parameters
+    """Decorate a public function; its options have the defaults of the function `defaults_of`."""
+    defaults = {} if defaults_of is None else inspect.signature(defaults_of).parameters
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = _full_signature(function, {n: p.default for n, p in defaults.items()})
@@ -133,7 +133,7 @@ def known_options(
 
 
 def option_names(function: Callable[..., Any]) -> list[str]:
-    """The names of all keyword options of a function."""
+    """Return the names of all keyword options of a function."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
 
@@ -149,7 +149,7 @@ def _refuse(name: str, place: str, function: Callable[..., Any]) -> None:
 
 
 def _full_signature(function: Callable[..., Any], defaults: Mapping[str, Any]) -> inspect.Signature:
-    """The signature with each option of its TypedDict as a keyword parameter of its own."""
+    """Return the signature with each option of its TypedDict as a keyword parameter of its own."""
     own, types = inspect.signature(function), get_type_hints(function)
     parameters: list[inspect.Parameter] = []
     for parameter in own.parameters.values():

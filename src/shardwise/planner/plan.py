@@ -7,9 +7,13 @@ and what relaxing that would gain.
 from __future__ import annotations
 
 import math
+import os
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from types import TracebackType
 from typing import Any, NamedTuple, Unpack
 
 from shardwise.cluster import Cluster, Mesh
@@ -18,14 +22,12 @@ from shardwise.cost.selection import chooser
 from shardwise.errors import InfeasiblePlan, PlanError, ShardwiseError
 from shardwise.ir import Graph
 from shardwise.layouts.tie_layers import tie_layers
-from shardwise.planner.collectives import with_choices
 from shardwise.planner.device_groups import Grouping, groupings, left_out, subsets
 from shardwise.planner.figures import search_result, simulated_step, with_details
 from shardwise.planner.infeasible import infeasible
 from shardwise.planner.layout_cache import FASTEST, LEAN, LEANEST, MIXED, LayoutCache
 from shardwise.planner.local_search import improved
 from shardwise.planner.options import Constraints, FixedOptions, known_options
-from shardwise.planner.progress import Progress
 from shardwise.planner.search import SIMPLER_SLACK, Search, SearchOutcome, simplest
 from shardwise.planner.search_space import (
     FixedPlacements,
@@ -37,9 +39,9 @@ from shardwise.planner.search_space import (
     fixed_parameters,
     min_tensor_ranks,
 )
-from shardwise.planner.strategies.fields import batch_inputs
+from shardwise.planner.strategies.make import batch_inputs
 from shardwise.planner.what_if import Rerun
-from shardwise.planner.write import in_captured_names, write_plan
+from shardwise.planner.write import in_captured_names, with_choices, write_plan
 from shardwise.plans import Plan, Precision, model_fingerprint
 from shardwise.plans.execution import check_types
 from shardwise.plans.search_result import LeftOutDevices, ParallelConfig
@@ -244,7 +246,7 @@ def _run(search: Search, limits: SearchLimits, options: UserOptions) -> SearchOu
 def _leaner(
     search: Search, wanted: Sequence[ParallelConfig], outcome: SearchOutcome, layout: int
 ) -> Iterator[ParallelConfig]:
-    """Configurations that may be faster than the best one, with layouts that save memory."""
+    """Yield configurations that may be faster than the best one, with layouts that save memory."""
     for config in wanted:
         solved = config.tp > 1 and config.layout == FASTEST
         if solved and search.may_beat(config, outcome.step_time_s):
@@ -252,7 +254,7 @@ def _leaner(
 
 
 def _may_mix(config: ParallelConfig, limits: SearchLimits) -> bool:
-    """Whether tensor-parallel ranks may also shard the batch, node by node.
+    """Return whether tensor-parallel ranks may also shard the batch, node by node.
 
     With many ranks, "dp" does that for all nodes, and layouts are solved for one row.
     """
@@ -262,10 +264,11 @@ def _may_mix(config: ParallelConfig, limits: SearchLimits) -> bool:
 
 
 def _limits(search: Search, graph: Graph, cluster: Cluster, options: UserOptions) -> SearchLimits:
-    """As many stages as blocks, or as modules with parameters where blocks are few; tensor
-    parallelism inside a node.
+    """Return the limits of the search space.
 
-    More stages where the user asks for them; one micro-batch where more would change the result.
+    There are at most as many stages as blocks, or as modules with parameters where blocks are few,
+    unless the user asks for more; tensor parallelism stays inside a node; there is one micro-batch
+    where more would change the result.
     """
     blocks = len({block for block in search.fold.blocks if block})
     modules = min(len({p.name.rpartition(".")[0] for p in graph.parameters}), MAX_MODULE_STAGES)
@@ -284,7 +287,7 @@ def _limits(search: Search, graph: Graph, cluster: Cluster, options: UserOptions
 
 
 def _may_split(graph: Graph) -> bool:
-    """Whether a batch may be computed in parts: batch norm and some losses couple its rows."""
+    """Return whether a batch may be split into micro-batches, unlike with batch norm."""
     draft = Plan(
         name="draft",
         model=graph.name,
@@ -302,21 +305,21 @@ def _may_split(graph: Graph) -> bool:
 
 
 def _rates(layouts: LayoutCache, evaluator: Evaluator) -> list[float]:
-    """How fast every rank computes this model, relative to the fastest."""
+    """Return how fast every rank computes this model, relative to the fastest."""
     if len(evaluator.devices) == 1:
         return [1.0] * len(evaluator.kind)
-    works = layouts.get(1, FASTEST).works
+    workloads = layouts.get(1, FASTEST).workloads
     one_rank = Group(mesh=Mesh(), ranks=(0,))
     seconds = []
     for device in evaluator.devices:
-        work = works.at(max(1, works.rows // len(evaluator.kind)))
+        work = workloads.at(max(1, workloads.rows // len(evaluator.kind)))
         times = evaluator.costs.node_times(work, device, one_rank)
         seconds.append(float((times.forward + times.backward).sum()))
     return [min(seconds) / seconds[kind] for kind in evaluator.kind]
 
 
 def _constraint_key(path: str, fixed: Mapping[str, Mapping[str, Placement]], graph: Graph) -> str:
-    """Key of the user's constraints on a block; blocks with different ones are not folded."""
+    """Return the key of the constraints on a block; blocks with other keys are not folded."""
     if not fixed:
         return ""
     own = {
@@ -358,3 +361,44 @@ def _check_options(options: UserOptions, cluster: Cluster, limits: SearchLimits)
             f"num_microbatches={count} needs {dp * count} rows, {per}; the batch has {rows}",
             hint=f"num_microbatches={rows // dp}" if dp <= rows else "more tp or pp",
         )
+
+
+# ------------------------------------------------------------ progress
+
+
+AFTER_S = 2.0
+
+
+class Progress:
+    """`with Progress("planning") as bar: bar.update("layouts for tp=4")`."""
+
+    def __init__(self, title: str, *, shown: bool = True) -> None:
+        first = os.environ.get("RANK", "0") == "0"
+        self.title, self.shown = title, shown and first and sys.stderr.isatty()
+        self.begun = time.monotonic()
+        self._status: object = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def update(self, text: str) -> None:
+        """Show what is being done."""
+        if not self.shown or time.monotonic() - self.begun < AFTER_S:
+            return
+        from rich.console import Console
+        from rich.status import Status
+
+        if self._status is None:
+            self._status = Status("", console=Console(stderr=True))
+            self._status.start()
+        passed = time.monotonic() - self.begun
+        self._status.update(f"{self.title}: {text} ({passed:.0f} s)")  # type: ignore[attr-defined]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._status is not None:
+            self._status.stop()  # type: ignore[attr-defined]

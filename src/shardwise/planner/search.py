@@ -41,7 +41,7 @@ class Candidate:
     """A simulated configuration."""
 
     config: ParallelConfig
-    setting: ExecutionConfig
+    execution: ExecutionConfig
     estimate: Estimate
     layouts: Layouts
 
@@ -100,7 +100,7 @@ class Search:
         self.cutter = Cutter(graph)
         self.outside, self.count = self._outside(graph), len(graph.parameters)
         self._cuts: dict[object, tuple[int, ...]] = {}
-        self.bounds = Bounds(cache, evaluator, self.setting, memory_limit)
+        self.bounds = Bounds(cache, evaluator, self.execution, memory_limit)
         self._simulated: dict[ParallelConfig, Candidate] = {}
         self._fullness: dict[ParallelConfig, float] = {}
         self._grouped: dict[object, tuple[Group, ...]] = {}
@@ -230,7 +230,7 @@ class Search:
         return self.may_beat(config, seconds) and self.bounds.bound(config).memory <= 1.0
 
     def _outside(self, graph: Graph) -> tuple[str, ...]:
-        """The parameters that no block uses: embeddings, a head."""
+        """Return the parameters that no block uses: embeddings, a head."""
         inside = {
             name
             for node, block in zip(graph.nodes, self.fold.blocks, strict=True)
@@ -258,12 +258,12 @@ class Search:
         """Simulate a step; `all_groups` computes the memory of all groups of ranks."""
         if all_groups or config not in self._simulated:
             layouts = self.cache.get(config.tp, config.layout)
-            setting = replace(self.setting(config, layouts), schedule=self._schedule(config))
+            execution = replace(self.execution(config, layouts), schedule=self._schedule(config))
             watched = None if all_groups else self._fullest_groups(config)
-            estimate = self.evaluator.estimate(layouts.works, setting, watched)
+            estimate = self.evaluator.estimate(layouts.workloads, execution, watched)
             self._simulated[config] = Candidate(
                 config=config,
-                setting=setting,
+                execution=execution,
                 estimate=replace(estimate, memory=self._limited(estimate.memory)),
                 layouts=layouts,
             )
@@ -273,12 +273,12 @@ class Search:
         """Return the memory of the fullest rank, as a fraction of what it has."""
         if config not in self._fullness:
             layouts = self.cache.get(config.tp, config.layout)
-            setting = replace(self.setting(config, layouts), schedule=self._schedule(config))
-            uses = self.evaluator.memory(layouts.works, setting, self._fullest_groups(config))
+            execution = replace(self.execution(config, layouts), schedule=self._schedule(config))
+            uses = self.evaluator.memory(layouts.workloads, execution, self._fullest_groups(config))
             self._fullness[config] = peak_of(self._limited(uses)).fullness
         return self._fullness[config]
 
-    def setting(self, config: ParallelConfig, layouts: Layouts) -> ExecutionConfig:
+    def execution(self, config: ParallelConfig, layouts: Layouts) -> ExecutionConfig:
         """Return how a step runs, without its schedule: most are never simulated."""
         groups = self._groups(config, layouts)
         return ExecutionConfig(
@@ -294,7 +294,7 @@ class Search:
         )
 
     def _fullest_groups(self, config: ParallelConfig) -> set[int] | None:
-        """The groups that may be the fullest: mostly the first or the last."""
+        """Return the groups that may be the fullest, or None for all."""
         return {0, 1, config.pp - 1} if len(self.evaluator.devices) == 1 else None
 
     def _limited(self, uses: tuple[MemoryUse, ...]) -> tuple[MemoryUse, ...]:
@@ -303,7 +303,7 @@ class Search:
             return uses
         return tuple(replace(use, limit_bytes=min(use.limit_bytes, limit)) for use in uses)
 
-    # ------------------------------------------------------------ parts of a setting
+    # ------------------------------------------------------------ parts of an execution config
 
     def _groups(self, config: ParallelConfig, layouts: Layouts) -> tuple[Group, ...]:
         key = (config.pp, config.grouping, layouts.axes)
@@ -315,17 +315,17 @@ class Search:
     def _stage_cuts(
         self, config: ParallelConfig, layouts: Layouts, groups: tuple[Group, ...]
     ) -> tuple[int, ...]:
-        """The first nodes of stages: as given, or with equal work on every group."""
+        """Return the first nodes of stages: as given, or with equal work on every group."""
         if config.stages == 1 or config.cuts:
             return config.cuts or (0,)
         v_shaped = schedule_kind(config.schedule).is_v_shaped
         key = (id(layouts), config.stages, config.pp, config.grouping, v_shaped)
         if key not in self._cuts:
             speeds = self.groupings(config.pp)[config.grouping].speeds
-            setting = ExecutionConfig(
+            execution = ExecutionConfig(
                 groups=groups, cuts=(0,), placement=(0,), num_microbatches=config.num_microbatches
             )
-            layers = self.bounds.layers(layouts, setting, 0)
+            layers = self.bounds.layers(layouts, execution, 0)
             work = np.diff(layers.sums["forward"]) + np.diff(layers.sums["backward"])
             crossing = self.fold.spread(layers.work.crossing)
             costs = Costs(work, crossing, self._seconds_per_byte(groups))
@@ -334,13 +334,13 @@ class Search:
         return self._cuts[key]
 
     def _schedule(self, config: ParallelConfig) -> Schedule | None:
-        """The order of actions, where there is more than one of a kind."""
+        """Return the order of actions; None for a single forward and backward."""
         if config.pp == config.num_microbatches == 1:
             return None
         return self._named_schedule(config, config.num_microbatches)
 
     def _placement(self, config: ParallelConfig) -> tuple[int, ...]:
-        """The group of every stage, which is the same for any number of micro-batches."""
+        """Return the group of every stage, which is the same for any number of micro-batches."""
         return self._named_schedule(config, 1).placement
 
     def _named_schedule(self, config: ParallelConfig, num_microbatches: int) -> Schedule:
@@ -348,7 +348,7 @@ class Search:
         return self.evaluator.schedule(name, config.pp, num_microbatches, config.stages)
 
     def _seconds_per_byte(self, groups: Sequence[Group]) -> float:
-        """The time of a byte to the next stage."""
+        """Return the time per byte of messages to the next stage."""
         if len(groups) < 2:
             return 0.0
         pairs = np.array([[groups[0].ranks[0], groups[1].ranks[0]]])

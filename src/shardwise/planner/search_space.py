@@ -66,9 +66,9 @@ class UserOptions:
             options = {**options, "offload": (offload,)}
         elif offload is not None:
             options = {**options, "offload": tuple(offload)}  # type: ignore[arg-type]
-        found = UserOptions(**options)  # type: ignore[arg-type]
-        found.check()
-        return found
+        checked = UserOptions(**options)  # type: ignore[arg-type]
+        checked.check()
+        return checked
 
     @property
     def given(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _schedules(pp: int, max_stages: int, options: UserOptions) -> list[tuple[int
 
 
 def _microbatches(limits: SearchLimits, dp: int, options: UserOptions) -> list[int]:
-    """Counts that give every rank the same number of rows; any count where none does."""
+    """Return counts that give every rank the same number of rows; any count where none does."""
     rows = limits.rows
     if options.num_microbatches is not None:
         return [options.num_microbatches] if options.num_microbatches * dp <= rows else []
@@ -179,7 +179,7 @@ def _microbatches(limits: SearchLimits, dp: int, options: UserOptions) -> list[i
 
 
 def _between(counts: list[int], rows: int) -> Iterator[int]:
-    """Counts of uneven micro-batches between even ones that are far apart: 2 and 4 of 7 rows.
+    """Yield counts of uneven micro-batches between even ones that are far apart: 2 and 4 of 7 rows.
 
     Of counts with the same largest micro-batch, the smallest.
     """
@@ -193,7 +193,7 @@ def _between(counts: list[int], rows: int) -> Iterator[int]:
 def _savings(
     config: ParallelConfig, options: UserOptions, offloads: bool
 ) -> Iterator[ParallelConfig]:
-    """The configuration with every way to save memory."""
+    """Yield the configuration with every combination of memory savings."""
     # Tensor-parallel ranks also share parameters: those that they replicate.
     shared = config.dp * config.tp > 1
     zeros = [options.zero] if options.zero is not None else ([0, 1, 2, 3] if shared else [0])
@@ -240,7 +240,7 @@ def fixed_parameters(graph: Graph, constraints: Constraints | None) -> FixedPlac
 
 
 def _matched(graph: Graph, glob: str) -> list[tuple[str, str]]:
-    """Names and values of the parameters; a tied one also has its other names."""
+    """Return names and values of the parameters; a tied one also has its other names."""
     matched = [
         (p.name, p.value)
         for p in graph.parameters

@@ -1,14 +1,11 @@
-"""Where pipeline stages begin, so that they take equally long and send each other little.
+"""Divide a model into pipeline stages that take equally long and send each other little.
 
-Enters: a graph with its `Facts`, and the ranks of each stage. Leaves: the index of every stage's
-first node.
-
-The longest stage sets a pipeline's pace. First the least possible work of the longest stage is
-found. Then stages may exceed it by each of `SLACKS` in turn, and of all cuts within that bound
-those are taken which the fewest bytes cross; of equal ones those nearest to even shares. Of these
-answers the best has the least work of its longest stage, plus `PER_CUT_BYTE` multiply-adds for each
-byte at its widest cut. Last, where one stage is longest for want of places, the others are made
-level. This takes O(stages * nodes * log nodes).
+The longest stage sets a pipeline's pace, so the minimal work of the longest stage is computed
+first. Then stages may exceed it by each of `SLACKS` in turn: of all divisions within that bound,
+take the one whose boundaries the fewest bytes cross, and of equal ones that nearest to even shares.
+Of these answers, the best minimizes the work of its longest stage plus `PER_BOUNDARY_BYTE`
+multiply-adds per byte at its widest boundary. Finally, single boundaries are moved where that
+shortens the longer of two neighbours. All of this takes O(stages * nodes * log nodes).
 """
 
 from __future__ import annotations
@@ -30,18 +27,18 @@ from shardwise.layouts.microbatch_axis import values_of_inputs
 from shardwise.sharding.factors import Facts
 
 SLACKS = (0.03, 0.1, 0.2, 0.3)
-PER_CUT_BYTE = 100.0  # between about 20 of a CPU with gloo and some 1000 of GPUs
-HALVINGS = 30  # of the interval in which the least possible bound is searched
+PER_BOUNDARY_BYTE = 100.0  # between about 20 of a CPU with gloo and some 1000 of GPUs
+HALVINGS = 30  # of the interval in which the minimal bound is searched
 ROUNDING = 1e-12  # of sums of work, relative
 LARGE = 600  # places from which on only narrow ones are considered, if there are enough
-LEAST_GAIN = 1e-3  # for which a cut is moved
+MIN_GAIN = 1e-3  # relative, for which a boundary is moved
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The work of every node, and what a cut before it costs: `per_byte` of what crosses there."""
+    """The work of every node, and the bytes that cross a boundary before it at `per_byte` each."""
 
     work: Array
     crossing: Array
@@ -49,15 +46,15 @@ class Costs:
 
     @staticmethod
     def relative(graph: Graph, facts: Facts) -> Costs:
-        """In multiply-adds, where nothing is known of the machines."""
+        """Return costs in multiply-adds, for an unknown cluster."""
         crossing = np.array(crossing_bytes(graph, facts), dtype=np.float64)
-        return Costs(np.array(node_work(graph, facts)), crossing, PER_CUT_BYTE)
+        return Costs(np.array(node_work(graph, facts)), crossing, PER_BOUNDARY_BYTE)
 
 
 def balance(
     graph: Graph, facts: Facts, ranks: Sequence[float], costs: Costs | None = None
 ) -> tuple[int, ...]:
-    """The first node of every stage, where stage s has `ranks[s]` ranks for its work.
+    """Return the first node of every stage, where stage s has `ranks[s]` ranks for its work.
 
     Every stage gets a node that uses parameters, where the model has enough of them.
     """
@@ -67,7 +64,7 @@ def balance(
 
 
 class Cutter:
-    """Cuts one graph for several numbers of stages and costs."""
+    """Divide one graph into stages, for several numbers of stages and costs."""
 
     def __init__(self, graph: Graph) -> None:
         reasons = unfit(graph)
@@ -77,7 +74,7 @@ class Cutter:
         self.owners = [any(name in parameters for name in node.inputs) for node in graph.nodes]
 
     def cut(self, costs: Costs, ranks: Sequence[float]) -> tuple[int, ...]:
-        """The first node of every stage."""
+        """Return the first node of every stage."""
         if len(ranks) == 1:
             return (0,)
         narrow = self._narrow(costs)
@@ -85,9 +82,9 @@ class Cutter:
             if len(fit) < len(ranks) and fit is not self.fit:
                 continue
             chain = _Chain(self.owners, costs, fit, ranks, owning=owning)
-            least = chain.least_bound()
-            if least is not None:
-                return chain.choose(least)
+            bound = chain.min_bound()
+            if bound is not None:
+                return chain.choose(bound)
         graph, fit = self.graph, self.fit
         raise InfeasiblePlan(
             f"{len(ranks)} stages of {graph.name}: {len(fit)} of its {len(graph.nodes)} nodes can "
@@ -96,7 +93,7 @@ class Cutter:
         )
 
     def _narrow(self, costs: Costs) -> list[int]:
-        """Places of a large graph which about the fewest bytes cross: between its blocks."""
+        """Return the places of a large graph that few bytes cross: those between its blocks."""
         if len(self.fit) < LARGE:
             return self.fit
         crossing = costs.crossing[self.fit]
@@ -105,7 +102,7 @@ class Cutter:
 
 
 class _Chain:
-    """The places where a stage can begin, with what lies before each; the model's end is last."""
+    """The places where a stage can begin, with the work before each; the model's end is last."""
 
     def __init__(
         self,
@@ -126,29 +123,29 @@ class _Chain:
         owned = _before(owners)[self.places]
         self.last = np.searchsorted(owned, owned) - 1 if owning else np.arange(count) - 1
 
-    def least_bound(self) -> float | None:
-        """The least duration of the longest stage; None: there are too few places.
+    def min_bound(self) -> float | None:
+        """Return the minimal duration of the longest stage, or None if there are too few places.
 
-        It lies between `least` and `enough`. What is outside is known; within a `margin` of them
-        the sums of work are rounded, and it is tried.
+        It lies between `low_known` and `high_known`, so that bounds outside need not be tried.
+        Within a `margin` they are tried nevertheless, because sums of work are rounded.
         """
         low, high = 0.0, float(self.work[-1] / self.speeds.min())
         if not self._reaches(high):
             return None
-        least, enough = float(self.work[-1] / self.speeds.sum()), high
+        low_known, high_known = float(self.work[-1] / self.speeds.sum()), high
         margin = ROUNDING * high
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            reaches = middle > least
-            if least - margin <= middle <= enough + margin:
+            reaches = middle > low_known
+            if low_known - margin <= middle <= high_known + margin:
                 reaches = self._reaches(middle)
                 shorter, longer = self._next_to(middle)
-                least, enough = (least, shorter) if reaches else (longer, enough)
+                low_known, high_known = (low_known, shorter) if reaches else (longer, high_known)
             low, high = (low, middle) if reaches else (middle, high)
         return high
 
     def _next_to(self, bound: float) -> tuple[float, float]:
-        """The longest duration of a stage that is at most `bound`, and the shortest of others."""
+        """Return the longest duration of a stage up to `bound`, and the shortest above it."""
         shorter, longer = 0.0, np.inf
         for speed in set(self.speeds.tolist()):
             first = self._first(bound, speed)
@@ -158,9 +155,9 @@ class _Chain:
             longer = min(longer, float(lengths.min(initial=np.inf)) / speed)
         return shorter, longer
 
-    def choose(self, least: float) -> tuple[int, ...]:
-        """The first node of every stage."""
-        answers = self._narrowest([least * (1 + slack) for slack in SLACKS])
+    def choose(self, bound: float) -> tuple[int, ...]:
+        """Return the first node of every stage."""
+        answers = self._narrowest([bound * (1 + slack) for slack in SLACKS])
         best = self._level(min(answers, key=self._objective))
         return tuple(self.places[at] for at in best)
 
@@ -170,11 +167,11 @@ class _Chain:
         return float(longest + self.per_byte * self.crossing[begins].max())
 
     def _first(self, bound: float, speed: float) -> Array:
-        """The earliest beginning of a stage of at most `bound` that ends before each place."""
+        """Return the earliest start of a stage of at most `bound` that ends before each place."""
         return np.searchsorted(self.work, self.work - bound * speed)
 
     def _reaches(self, bound: float) -> bool:
-        """Whether all stages together, each of at most `bound`, come to the model's end."""
+        """Return whether stages of at most `bound` reach the model's end."""
         after = self.last + 1
         starts = {s: np.minimum(self._first(bound, s), after) for s in set(self.speeds.tolist())}
         reached = np.arange(len(after)) == 0
@@ -185,7 +182,7 @@ class _Chain:
         return bool(reached[-1])
 
     def _narrowest(self, bounds: Sequence[float]) -> list[list[int]]:
-        """Where stages of at most each of `bounds` begin so that the fewest bytes cross."""
+        """Return where stages of at most each of `bounds` begin so that the fewest bytes cross."""
         count, speeds = len(self.places), self.speeds.tolist()
         best = np.where(np.arange(count) == 0, 0.0, np.inf) + np.zeros((len(bounds), 1))
         share, even = self.work / self.work[-1], np.cumsum(self.speeds) / self.speeds.sum()
@@ -195,11 +192,11 @@ class _Chain:
         }
         choices = []
         for stage, speed in enumerate(speeds):
-            begin, least = ranges[speed].find(best)
+            begin, cheapest = ranges[speed].find(best)
             choices.append(begin)
-            # How far a cut is from even shares decides between equal numbers of bytes: below 1.
+            # The distance from even shares decides between equal numbers of bytes; it is below 1.
             uneven = (share - even[stage]) ** 2 / len(speeds)
-            best = least + self.crossing + uneven
+            best = cheapest + self.crossing + uneven
         answers = []
         for row in range(len(bounds)):
             begins = [count - 1]
@@ -209,7 +206,7 @@ class _Chain:
         return answers
 
     def _level(self, begins: list[int]) -> list[int]:
-        """Move single cuts to as narrow places while the longer of two neighbours gets shorter."""
+        """Move single boundaries, not to wider places, while the longer neighbour gets shorter."""
         ends = [*begins, len(self.places) - 1]
         moved = True
         while moved:
@@ -222,52 +219,52 @@ class _Chain:
                 before = (self.work[between] - self.work[left]) / self.speeds[stage - 1]
                 after = (self.work[right] - self.work[between]) / self.speeds[stage]
                 longer = np.maximum(before, after)
-                if longer.min() < longer[between == at][0] * (1 - LEAST_GAIN):
+                if longer.min() < longer[between == at][0] * (1 - MIN_GAIN):
                     ends[stage] = int(between[longer.argmin()])
                     moved = True
         return ends[:-1]
 
 
 class _Ranges:
-    """Answers where the least of `values[first : last + 1]` is, for many ranges at once.
+    """Find the minimum of `values[first : last + 1]`, for many ranges at once.
 
-    `first` has a row of ranges for each row of values, `last` is the same for all. A range is two
-    overlapping ones whose lengths are a power of two, its level.
+    `first` has a row of ranges for each row of values, `last` is the same for all. A range is the
+    union of two overlapping ones whose lengths are a power of two, its level.
     """
 
     def __init__(self, first: Array, last: Array) -> None:
         length = last - first + 1
         self.empty = length < 1
         level = np.frexp(np.maximum(length, 1))[1] - 1
-        self.least = np.empty((int(level.max()) + 1, *first.shape))  # of 2**level from each place
-        self.places = np.empty(self.least.shape, dtype=np.int64)
+        self.minima = np.empty((int(level.max()) + 1, *first.shape))  # of 2**level from each place
+        self.places = np.empty(self.minima.shape, dtype=np.int64)
         self.places[0] = np.arange(first.shape[1])
         table = (level * len(first) + np.arange(len(first))[:, None]) * first.shape[1]
         self.left = table + np.where(self.empty, 0, first)
         self.right = table + np.where(self.empty, 0, last + 1 - 2**level)
 
     def find(self, values: Array) -> tuple[Array, Array]:
-        """The leftmost place of each range's least value, and that; infinite where it is empty."""
-        least, places, count = self.least, self.places, values.shape[1]
-        least[0] = values
-        for level in range(1, len(least)):
+        """Return the leftmost place of each range's minimum, and the minimum; inf if empty."""
+        minima, places, count = self.minima, self.places, values.shape[1]
+        minima[0] = values
+        for level in range(1, len(minima)):
             step, end = 2 ** (level - 1), count - 2**level + 1
-            below, other = least[level - 1, :, :end], least[level - 1, :, step : step + end]
-            np.minimum(below, other, out=least[level, :, :end])
+            below, other = minima[level - 1, :, :end], minima[level - 1, :, step : step + end]
+            np.minimum(below, other, out=minima[level, :, :end])
             moved = places[level - 1, :, step : step + end]
             places[level, :, :end] = np.where(other < below, moved, places[level - 1, :, :end])
-        left, right = least.take(self.left), least.take(self.right)
-        found = places.take(np.where(right < left, self.right, self.left))
-        return found, np.where(self.empty, np.inf, np.minimum(left, right))
+        left, right = minima.take(self.left), minima.take(self.right)
+        at = places.take(np.where(right < left, self.right, self.left))
+        return at, np.where(self.empty, np.inf, np.minimum(left, right))
 
 
 def _before(numbers: Sequence[Any] | Array) -> Array:
-    """The sum of what is before each position, and of everything."""
+    """Return the sum before each position, and the total."""
     return np.concatenate([[0], np.cumsum(np.asarray(numbers))])
 
 
 def unfit(graph: Graph) -> dict[int, str]:
-    """The nodes at which no stage may begin, and why."""
+    """Return the nodes at which no stage may begin, and why."""
     free = values_of_inputs(graph)
     reasons = {0: "it is the first node of the model"}
     for index, node in enumerate(graph.nodes):
@@ -289,9 +286,9 @@ def unfit(graph: Graph) -> dict[int, str]:
 
 
 def find_places(graph: Graph, cuts: Sequence[str]) -> tuple[int, ...]:
-    """The first node of every stage, given where all but the first begin.
+    """Return the first node of every stage, given where all but the first begin.
 
-    A cut is a node's place, or a module path: the first node of that module which can be.
+    A cut is a node's place, or a module path, which stands for its first node that can begin one.
     """
     places = {place: index for index, place in enumerate(node_keys(graph).values())}
     reasons = unfit(graph)
@@ -335,27 +332,30 @@ def _find(graph: Graph, cut: str, places: dict[str, int], reasons: dict[int, str
     )
 
 
+# ------------------------------------------------------------ costs without a cluster
+
+
 PER_MEMORY_BYTE = 2.0  # between a CPU's about 1 and a GPU's about 100: matmuls dominate
 
 
 def node_work(graph: Graph, facts: Facts) -> list[float]:
-    """What each node costs, forward and backward.
+    """Return the cost of each node, forward and backward.
 
     Forward is its multiply-adds, at least `PER_MEMORY_BYTE` for each byte it reads and writes;
     backward as much again for each of up to two operands that need a gradient.
     """
     parameters = frozenset(p.value for p in graph.parameters)
-    found = []
+    costs = []
     for node in graph.nodes:
         backward = 0
         if any(name in facts.carries_grad for name in node.outputs):
             backward = min(2, sum(name in facts.carries_grad for name in set(node.inputs)))
-        found.append((1 + backward) * _forward(node, graph, facts, parameters))
-    return found
+        costs.append((1 + backward) * _forward(node, graph, facts, parameters))
+    return costs
 
 
 def stage_work(graph: Graph, facts: Facts, starts: Sequence[int]) -> list[float]:
-    """The work of every stage, from the first node of each."""
+    """Return the work of every stage, from the first node of each."""
     each = node_work(graph, facts)
     return [sum(each[a:b]) for a, b in pairwise((*starts, len(each)))]
 
@@ -363,15 +363,15 @@ def stage_work(graph: Graph, facts: Facts, starts: Sequence[int]) -> list[float]
 def _forward(node: Node, graph: Graph, facts: Facts, parameters: frozenset[str]) -> float:
     types = graph.values
     read = dict.fromkeys(node.inputs)
-    lookup = any(_is_whole_number(types[name]) for name in read)
-    # A lookup multiplies nothing, and reads the rows that it gives rather than its whole table.
+    lookup = any(_is_integer(types[name]) for name in read)
+    # A lookup multiplies nothing, and reads the rows that it returns rather than its entire table.
     moved = [*node.outputs, *(name for name in read if not (lookup and name in parameters))]
     by_bytes = PER_MEMORY_BYTE * sum(types[name].num_bytes for name in moved)
     return by_bytes if lookup else max(by_bytes, _multiply_adds(node, facts))
 
 
 def _multiply_adds(node: Node, facts: Facts) -> float:
-    """Those of the iteration space, without axes that are there for the sake of cutting only."""
+    """Return the size of the iteration space, without axes that exist only for sharding."""
     call = facts.calls[node.name]
     total = work(call, facts.rules[node.name])
     name = node.op.removeprefix("aten.")
@@ -386,17 +386,17 @@ def _multiply_adds(node: Node, facts: Facts) -> float:
     return total
 
 
-def _is_whole_number(value: TensorType) -> bool:
+def _is_integer(value: TensorType) -> bool:
     return (
         not (value.dtype.is_floating_point or value.dtype.is_complex) and value.dtype.itemsize > 1
     )
 
 
 def crossing_bytes(graph: Graph, facts: Facts) -> list[int]:
-    """For each node, the bytes computed before it that it or a later node uses.
+    """Return the bytes computed before each node that it or a later node uses.
 
-    A gradient that comes back counts as much again. What depends on the batch alone is not
-    counted: a later stage can compute it from the batch.
+    Values with a gradient count twice, because the gradient comes back. Values that depend on the
+    batch alone are not counted: a later stage can compute them from the batch.
     """
     free = values_of_inputs(graph)
     made = {name: i for i, node in enumerate(graph.nodes) for name in node.outputs}

@@ -32,7 +32,7 @@ from shardwise.simulation.step import pairs
 from shardwise.simulation.workload import FORWARD, Floats, WorkloadModel
 
 SAVED = {"none": "saved", "selective": "saved_selective"}
-TIMES = ("forward", "backward", "forward_talk", "backward_talk", "again")
+TIMES = ("forward", "backward", "forward_comm", "backward_comm", "recompute")
 PURPOSES = {
     "gather": "parameters",
     "root": "parameters",
@@ -51,8 +51,8 @@ class SimulatedStep:
     """One simulated step; `graph` has a node at every position of the evaluator's fold."""
 
     graph: Graph
-    works: Mapping[Mesh, WorkloadModel] | WorkloadModel
-    setting: ExecutionConfig
+    workloads: Mapping[Mesh, WorkloadModel] | WorkloadModel
+    execution: ExecutionConfig
     evaluator: Evaluator
     estimate: Estimate
 
@@ -63,44 +63,44 @@ class SimulatedStep:
     @property
     def bounds(self) -> tuple[int, ...]:
         """The positions at which stages begin, and the end."""
-        return (*self.setting.cuts, self.fold.size)
+        return (*self.execution.cuts, self.fold.size)
 
-    def works_of(self, group: int) -> WorkloadModel:
-        """The work of a group's ranks."""
-        if isinstance(self.works, WorkloadModel):
-            return self.works
-        return self.works[self.setting.groups[group].mesh]
+    def workload_of(self, group: int) -> WorkloadModel:
+        """Return the workload of a group's ranks."""
+        if isinstance(self.workloads, WorkloadModel):
+            return self.workloads
+        return self.workloads[self.execution.groups[group].mesh]
 
     @cached_property
     def layers(self) -> tuple[Layers, ...]:
-        """Of every stage: what its slowest kind of rank does, as `Evaluator` chooses it."""
-        found = []
+        """The layers of the slowest kind of rank of every stage, as `Evaluator` chooses it."""
+        slowest = []
         for stage in self.estimate.stages:
             first, end = self.span(stage)
-            classes = self.evaluator.group_layers(self.works, self.setting, stage.group)
-            found.append(
+            classes = self.evaluator.group_layers(self.workloads, self.execution, stage.group)
+            slowest.append(
                 max(
                     classes,
                     key=lambda c: c.total("forward", first, end) + c.total("backward", first, end),
                 )
             )
-        return tuple(found)
+        return tuple(slowest)
 
     def span(self, stage: StageCost) -> tuple[int, int]:
-        """The positions of a stage."""
+        """Return the positions of a stage."""
         return self.bounds[stage.index], self.bounds[stage.index + 1]
 
     @cached_property
     def columns(self) -> dict[str, Floats]:
         """Seconds of a micro-batch and saved bytes at every position, on a rank of its stage."""
-        found = {name: np.zeros(self.fold.size) for name in (*TIMES, "saved")}
-        saved = SAVED.get(str(self.setting.recompute), "saved_full")
+        columns = {name: np.zeros(self.fold.size) for name in (*TIMES, "saved")}
+        saved = SAVED.get(str(self.execution.recompute), "saved_full")
         for stage, layers in zip(self.estimate.stages, self.layers, strict=True):
             first, end = self.span(stage)
             for name in TIMES:
-                found[name][first:end] = np.diff(layers.sums[name])[first:end]
-            found["saved"][first:end] = self.fold.spread(getattr(layers.work, saved))[first:end]
-        return found
+                columns[name][first:end] = np.diff(layers.sums[name])[first:end]
+            columns["saved"][first:end] = self.fold.spread(getattr(layers.work, saved))[first:end]
+        return columns
 
     @cached_property
     def stage_of(self) -> np.ndarray:
@@ -141,14 +141,14 @@ def link_traffic(step: SimulatedStep) -> tuple[LinkTraffic, ...]:
 
 
 def _algorithm(model: CollectiveModel, num_bytes: float) -> str:
-    """The library's fastest: trees that were solved for these links carry about as much."""
+    """Return the library's fastest algorithm; solved trees send about as many bytes."""
     known = [line for line in model.lines if line.algorithm in PHASES]
     return min(known, key=lambda line: line.seconds(num_bytes)).algorithm
 
 
 def messages(step: SimulatedStep) -> Iterator[Message]:
     """Yield all messages of a step."""
-    groups, stages = step.setting.groups, step.estimate.stages
+    groups, stages = step.execution.groups, step.estimate.stages
     for stage, layers in zip(stages, step.layers, strict=True):
         group = groups[stage.group]
         yield from _between_nodes(step, stage, layers, group)
@@ -157,7 +157,7 @@ def messages(step: SimulatedStep) -> Iterator[Message]:
             there = groups[stages[stage.index + 1].group]
             if there is not group:
                 rows = pairs(group.array, there.array)
-                times = float(step.setting.num_microbatches)
+                times = float(step.execution.num_microbatches)
                 for ends in (rows, rows[:, ::-1]):
                     yield Message("between stages", "send", ends, stage.send_bytes, times)
 
@@ -169,23 +169,25 @@ def _between_nodes(
     first, end = step.span(stage)
     index = step.fold.index[first:end]
     count = np.bincount(index, minlength=len(step.fold.graph.nodes) + 1)
-    repeated = step.columns["again"][first:end] > 0
+    repeated = step.columns["recompute"][first:end] > 0
     again = np.bincount(index[repeated], minlength=len(count))
-    found: dict[tuple[str, tuple[str, ...], float], float] = defaultdict(float)
-    for talk in layers.work.collectives:
-        times = count[talk.node] + (again[talk.node] if talk.phase == FORWARD else 0)
-        found[talk.op, talk.axes, talk.num_bytes] += float(times)
-    for (op, axes, num_bytes), times in found.items():
+    totals: dict[tuple[str, tuple[str, ...], float], float] = defaultdict(float)
+    for collective in layers.work.collectives:
+        times = count[collective.node] + (
+            again[collective.node] if collective.phase == FORWARD else 0
+        )
+        totals[collective.op, collective.axes, collective.num_bytes] += float(times)
+    for (op, axes, num_bytes), times in totals.items():
         rows = group.along(axes)
-        yield Message("activations", op, rows, num_bytes, times * step.setting.num_microbatches)
+        yield Message("activations", op, rows, num_bytes, times * step.execution.num_microbatches)
 
 
 def _of_parameters(
     step: SimulatedStep, stage: StageCost, layers: Layers, group: Group
 ) -> Iterator[Message]:
     """Yield messages of parameters, gathered for every forward and backward with zero 3."""
-    for kind in layers.sent(*step.span(stage), step.setting):
-        often = 2.0 * step.setting.num_microbatches if kind.purpose == "gather" else 1.0
+    for kind in layers.sent(*step.span(stage), step.execution):
+        often = 2.0 * step.execution.num_microbatches if kind.purpose == "gather" else 1.0
         rows = group.along(kind.axes)
         equal: dict[float, float] = defaultdict(float)
         for size, count in zip(kind.num_bytes.tolist(), kind.messages.tolist(), strict=True):
@@ -196,7 +198,7 @@ def _of_parameters(
 
 
 def _link_rows(step: SimulatedStep, moved: dict[str, Floats]) -> Iterator[LinkTraffic]:
-    """One row for all equal links."""
+    """Yield one row for all equal links."""
     topology = step.evaluator.cluster.topology
     total = sum(moved.values(), np.zeros_like(topology.capacity))
     busy = total / topology.capacity
@@ -252,7 +254,7 @@ def _link_kinds(step: SimulatedStep) -> Iterator[tuple[str, str, tuple[str, ...]
 
 
 def _is_of(name: str, switch: str) -> bool:
-    """Whether a resource is one of a switch's: `leaf.3` is one of `leaf`."""
+    """Return whether a resource is one of a switch's: `leaf.3` is one of `leaf`."""
     number = name.removeprefix(f"{switch}.")
     return name == switch or (number != name and number.isdigit())
 
@@ -291,17 +293,17 @@ class _Curve:
         self.total = sum(float(n.sum()) for n in self.numel.values()) or 1.0
 
     def moments(self) -> Iterator[tuple[float, float]]:
-        mine = np.flatnonzero(levels_of(self.timeline.schedule).group == self.use.group).tolist()
+        actions = np.flatnonzero(levels_of(self.timeline.schedule).group == self.use.group).tolist()
         peaks = [size for _, size in self.use.over_time]
         for at, action, peak in zip(
-            mine, self.timeline.schedule.actions[self.use.group], peaks, strict=True
+            actions, self.timeline.schedule.actions[self.use.group], peaks, strict=True
         ):
             start, end = float(self.timeline.starts[at]), float(self.timeline.ends[at])
             shape = list(self._shape(action.kind, self.stages[action.stage], start, end))
             above = peak - max(size for _, size in shape)
             yield from ((time, max(0.0, size + above)) for time, size in _downsampled(shape))
         if self.use.when == "optimizer":
-            yield float(self.timeline.ends[mine].max()), self.use.peak_bytes
+            yield float(self.timeline.ends[actions].max()), self.use.peak_bytes
 
     def _shape(self, kind: str, stage: StageCost, start: float, end: float) -> Iterator[Any]:
         """Yield when each unit begins, and the bytes then, up to a constant."""
@@ -329,8 +331,8 @@ class _Curve:
         yield now, self.saved + self.gradients
 
     def _numel(self, stage: StageCost) -> Any:
-        """Trained elements of every unit."""
-        shares = self.step.layers[stage.index].parameters(self.step.setting).values()
+        """Return trained elements of every unit."""
+        shares = self.step.layers[stage.index].parameters(self.step.execution).values()
         units = [u for u in stage.units if u.end > u.first]
         return np.array(
             [sum(float(s.numel[u.end] - s.numel[u.first]) for s in shares) for u in units]
@@ -338,7 +340,7 @@ class _Curve:
 
 
 def _downsampled(moments: Moments) -> Moments:
-    """At most `MAX_MOMENTS`, each the highest of those that are joined."""
+    """Return at most `MAX_MOMENTS` moments, each the highest of several."""
     step = -(-len(moments) // MAX_MOMENTS)
     parts = [moments[at : at + step] for at in range(0, len(moments), step)]
     return [(part[0][0], max(size for _, size in part)) for part in parts]

@@ -132,7 +132,7 @@ def rounded_up(gib: float) -> float:
 def _fastest_with_memory(
     outcome: SearchOutcome, search: Search, memory: float, shortest: float
 ) -> Candidate | None:
-    """The fastest configuration below `shortest` that fits in `memory` times a device's memory."""
+    """Return the fastest configuration below `shortest` with `memory` times a device's memory."""
     fitting = simulated = 0
     best: Candidate | None = None
     for bound in outcome.bounds:
@@ -154,13 +154,13 @@ def _fastest_with_memory(
 
 
 def _fullness(candidate: Candidate) -> float:
-    """Memory of the fullest rank as a fraction of its device's."""
+    """Return the memory of the fullest rank as a fraction of its device's."""
     peak = peak_of(candidate.estimate.memory)
     return peak.peak_bytes / peak.limit_bytes
 
 
 def _less_memory(estimate: Estimate) -> Iterator[WhatIf]:
-    """Whether the plan would still fit; that needs no simulation."""
+    """Yield whether the plan would still fit in less memory, which needs no simulation."""
     peak = peak_of(estimate.memory)
     for part in LESS_MEMORY:
         limit = peak.limit_bytes * part
@@ -178,24 +178,24 @@ def _less_memory(estimate: Estimate) -> Iterator[WhatIf]:
 
 
 def _library_time(step: SimulatedStep) -> float:
-    """The step with the library's collectives: none are solved for a changed cluster."""
+    """Return the step time with the library's collectives, as for a changed cluster."""
     costs = step.evaluator.costs
     if costs.choose is None:
         return step.estimate.step_time_s
     evaluator = Evaluator(step.fold, costs.cluster, costs.table)
-    return evaluator.estimate(step.works, step.setting, {0}).step_time_s
+    return evaluator.estimate(step.workloads, step.execution, {0}).step_time_s
 
 
 def _other_speeds(
     step: SimulatedStep, time: float, links: Sequence[float], devices: Sequence[float]
 ) -> Iterator[WhatIf]:
-    """The same plan with links and devices of other speeds; ratios are relative to `time`."""
+    """Yield the same plan with links and devices of other speeds; ratios are relative to `time`."""
     cluster, table = step.evaluator.cluster, step.evaluator.costs.table
     changes = [("bandwidth", LINK_SPEEDS[f], f, faster_links(cluster, f)) for f in links]
     if table is None:  # measured times are those of the devices they were measured on
         changes += [("compute", DEVICE_SPEEDS[f], f, faster_devices(cluster, f)) for f in devices]
     for kind, change, factor, other in changes:
-        estimate = Evaluator(step.fold, other, table).estimate(step.works, step.setting, {0})
+        estimate = Evaluator(step.fold, other, table).estimate(step.workloads, step.execution, {0})
         yield WhatIf(
             kind=kind,
             change=change,
@@ -206,7 +206,7 @@ def _other_speeds(
 
 
 def _other_sizes(step: SimulatedStep, time: float, memory_limit: float | None) -> Iterator[WhatIf]:
-    """The same batch on more or fewer devices: data-parallel ranks are added or removed."""
+    """Yield the same batch on more or fewer devices: data-parallel ranks are added or removed."""
     ranks = step.evaluator.cluster.num_ranks
     for factor, word in CLUSTER_SIZES.items():
         if (ranks * factor).denominator == 1:
@@ -223,19 +223,19 @@ def _other_sizes(step: SimulatedStep, time: float, memory_limit: float | None) -
 def _scaled(
     row: WhatIf, step: SimulatedStep, factor: Fraction, time: float, memory_limit: float | None
 ) -> WhatIf:
-    """The row with the step of the scaled plan, or with the reason that there is none."""
+    """Return the row with the step of the scaled plan, or with the reason that there is none."""
     cluster = scale_cluster(step.evaluator.cluster, factor)
     scaled = _scale_data_parallel(step, factor)
     if cluster is None or scaled is None:
         return row
-    setting, works = scaled
-    dp = int(max(dict(group.mesh.axes)[BATCH_AXIS] for group in setting.groups))
-    count, rows = setting.num_microbatches, step.estimate.rows
+    execution, workloads = scaled
+    dp = int(max(dict(group.mesh.axes)[BATCH_AXIS] for group in execution.groups))
+    count, rows = execution.num_microbatches, step.estimate.rows
     if dp * count > rows:
         few = f"{rows} rows are too few for dp={dp} x {count} micro-batches"
         return replace(row, note=f"{few}; {REPLAN}")
     evaluator = Evaluator(step.fold, cluster, step.evaluator.costs.table)
-    estimate = evaluator.estimate(works, setting, {0, 1, len(setting.groups) - 1})
+    estimate = evaluator.estimate(workloads, execution, {0, 1, len(execution.groups) - 1})
     peak = peak_of(estimate.memory)
     limit = peak.limit_bytes if memory_limit is None else min(peak.limit_bytes, memory_limit)
     if peak.peak_bytes > limit:
@@ -252,7 +252,7 @@ def _scaled(
 
 
 def gib_text(size: float) -> str:
-    """Bytes in GiB, with three significant digits below 1 GiB.
+    """Return the bytes in GiB, with three significant digits below 1 GiB.
 
     >>> gib_text(3 * 2**20), gib_text(80 * 2**30)
     ('0.00293 GiB', '80.0 GiB')
@@ -389,20 +389,20 @@ def _join_network(network: Network, original: Network, prefix: str) -> Network:
 def _scale_data_parallel(
     step: SimulatedStep, factor: Fraction
 ) -> tuple[ExecutionConfig, Mapping[Mesh, WorkloadModel] | WorkloadModel] | None:
-    """The setting with `factor` times the data-parallel ranks in every group, and its works."""
-    groups, works = [], {}
+    """Return the config with `factor` times the data-parallel ranks, and its workloads."""
+    groups, workloads = [], {}
     offset = 0
-    for number, group in enumerate(step.setting.groups):
+    for number, group in enumerate(step.execution.groups):
         mesh = _scale_mesh(group.mesh, factor)
         first = group.ranks[0]
         consecutive = group.ranks == tuple(range(first, first + len(group.ranks)))
-        if mesh is None or not consecutive or BATCH_AXIS not in step.works_of(number).batch:
+        if mesh is None or not consecutive or BATCH_AXIS not in step.workload_of(number).batch:
             return None
         groups.append(Group(mesh=mesh, ranks=tuple(range(offset, offset + mesh.size))))
         offset += mesh.size
-        works[mesh] = step.works_of(number)
-    setting = replace(step.setting, groups=tuple(groups))
-    return setting, step.works if isinstance(step.works, WorkloadModel) else works
+        workloads[mesh] = step.workload_of(number)
+    execution = replace(step.execution, groups=tuple(groups))
+    return execution, step.workloads if isinstance(step.workloads, WorkloadModel) else workloads
 
 
 def _scale_mesh(mesh: Mesh, factor: Fraction) -> Mesh | None:

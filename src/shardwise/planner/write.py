@@ -1,21 +1,28 @@
-"""A plan from a simulated point: the decisions, and what the search found on its way.
+"""Write a simulated configuration as a plan.
 
-Enters: the best candidate, and the runners-up. Leaves: a `Plan`. Layouts of the folded graph hold
-for all layers that a node stands for; equal entries of numbered modules become one glob.
+Layouts of the folded graph hold for all layers that a node stands for; equal entries of numbered
+modules become one glob.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import combinations
 
+from shardwise.cluster import Cluster
+from shardwise.cost.selection import chooser
+from shardwise.errors import PlanError, did_you_mean
 from shardwise.ir import Graph, node_keys
 from shardwise.ir.blocks import block_glob, large_blocks
+from shardwise.messages.choice import IMPLEMENTATIONS, OPERATIONS, Chooser, CollectiveChoice
 from shardwise.planner.search import Candidate
-from shardwise.planner.strategies.fields import batch_inputs, fold_entries
+from shardwise.planner.strategies.make import batch_inputs, fold_entries
 from shardwise.plans import ParameterEntry, Plan, Precision, Stage, model_fingerprint
 from shardwise.plans.plan import known_choices
 from shardwise.schedules import DEFAULT_SCHEDULE
+from shardwise.simulation.costs import Group
+from shardwise.simulation.estimate import check_cluster
 from shardwise.simulation.folded_graph import FoldedGraph
 
 Choices = dict[str, dict[str, str]]
@@ -23,9 +30,9 @@ Choices = dict[str, dict[str, str]]
 
 def write_plan(graph: Graph, fold: FoldedGraph, candidate: Candidate, precision: Precision) -> Plan:
     """Return the plan of a candidate for the full graph."""
-    config, setting = candidate.config, candidate.setting
+    config, execution = candidate.config, candidate.execution
     nodes, parameters = candidate.layouts.solution.as_choices()
-    meshes = [group.mesh for group in setting.groups]
+    meshes = [group.mesh for group in execution.groups]
     roles = {
         axis: "batch" if axis == "dp" else "parameters" for mesh in meshes for axis in mesh.names
     }
@@ -33,10 +40,10 @@ def write_plan(graph: Graph, fold: FoldedGraph, candidate: Candidate, precision:
     stages = tuple(
         Stage(
             first=places[first] if first else "",
-            ranks=setting.groups[group].ranks,
+            ranks=execution.groups[group].ranks,
             mesh=meshes[group],
         )
-        for first, group in zip(setting.cuts, setting.placement, strict=True)
+        for first, group in zip(execution.cuts, execution.placement, strict=True)
     )
     scheduled = len(stages) > 1 or config.num_microbatches > 1
     splits = config.dp > 1 or config.num_microbatches > 1 or any("dp" in m.names for m in meshes)
@@ -47,7 +54,7 @@ def write_plan(graph: Graph, fold: FoldedGraph, candidate: Candidate, precision:
         mesh=meshes[0],
         roles=roles or {},
         inputs=batch_inputs(graph, None) if splits else {},
-        parameters=_parameters(graph, fold, parameters, roles, setting.level),
+        parameters=_parameters(graph, fold, parameters, roles, execution.level),
         nodes=_nodes(graph, fold, nodes, roles),
         units=large_blocks(graph),
         stages=stages if len(stages) > 1 else (),
@@ -81,7 +88,7 @@ def _parameters(
     roles: Mapping[str, str],
     zero: Callable[[str], int],
 ) -> dict[str, ParameterEntry]:
-    """The entry of every parameter: that of the one which stands for it."""
+    """Return the entry of every parameter: that of its representative in the folded graph."""
     axes = [axis for axis, role in roles.items() if role == "parameters"]
     names = {p.value: p.name for p in fold.graph.parameters}
     stands: dict[str, str] = {}  # parameter -> the one of the small graph that is used in its place
@@ -91,35 +98,90 @@ def _parameters(
             for value, other in pairs:
                 if other in names:
                     stands.setdefault(value, names[other])
-    found = {}
+    entries = {}
     for parameter in graph.parameters:
-        mine = cuts.get(stands.get(parameter.value, parameter.name), {})
-        layout = {axis: mine.get(axis, "whole") for axis in axes}
-        found[parameter.name] = ParameterEntry(layout=layout, zero=zero(parameter.name))
-    return fold_entries(found)
+        shards = cuts.get(stands.get(parameter.value, parameter.name), {})
+        layout = {axis: shards.get(axis, "whole") for axis in axes}
+        entries[parameter.name] = ParameterEntry(layout=layout, zero=zero(parameter.name))
+    return fold_entries(entries)
 
 
 def _nodes(
     graph: Graph, fold: FoldedGraph, choices: Choices, roles: Mapping[str, str]
 ) -> dict[str, dict[str, str]]:
-    """The choice of every node on axes that cut parameters, by place, with globs."""
+    """Return the choice of every node on axes that shard parameters, by place or glob."""
     axes = [axis for axis, role in roles.items() if role == "parameters"]
     if not axes:
         return {}
     keys = [place if "." in place else name for name, place in node_keys(graph).items()]
-    found: dict[str, dict[str, str]] = {}
+    chosen: dict[str, dict[str, str]] = {}
     for at, place in enumerate(keys):
         if fold.order[at] < 0:
             continue
-        mine = choices[fold.graph.nodes[fold.order[at]].name]
-        found[place] = {axis: mine[axis] for axis in axes}
+        own = choices[fold.graph.nodes[fold.order[at]].name]
+        chosen[place] = {axis: own[axis] for axis in axes}
     groups: dict[str, list[str]] = {}
-    for place in found:
+    for place in chosen:
         groups.setdefault(block_glob(place), []).append(place)
     folded: dict[str, dict[str, str]] = {}
     for glob, names in groups.items():
-        if all(found[n] == found[names[0]] for n in names):
-            folded[glob if len(names) > 1 else names[0]] = found[names[0]]
+        if all(chosen[n] == chosen[names[0]] for n in names):
+            folded[glob if len(names) > 1 else names[0]] = chosen[names[0]]
         else:
-            folded |= {n: found[n] for n in names}
+            folded |= {n: chosen[n] for n in names}
     return folded
+
+
+# ------------------------------------------------------------ collectives
+
+
+MAX_RANKS = 64  # of a group that is solved on request, which takes some seconds for unequal ranks
+REDUCTIONS = {0: ("all_reduce",), 1: ("all_reduce", "all_gather")}  # of gradients, by zero level
+SHARDED_REDUCTIONS = ("reduce_scatter", "all_gather")  # from zero 2 on
+
+
+def choose(plan: Plan, cluster: Cluster, *, use: str = "", max_ranks: int = MAX_RANKS) -> Plan:
+    """Return the plan with the fastest predicted implementation of each collective on `cluster`.
+
+    Gradient reductions and redistributions along mesh axes may be solved for the links at hand. The
+    library is used unless that saves more than a tenth of its time, and for groups of more than
+    `max_ranks`. `use` forces one of "library", "hierarchical", "solved" and "shared" where that is
+    possible.
+    """
+    if use and use not in IMPLEMENTATIONS:
+        raise PlanError(
+            f"collectives have no implementation {use!r}{did_you_mean(use, IMPLEMENTATIONS)}",
+            hint=", ".join(IMPLEMENTATIONS),
+        )
+    return with_choices(plan, chooser(check_cluster(plan, cluster), max_ranks, use))
+
+
+def with_choices(plan: Plan, choose: Chooser | None) -> Plan:
+    """Return the plan with the collectives for which `choose` does not select the library."""
+    if choose is None:
+        return plan.with_(collectives=())
+    choices: dict[tuple[str, tuple[tuple[int, ...], ...]], CollectiveChoice] = {}
+    for stage in plan.all_stages:
+        group = Group(mesh=stage.mesh, ranks=stage.ranks)
+        for operation, axes in _used(plan, stage.mesh.names):
+            choice = choose(operation, group.along(axes))
+            if choice is not None and not choice.is_library:
+                choices.setdefault((choice.operation, choice.groups), choice)
+    return plan.with_(collectives=tuple(choices.values()))
+
+
+def _used(plan: Plan, names: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the collectives that a step may run, with their mesh axes.
+
+    Along axes that shard only the batch there are gradient reductions; along others also
+    redistributions.
+    """
+    levels = {entry.zero or 0 for entry in plan.parameters.values()} or {0}
+    reductions = dict.fromkeys(
+        op for level in sorted(levels) for op in REDUCTIONS.get(level, SHARDED_REDUCTIONS)
+    )
+    for count in range(1, len(names) + 1):
+        for axes in combinations(names, count):
+            batch = all(plan.roles[axis] == "batch" for axis in axes)
+            for operation in reductions if batch else OPERATIONS:
+                yield operation, axes

@@ -1,7 +1,4 @@
-"""What a plan says of time: pipeline stages, number types, recomputation.
-
-Enters: fields of a plan file. Leaves: `Stage` and `Precision`, parts of a `Plan`.
-"""
+"""How a plan's step is executed: its pipeline stages and the dtypes it computes in."""
 
 from __future__ import annotations
 
@@ -43,23 +40,23 @@ class Stage:
 
 
 def check_types(graph: Graph, precision: Precision, hint: str = "") -> None:
-    """Raise when a graph was not captured in the number types that are asked for."""
+    """Raise `PlanError` when a graph was not captured in the dtype that the plan computes in."""
     if not precision.compute or precision.autocast:
         return
     wanted = getattr(torch, precision.compute)
     for parameter in graph.parameters:
-        found = graph.values[parameter.value].dtype
-        if found.is_floating_point and found not in (wanted, torch.float64):
+        dtype = graph.values[parameter.value].dtype
+        if dtype.is_floating_point and dtype not in (wanted, torch.float64):
             raise PlanError(
                 f"the plan computes in {precision.compute}, {parameter.name} of the graph is "
-                f"{dtype_name(found)}",
+                f"{dtype_name(dtype)}",
                 hint=hint or f"graph = sw.capture(model.to(torch.{precision.compute}), batch)",
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Number types of a training step; "" leaves a type as the model has it.
+    """The dtypes of a training step; "" leaves a dtype as the model has it.
 
     The model computes in `compute`, as if it had been cast to it; with `autocast` each operator
     in the type that `torch.autocast` gives it. Parameters are stored and optimized in `master`,

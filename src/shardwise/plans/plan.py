@@ -31,7 +31,6 @@ from shardwise.plans.execution import (
     Stage,
     check_stages,
 )
-from shardwise.plans.files import plan_file_text
 from shardwise.plans.search_result import HOOKS, SearchResult
 from shardwise.schedules.schedule import require_size
 from shardwise.schema import Form, Reader, Writer
@@ -39,11 +38,8 @@ from shardwise.schema import Form, Reader, Writer
 __all__ = ["used_devices"]
 
 
-# A digest that identifies the model a plan is for.
-
-
 def model_fingerprint(graph: Graph) -> str:
-    """Identifies a model by its class, parameters and buffers; batch and dtype are left out."""
+    """Return a digest of a model's class, parameters and buffers, without batch and dtype."""
     lines = [graph.name]
     for parameter in graph.parameters:
         kind = "trained" if parameter.requires_grad else "frozen"
@@ -53,20 +49,20 @@ def model_fingerprint(graph: Graph) -> str:
     return hashlib.sha256("\n".join(lines).encode(errors="backslashreplace")).hexdigest()[:16]
 
 
-# Look up what a plan says about nodes and blocks, by name, by place or by a glob of places.
+# ------------------------------------------------------------ choices of nodes
 
 
 def find_choices(nodes: Mapping[str, Mapping[str, str]], graph: Graph) -> dict[str, dict[str, str]]:
-    """Node -> mesh axis -> choice; later keys win. A part of a graph has some of the nodes."""
-    found: dict[str, dict[str, str]] = {}
+    """Return node -> mesh axis -> choice; later keys win. A part of a graph has some nodes."""
+    choices: dict[str, dict[str, str]] = {}
     for key, names in _meant(nodes, graph).items():
         for name in names:
-            found.setdefault(name, {}).update(nodes[key])
-    return found
+            choices.setdefault(name, {}).update(nodes[key])
+    return choices
 
 
 def check_choices(nodes: Mapping[str, Mapping[str, str]], graph: Graph) -> None:
-    """Raise unless every key means a node."""
+    """Raise `PlanError` unless every key matches a node."""
     for key, names in _meant(nodes, graph).items():
         if not names:
             known = [name for pair in node_keys(graph).items() for name in pair]
@@ -79,12 +75,12 @@ def check_choices(nodes: Mapping[str, Mapping[str, str]], graph: Graph) -> None:
 def known_choices(
     nodes: Mapping[str, Mapping[str, str]], graph: Graph
 ) -> dict[str, Mapping[str, str]]:
-    """Those choices whose nodes the graph has."""
+    """Return the choices whose nodes the graph has."""
     return {key: nodes[key] for key, names in _meant(nodes, graph).items() if names}
 
 
 def _meant(keys: Iterable[str], graph: Graph) -> dict[str, list[str]]:
-    """For every key the nodes that it means."""
+    """Return the nodes that each key matches: a name, a place or a glob of places."""
     keys = list(keys)
     if not keys:
         return {}
@@ -94,16 +90,16 @@ def _meant(keys: Iterable[str], graph: Graph) -> dict[str, list[str]]:
         for key in dict.fromkeys((place, block_glob(place))):
             by_key.setdefault(key, []).append(name)
     by_key |= {name: [name] for name in places}  # outside of all modules a place may be a name
-    found = {}
+    meant = {}
     for key in keys:
-        found[key] = by_key.get(key, [])
-        if not found[key] and any(c in key for c in "*?["):
-            found[key] = [name for name, place in places.items() if fnmatchcase(place, key)]
-    return found
+        meant[key] = by_key.get(key, [])
+        if not meant[key] and any(c in key for c in "*?["):
+            meant[key] = [name for name, place in places.items() if fnmatchcase(place, key)]
+    return meant
 
 
 def block_constraints(plan: Plan, graph: Graph) -> ConstraintKey:
-    """Return what a plan says about a block: parameter entries, choices of nodes, recomputation."""
+    """Return the key of a plan's decisions about a block: entries, choices, recomputation."""
     forced = plan.choices(graph)
     globs = () if isinstance(plan.recompute, str) else plan.recompute
     owned: dict[str, list[str]] = {}
@@ -144,11 +140,11 @@ Line = Annotated[str, Form(_line)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterEntry:
-    """What a plan says of the parameters that match a glob.
+    """The layout and ZeRO level of the parameters that match a glob.
 
-    `layout` maps a mesh axis to a cut, "0" (dim 0) or "0:3x[4]x16" (the heads of a fused dim), or
-    to "whole". `zero` is how gradients and state are shared among the ranks that hold the same
-    values: 0 all-reduced, 1 sharded optimizer state, 2 also gradients, 3 also the parameter itself.
+    `layout` maps a mesh axis to a shard, "0" (dim 0) or "0:3x[4]x16" (the heads of a fused dim), or
+    to "whole". `zero` says what ranks with the same values shard: 0 nothing (gradients are
+    all-reduced), 1 the optimizer state, 2 also gradients, 3 also the parameter itself.
     """
 
     layout: Mapping[str, str] = field(default_factory=dict)
@@ -159,18 +155,18 @@ class ParameterEntry:
 class Plan:
     """How to split one model over a mesh, as data.
 
-    `roles` says what each mesh axis cuts: the "batch" (parameters whole) or "parameters". `inputs`
-    maps input globs to the dim that batch axes cut. `nodes` forces single nodes to a choice of
-    `shardwise explain`, for example `{"linear_3": {"tp": "cut n"}}`; a key may also be a glob of
-    places, `{"blocks.*.mlp.up.linear_0": {"tp": "cut n"}}`. `search` is the planner's
-    result, from which `shardwise explain` tells why this plan was chosen.
+    `roles` says what each mesh axis shards: the "batch" (and replicates parameters) or
+    "parameters". `inputs` maps input globs to the dim that batch axes shard. `nodes` forces single
+    nodes to a choice of `shardwise explain`, for example `{"linear_3": {"tp": "cut n"}}`; a key may
+    also be a glob of places, `{"blocks.*.mlp.up.linear_0": {"tp": "cut n"}}`. `search` is the
+    planner's result, from which `shardwise explain` says why this plan was chosen.
 
-    `stages` cut the model in time; each has its own ranks and mesh; `mesh` is that of the first.
-    A step is computed in `num_microbatches`, as if the batch were whole; with `per_microbatch` each
-    is a batch of its own, as one device accumulating gradients would take it. `schedule` names the
-    order of work, or lists the actions of every group of ranks. `recompute` says which activations
-    backward computes again: "none", "full" (by block), "selective" (what is cheap), or a list of
-    module globs. `collectives` says which go another way than the library's.
+    `stages` divide the model into pipeline stages, each with its own ranks and mesh; `mesh` is that
+    of the first. A step is computed in `num_microbatches`, with the result of the full batch; with
+    `per_microbatch` each is a batch of its own, as one device accumulating gradients would take it.
+    `schedule` names the order of work, or lists the actions of every group of ranks. `recompute`
+    says which activations backward recomputes: "none", "full" (by block), "selective" (the cheap
+    ones), or a list of module globs. `collectives` lists those that do not use the library.
     """
 
     name: Line
@@ -248,15 +244,13 @@ class Plan:
             schedule="",
             num_microbatches=1,
             per_microbatch=False,
-            collectives=(),  # they are of ranks of the whole plan
+            collectives=(),  # their ranks are those of all stages
         )
 
     # ------------------------------------------------------------ reading decisions
 
     def entry(self, parameter: str) -> ParameterEntry:
-        """Return the merged entry of a parameter: later globs override earlier ones, field by
-        field.
-        """
+        """Return the merged entry of a parameter: later globs win, field by field."""
         layout: dict[str, str] = {}
         zero: int | None = None
         for pattern, entry in self.parameters.items():
@@ -266,13 +260,11 @@ class Plan:
         return ParameterEntry(layout=layout, zero=zero)
 
     def choices(self, graph: Graph) -> dict[str, dict[str, str]]:
-        """Node -> mesh axis -> the choice that `nodes` forces; later keys win."""
+        """Return node -> mesh axis -> the choice that `nodes` forces; later keys win."""
         return find_choices(self.nodes, graph)
 
     def unit(self, parameter: str) -> str:
-        """Return the gather unit a parameter belongs to: the longest module path of `units` above
-        it.
-        """
+        """Return the gather unit of a parameter: the longest module path of `units` above it."""
         above = [u for u in self.units if parameter.startswith(f"{u}.")]
         return max(above, key=len, default="")
 
@@ -372,7 +364,7 @@ class Plan:
 
     def __str__(self) -> str:
         if self.search is not None and not self.is_edited:
-            from shardwise.plans.explain import plan_text
+            from shardwise.plans.text import plan_text
 
             return plan_text(self)
         from shardwise.plans.text import format_plan
@@ -386,13 +378,13 @@ class Plan:
 
 
 def _restricted(entry: ParameterEntry, axes: tuple[str, ...]) -> ParameterEntry:
-    """Return the entry without cuts on mesh axes that a stage does not have."""
+    """Return the entry without shards on mesh axes that a stage does not have."""
     cuts = {axis: cut for axis, cut in entry.layout.items() if axis in axes}
     return ParameterEntry(layout=cuts, zero=entry.zero)
 
 
 def _check(plan: Plan) -> None:
-    """The plan's own consistency, without a graph."""
+    """Raise `PlanError` unless the plan is consistent, as far as that needs no graph."""
     if plan.version != FORMAT_VERSION:
         raise PlanError(f"plan version {plan.version}, this Shardwise reads {FORMAT_VERSION}")
     check_stages(plan.stages)
@@ -463,9 +455,6 @@ def _check_globs(what: str, globs: Mapping[str, Any], names: list[str]) -> None:
             )
 
 
-# The devices that a plan uses: all of a cluster, or those that the planner did not leave out.
-
-
 def used_devices(plan: Plan, cluster: Cluster) -> Cluster:
     """Return the part of `cluster` that `plan` runs on: all of it, unless it was planned otherwise.
 
@@ -475,3 +464,35 @@ def used_devices(plan: Plan, cluster: Cluster) -> Cluster:
     if left_out is None or left_out.fingerprint != cluster.fingerprint:
         return cluster
     return cluster.subset(parse_ranks(left_out.used, "search.left_out.used"))
+
+
+# ------------------------------------------------------------ files
+
+
+def plan_file_text(data: Mapping[str, Any]) -> str:
+    """Return the text of a plan file: a line for each decision, one for each table of `details`.
+
+    >>> print(plan_file_text({"name": "a", "search": {"gap": 0, "details": {"links": [1, 2]}}}))
+    {
+      "name": "a",
+      "search": {
+        "gap": 0,
+        "details": {
+          "links": [1,2]
+        }
+      }
+    }
+    <BLANKLINE>
+    """
+    search = dict(data.get("search") or {})
+    details = search.pop("details", None)
+    if not details or not search:
+        return json.dumps(data, indent=2) + "\n"
+    rest = {key: value for key, value in data.items() if key != "search"}
+    text = json.dumps({**rest, "search": search}, indent=2)
+    inside = ",\n".join(
+        f"      {json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}"
+        for key, value in details.items()
+    )
+    before = text.removesuffix("\n  }\n}")  # the braces of `search` and of all
+    return f'{before},\n    "details": {{\n{inside}\n    }}\n  }}\n}}\n'

@@ -1,7 +1,6 @@
-"""From a plan's few decisions to a layout for every node, value and parameter.
+"""Resolve a plan's few decisions to a layout for every node, value and parameter.
 
-Enters: a `Graph` and a `Plan`. Leaves: `Resolved`. Mesh axes are solved in mesh order, each
-with what earlier ones decided.
+Mesh axes are solved in mesh order, each given the layouts on earlier ones.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ class Resolved:
     timed: Timed | None = None  # of the first assignment, where that is of micro-batches
 
     def is_time(self, axis: str) -> bool:
-        """Whether the mesh axis is that of micro-batches."""
+        """Return whether the mesh axis is that of micro-batches."""
         return self.plan.roles[axis] == "time"
 
     def parameter_layout(self, value: str) -> Layout:
-        """How a parameter is stored, without the flat sharding of ZeRO."""
+        """Return the layout of a stored parameter, without the flat sharding of ZeRO."""
         return Layout(tuple((a.axis, a.parameters[value]) for a in self.assignments))
 
     def operand_layouts(self, node: str) -> tuple[Layout, ...]:
-        """What a node needs of each operand."""
+        """Return the layout in which a node needs each operand."""
         rows = [a.nodes[node].operands for a in self.assignments]
         count = len(self.facts.rules[node].operands)
         return tuple(
@@ -48,7 +47,7 @@ class Resolved:
         )
 
     def result_layouts(self, node: str) -> tuple[Layout, ...]:
-        """How a node leaves each result."""
+        """Return the layout of each result of a node."""
         rows = [a.nodes[node].results for a in self.assignments]
         count = len(self.facts.rules[node].results)
         return tuple(
@@ -75,7 +74,7 @@ def resolve_part(graph: Graph, plan: Plan, facts: Facts, timed: Timed | None = N
 
 
 def axis_task(graph: Graph, plan: Plan, axis: str, ranks: int) -> Task:
-    """What the plan asks of one mesh axis."""
+    """Return the layout problem of one mesh axis."""
     batch = plan.roles[axis] == "batch"
     return Task(
         axis=axis,
@@ -89,7 +88,7 @@ def axis_task(graph: Graph, plan: Plan, axis: str, ranks: int) -> Task:
 
 
 def fixed_parameters(graph: Graph, plan: Plan, axis: str) -> dict[str, Placement]:
-    """Placements of the parameters for which the plan says one on this axis."""
+    """Return the placements of parameters that the plan fixes on this axis."""
     fixed: dict[str, Placement] = {}
     for parameter in graph.parameters:
         cut = plan.entry(parameter.name).layout.get(axis)
@@ -106,9 +105,7 @@ def fixed_parameters(graph: Graph, plan: Plan, axis: str) -> dict[str, Placement
 
 
 def input_cuts(graph: Graph, plan: Plan) -> Mapping[str, Placement] | None:
-    """Return the one cut that batch axes may take of each input; None:
-    the plan leaves inputs free.
-    """
+    """Return how batch axes shard each input; None if the plan leaves inputs free."""
     if not plan.inputs:
         return None
     cuts: dict[str, Placement] = {}

@@ -392,7 +392,7 @@ class SearchResult:
     details: PlanDetails = field(default_factory=PlanDetails)
 
     def verify(self, num_stages: int, num_groups: int) -> None:
-        """Raise unless the figures are those of a plan with so many stages and groups of ranks."""
+        """Raise unless the figures are those of a plan with this many stages and groups."""
         for name, count, wanted in (
             ("step.stages", len(self.step.stages), num_stages),
             ("step.groups", len(self.step.groups), num_groups),
@@ -413,8 +413,8 @@ class SearchResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data, without empty fields."""
-        found: dict[str, Any] = _plain(self)
-        return found
+        data: dict[str, Any] = _plain(self)
+        return data
 
     @staticmethod
     def from_json(data: Any, where: str = "search") -> SearchResult:
@@ -451,7 +451,7 @@ def _is_required(each: Field[Any]) -> bool:
 
 
 def _is_omitted(value: Any, each: Field[Any]) -> bool:
-    """Whether a field has its default value; numbers are left out only of long tables."""
+    """Return whether a field is omitted: it has its default; numbers only in long tables."""
     default = each.default if each.default_factory is MISSING else each.default_factory()
     short = isinstance(value, PassTimes | StageTimes | GroupTimes)
     return getattr(value, each.name) == default and (short or not isinstance(default, int | float))

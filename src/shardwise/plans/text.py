@@ -1,44 +1,40 @@
-"""A plan as a table for people."""
+"""Format a plan as text: its decisions, and what its search found out.
+
+`format_plan` lists decisions. `plan_text` and `explain_plan` say what a searched plan costs, why it
+was chosen and what would change it, from its `SearchResult`, without the model and the cluster.
+"""
 
 from __future__ import annotations
 
 import html
-import textwrap
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from importlib import import_module
+from typing import Any, NamedTuple
 
 from shardwise.errors import ShardwiseError
+from shardwise.formatting import Column, amount, bar, counted, money, seconds, size, table, wrapped
 from shardwise.messages.program import format_ranks
 from shardwise.plans.plan import Plan
+from shardwise.plans.search_result import (
+    CAUSES,
+    LayerFigures,
+    LocalSearchSummary,
+    ParallelConfig,
+    SearchResult,
+    SimulatedConfig,
+)
 
 WIDTH = 100
-SHOWN = frozenset(  # fields with lines of their own, or that are not decisions; others are generic
-    [
-        "name",
-        "model",
-        "fingerprint",
-        "mesh",
-        "roles",
-        "inputs",
-        "parameters",
-        "nodes",
-        "units",
-        "stages",
-        "schedule",
-        "num_microbatches",
-        "per_microbatch",
-        "recompute",
-        "precision",
-        "offload",
-        "collectives",
-        "rng",
-        "seed",
-        "notes",
-        "search",
-        "version",
-    ]
-)
+# Plan fields that have lines of their own or are not decisions; others are shown generically.
+SHOWN = frozenset(
+    {
+        "name", "model", "fingerprint", "mesh", "roles", "inputs", "parameters", "nodes", "units",
+        "stages", "schedule", "num_microbatches", "per_microbatch", "recompute", "precision",
+        "offload", "collectives", "rng", "seed", "notes", "search", "version",
+    }
+)  # fmt: skip
 ZERO = {
     None: "",
     0: "all-reduce",
@@ -65,7 +61,7 @@ def format_plan(plan: Plan) -> str:
     for node, choices in plan.nodes.items():
         lines.append(f"  node {node}: {', '.join(f'{a}: {c}' for a, c in choices.items())}")
     lines += _collectives(plan) + [f"  note: {note}" for note in plan.notes]
-    return "\n".join(fitted for line in lines for fitted in _fit(line))
+    return "\n".join(_fit(lines, WIDTH, indent=6))
 
 
 def summary(plan: Plan) -> str:
@@ -96,7 +92,7 @@ def _stages(plan: Plan) -> list[str]:
         mesh = str(stage.mesh) if stage.mesh.axes else "one rank"
         first = stage.first or "the first node"
         rows.append((str(index), format_ranks(stage.ranks), mesh, first))
-    return _table(rows, most=24)
+    return _table(rows, max_width=24)
 
 
 def _execution(plan: Plan) -> list[str]:
@@ -129,18 +125,18 @@ def _parameters(plan: Plan) -> list[str]:
         shared = entry.zero or "batch" in plan.roles.values()
         rows.append((glob, cut, ZERO[entry.zero] if shared else ""))
     rows.insert(0, ("parameter", "cut", "gradients and state" if any(r[2] for r in rows) else ""))
-    return _table(rows, most=48)
+    return _table(rows, max_width=48)
 
 
 def _collectives(plan: Plan) -> list[str]:
-    """What goes another way than the library's."""
+    """Return the collectives that do not use the library."""
     lines = [f"  {choice}" for choice in plan.collectives]
     return [*lines, "  other collectives are the library's"] if lines else []
 
 
-def _table(rows: Sequence[tuple[str, ...]], most: int) -> list[str]:
-    """Return the rows in columns, of which all but the last are at most `most` wide."""
-    widths = [min(most, max(map(len, column))) for column in zip(*rows, strict=True)]
+def _table(rows: Sequence[tuple[str, ...]], max_width: int) -> list[str]:
+    """Return the rows in columns, of which all but the last are at most `max_width` wide."""
+    widths = [min(max_width, max(map(len, column))) for column in zip(*rows, strict=True)]
     widths[-1] = 0
     return [
         "  " + "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip()
@@ -148,17 +144,8 @@ def _table(rows: Sequence[tuple[str, ...]], most: int) -> list[str]:
     ]
 
 
-def _fit(line: str) -> list[str]:
-    if len(line) <= WIDTH:
-        return [line]
-    return textwrap.wrap(line, WIDTH, subsequent_indent=" " * 6, break_on_hyphens=False)
-
-
-# A plan in a notebook: a verdict in a line, and its report in a frame.
-
-
 def plan_html(plan: Plan) -> str:
-    """Return the verdict and the report of a plan that was searched for; else its text."""
+    """Return a plan for notebooks: a one-line verdict and its report, or its text without one."""
     build = import_module("shardwise.reports.build")  # in a layer above this one
     try:
         report = build.report(plan)
@@ -170,3 +157,393 @@ def plan_html(plan: Plan) -> str:
         return f"<p>{html.escape(text)}</p>{report._repr_html_()}"
     except ShardwiseError:  # no figures, or those of another plan
         return f"<pre>{html.escape(str(plan))}</pre>"
+
+
+# ------------------------------------------------------------ explanations of a search
+
+
+MAX_STAGES = 8
+MAX_LAYERS = 40
+BAR = 20
+OPTION_TEXTS = {
+    "virtual": "{} stages per group",
+    "schedule": "schedule {}",
+    "num_microbatches": "{} micro-batches",
+    "zero": "zero {}",
+    "outer": "zero {} outside of blocks",
+    "recompute": "recompute {}",
+    "offload": "offload {}",
+    "layout": "{} layouts",
+    "grouping": "device order {}",
+    "cuts": "stages from nodes {}",
+}
+LAYOUTS = ("fastest", "lean", "mixed", "leanest", "ranked")
+
+
+def plan_text(plan: Plan, width: int = WIDTH) -> str:
+    """Return the text of a searched plan: its figures, the runners-up and the outlook."""
+    figures = plan.figures
+    return _joined(
+        [
+            [*verdict(plan, width), *decisions(plan, width)],
+            runners_up(figures, width),
+            outlook(figures, width),
+        ]
+    )
+
+
+def explain_plan(plan: Plan, width: int = WIDTH) -> str:
+    """Explain why this plan was chosen and not the next, and where its time and memory go."""
+    figures = plan.figures
+    compared = figures.gap is not None  # a plan that no search made has no runners-up
+    note = "note: the plan was changed after it was made; the figures are those of the plan as made"
+    return _joined(
+        [
+            wrapped(note, width, "", "  ") if plan.is_edited else [],
+            [*verdict(plan, width), *decisions(plan, width)],
+            why(figures, width) if compared else [],
+            time_by_cause(figures, width),
+            memory_by_part(figures, width),
+            by_layer(figures, width),
+            runners_up(figures, width) if compared else [],
+            outlook(figures, width) if compared else [],
+        ]
+    )
+
+
+def explain_json(plan: Plan) -> dict[str, Any]:
+    """Return the explanation as data."""
+    figures = plan.figures
+    data = figures.to_json()
+    names = ["cluster", "batch", "fixed", "best", "binding", "relaxations", "gap", "layers"]
+    names += ["left_out"] if figures.left_out is not None else []
+    empty: dict[str, Any] = {"fixed": {}, "relaxations": [], "layers": []}
+    return {
+        "model": plan.model,
+        "plan": plan.name,
+        "num_ranks": plan.num_ranks,
+        **{name: data.get(name, empty.get(name)) for name in names},
+        "runners_up": [
+            {**row, "differences": difference(figures.best, other)._asdict()}
+            for row, other in zip(data.get("runners_up", ()), figures.runners_up, strict=True)
+        ],
+        "memory": data["memory"],
+    }
+
+
+def _joined(parts: Sequence[Sequence[str]]) -> str:
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+# ------------------------------------------------------------ the plan and its figures
+
+
+def verdict(plan: Plan, width: int) -> list[str]:
+    """Return step time, throughput, memory and what limits them."""
+    figures = plan.figures
+    batch, cluster = figures.batch, figures.cluster
+    time, memory = figures.best.step_time_s, figures.best.memory
+    rates = [f"{amount(batch.rows / time)} samples/s"]
+    if batch.tokens is not None:
+        rates.append(f"{amount(batch.tokens / time)} tokens/s")
+    lines = [
+        f"{plan.model} on {cluster.name}, {counted(cluster.num_ranks, 'rank')}",
+        f"  step    {seconds(time)}: {', '.join(rates)}",
+        f"  memory  {size(memory.peak_bytes)} of {size(memory.limit_bytes)} per device, "
+        f"{size(memory.free_bytes)} free",
+        f"  limit   {figures.binding.text}",
+    ]
+    if idle := idle_devices(figures):
+        lines.append(f"  idle    {idle}")
+    if cluster.price_per_hour:
+        paid = cluster.price_per_hour / 3600 * time / batch.rows * 1e6
+        hour = f"{cluster.price_per_hour:,.2f}"
+        lines.append(f"  price   {hour} per hour, {money(paid)} per million samples")
+    return _fit(lines, width)
+
+
+def idle_devices(figures: SearchResult) -> str:
+    """Return which devices the planner left out and why; empty where it uses all."""
+    left = figures.left_out
+    if left is None:
+        return ""
+    time = left.step_time_s
+    because = "no plan fits on all" if time is None else f"using all would take {seconds(time)}"
+    if time is not None and time < figures.best.step_time_s:
+        because += ", and save less than 1 %"
+    return (
+        f"{left.num_ranks - figures.cluster.num_ranks} of {left.num_ranks} devices of "
+        f"{left.cluster} are left idle: {left.devices} (ranks {left.idle}); {because}"
+    )
+
+
+def decisions(plan: Plan, width: int) -> list[str]:
+    """Return the plan's decisions in a few lines."""
+    lines = [f"  plan    {plan.figures.best.what}"]
+    dtypes = plan.precision.to_json()
+    if dtypes:
+        lines.append("  types   " + ", ".join(f"{k} {v}" for k, v in dtypes.items()))
+    entries = plan.parameters.values()
+    sharded = [e for e in entries if any(c != "whole" for c in e.layout.values())]
+    if any(role == "parameters" for role in plan.roles.values()):
+        lines.append(f"  shards  {len(sharded)} of {len(entries)} kinds of parameters")
+    if plan.figures.fixed:
+        fixed = ", ".join(_option(k, v) for k, v in plan.figures.fixed.items())
+        lines.append(f"  fixed   {fixed}")
+    lines = _fit(lines, width)
+    if plan.stages:
+        rows = [
+            (str(i), format_ranks(s.ranks), s.first or "the first node")
+            for i, s in enumerate(plan.stages[:MAX_STAGES])
+        ]
+        lines += table([Column("stage"), Column("ranks")], "begins at", rows, width)
+        more = len(plan.stages) - MAX_STAGES
+        lines += [f"  … {more} more stages"] if more > 0 else []
+    return lines
+
+
+def _option(name: str, value: Any) -> str:
+    """Return an option as users write it."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{glob}={_sharding(layout)}" for glob, layout in value.items())
+    return f"{name}={'+'.join(value) or 'none' if isinstance(value, list | tuple) else value}"
+
+
+def _sharding(layout: Any) -> str:
+    if isinstance(layout, Mapping):
+        return ",".join(f"{k}:{v}" for k, v in layout.items())
+    return str(layout)
+
+
+def _fit(lines: Sequence[str], width: int, indent: int = 10) -> list[str]:
+    return [part for line in lines for part in wrapped(line, width, "", " " * indent)]
+
+
+# ------------------------------------------------------------ other plans
+
+
+class ConfigDifference(NamedTuple):
+    """What another configuration does differently, and what that costs by cause."""
+
+    changed: dict[str, list[Any]]  # by option: the value of the plan, the other's
+    step_time_s: float
+    causes_s: dict[str, float]
+    memory_bytes: float
+
+
+def difference(best: SimulatedConfig, other: SimulatedConfig) -> ConfigDifference:
+    """Return what another configuration does differently."""
+    changed: dict[str, list[Any]] = {}
+    if best.config is not None and other.config is not None:
+        for name in ParallelConfig.__slots__:
+            own, its = getattr(best.config, name), getattr(other.config, name)
+            if own != its:
+                changed[name] = [own, its]
+    return ConfigDifference(
+        changed=changed,
+        step_time_s=other.step_time_s - best.step_time_s,
+        causes_s={
+            name: other.causes[name] - value
+            for name, value in best.causes.items()
+            if other.causes[name] != value
+        },
+        memory_bytes=other.memory.peak_bytes - best.memory.peak_bytes,
+    )
+
+
+def why_not(best: SimulatedConfig, other: SimulatedConfig) -> str:
+    """Explain in a sentence why another configuration was not chosen."""
+    delta, time = difference(best, other), best.step_time_s
+    instead = "; ".join(
+        f"{option_text(name, its)} instead of {option_text(name, own)}"
+        for name, (own, its) in delta.changed.items()
+    )
+    more = delta.memory_bytes
+    memory = f"{size(abs(more))} {'more' if more > 0 else 'less'}" if more else "the same"
+    return (
+        f"why not {other.what}: {instead or 'the same in short'} takes "
+        f"{_longer(delta.step_time_s, time)}, and {memory} memory"
+    )
+
+
+def _longer(delta: float, time: float) -> str:
+    if delta < -1e-6 * time:
+        less = f"{seconds(-delta)} less ({delta / time:+.2%})"
+        return f"{less}: of plans within 1 %, the simpler one is taken"
+    if delta < 1e-6 * time:
+        return "as long"
+    return f"{seconds(delta)} longer ({delta / time:+.2%})"
+
+
+def option_text(name: str, value: Any) -> str:
+    """Return one option of a configuration in words.
+
+    >>> option_text("num_microbatches", 8), option_text("offload", ()), option_text("layout", 1)
+    ('8 micro-batches', 'offload nothing', 'lean layouts')
+    >>> option_text("cuts", (0, 12)), option_text("cuts", ()), option_text("dp", 4)
+    ('stages from nodes 0, 12', 'stages of equal time', 'dp=4')
+    """
+    if name == "cuts" and not value:
+        return "stages of equal time"
+    if isinstance(value, list | tuple):
+        value = (", " if name == "cuts" else "+").join(map(str, value)) or "nothing"
+    if name == "layout":
+        value = LAYOUTS[min(value, len(LAYOUTS) - 1)]
+    return OPTION_TEXTS.get(name, name + "={}").format("none" if value in ("", None) else value)
+
+
+def runners_up(figures: SearchResult, width: int) -> list[str]:
+    """Return the other simulated configurations, with their ratio to the best."""
+    rows = [
+        (
+            f"{other.step_time_s / figures.best.step_time_s:.3f}x",
+            seconds(other.step_time_s),
+            size(other.memory.peak_bytes),
+            other.what,
+        )
+        for other in figures.runners_up
+    ]
+    if not rows:
+        return ["no runner-up fits"]
+    columns = [Column("ratio"), Column("step", 1), Column("memory", 2)]
+    return ["runners-up", *table(columns, "plan", rows, width)]
+
+
+def why(figures: SearchResult, width: int) -> list[str]:
+    """Explain why this plan and not the first runner-up."""
+    if not figures.runners_up:
+        return ["Nothing else that was simulated fits."]
+    best, other = figures.best, figures.runners_up[0]
+    lines = wrapped(why_not(best, other), width, "", "  ")
+    causes = difference(best, other).causes_s
+    rows = [
+        (
+            seconds(best.causes[name]),
+            seconds(other.causes[name]),
+            ("+" if delta > 0 else "-") + seconds(abs(delta)),
+            CAUSES[name],
+        )
+        for name, delta in sorted(causes.items(), key=lambda item: -abs(item[1]))
+        if abs(delta) > 1e-5 * best.step_time_s
+    ]
+    if rows:
+        columns = [Column("this", 1), Column("runner-up", 1), Column("difference")]
+        lines += table(columns, "cause", rows, width)
+    return lines
+
+
+def outlook(figures: SearchResult, width: int) -> list[str]:
+    """Return what relaxing would gain, and how much better an optimum could be."""
+    rows = [
+        (
+            f"{row.ratio - 1:+.1%}",
+            seconds(row.step_time_s),
+            f"{row.change}: {row.plan}" if row.plan else row.change,
+        )
+        for row in figures.relaxations
+        if row.ratio is not None and row.step_time_s is not None
+    ]
+    lines = ["what would change the step"]
+    lines += table([Column("by"), Column("to", 1)], "change", rows, width)
+    gap = figures.gap
+    if gap is not None:
+        text = (
+            f"{gap.simulated:,} of {gap.points:,} configurations simulated; a better one is at "
+            f"most {gap.search:.1%} faster, better layouts at most {gap.layouts:.1%} by the prices "
+            "of a typical micro-batch"
+        )
+        lines += wrapped(text, width, "", "  ")
+    if figures.local_search is not None and figures.local_search.simulated:
+        lines += wrapped(_local_search(figures.local_search), width, "", "  ")
+    return lines
+
+
+def _local_search(summary: LocalSearchSummary) -> str:
+    layouts = f" and {summary.layouts:,} other layouts" if summary.layouts else ""
+    text = f"other stage boundaries{layouts}: {summary.simulated:,} more simulated, "
+    if summary.gain > 0:
+        text += f"of which the best, {summary.gain:.2%} faster than the search's, is this plan"
+    else:
+        text += "none is faster"
+    return text + ("; no other can be" if summary.complete else "; not all were tried")
+
+
+# ------------------------------------------------------------ time and memory
+
+
+def time_by_cause(figures: SearchResult, width: int) -> list[str]:
+    """Return where the time goes, of the ranks that end last."""
+    causes = {CAUSES[name]: value for name, value in figures.best.causes.items()}
+    return [
+        *wrapped("time by cause, of the ranks that end last", width, "", "  "),
+        *shares(causes, figures.best.step_time_s, seconds, width),
+    ]
+
+
+def memory_by_part(figures: SearchResult, width: int) -> list[str]:
+    """Return what takes the memory of the fullest device at its peak."""
+    memory = figures.best.memory
+    when = "the optimizer step" if memory.when == "optimizer" else f"action {memory.when}"
+    title = f"memory by cause, of the fullest rank (group {memory.group}) in {when}"
+    return [
+        *wrapped(title, width, "", "  "),
+        *shares(memory.parts, memory.peak_bytes, size, width),
+    ]
+
+
+def shares(
+    parts: Mapping[str, float], total: float, text: Callable[[float], str], width: int
+) -> list[str]:
+    """Return the parts of a total with bars, largest first, without negligible ones."""
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    room = BAR if width >= 72 else 0
+    rows = [
+        (text(v), f"{v / total:.1%}", *([f"{bar(v / total, room):<{room}}"] if room else []), k)
+        for k, v in ordered
+        if v > 5e-4 * total
+    ]
+    columns = [Column(""), Column("", 1), *([Column("", 2)] if room else [])]
+    return table(columns, "", rows, width)[1:] if rows else []
+
+
+def by_layer(figures: SearchResult, width: int) -> list[str]:
+    """Return the time of a step and the bytes on a rank, of every layer."""
+    if not figures.layers:
+        return []
+    rows = [
+        (
+            seconds(row.forward_s * row.count),
+            seconds(row.backward_s * row.count),
+            seconds(row.communication_s * row.count),
+            size(row.state_bytes * row.count),
+            size(row.activation_bytes * row.count),
+            str(row.stage),
+            layer_name(row),
+        )
+        for row in figures.layers[:MAX_LAYERS]
+    ]
+    columns = [
+        Column("forward"),
+        Column("backward", 1),
+        Column("comm", 2),
+        Column("state", 1),
+        Column("saved", 1),
+        Column("stage", 3),
+    ]
+    title = (
+        "by layer, a step on one rank; comm: communication; state: parameters, gradients, "
+        "optimizer; saved: activations of a micro-batch"
+    )
+    lines = [*wrapped(title, width, "", "  "), *table(columns, "layer", rows, width)]
+    more = len(figures.layers) - MAX_LAYERS
+    return [*lines, f"  … {more} more; --json has all"] if more > 0 else lines
+
+
+def layer_name(row: LayerFigures) -> str:
+    """Return one name for equal layers: `blocks.0-3` for four of them."""
+    if row.count == 1:
+        return row.name
+    first, final = re.search(r"(\d+)$", row.name), re.search(r"(\d+)$", row.last)
+    if first and final and int(final[1]) - int(first[1]) + 1 == row.count:
+        return f"{row.name}-{final[1]}"
+    return f"{row.name} x{row.count}"

@@ -216,8 +216,8 @@ class Prepared:
     """The inputs of an `Evaluator` for one row."""
 
     fold: FoldedGraph
-    works: WorkloadModel
-    setting: ExecutionConfig
+    workloads: WorkloadModel
+    execution: ExecutionConfig
 
 
 class RowWorks(WorkloadModel):
@@ -268,8 +268,10 @@ def prepare(row: Row, *, num_microbatches: int) -> Prepared:
     shape = replace(shape_of(row), layers=CAPTURED_LAYERS)
     few, axes = _works(shape, row.seq_len, row.dtype, row.tp, _cuts_sequence(row, shape))
     fold = FoldedGraph.repeated(few.fold.graph, row.layers)
-    works = Pieces(few, fold, rows=num_microbatches * row.dp * row.micro_batch, parts=row.cp)
-    return Prepared(fold=fold, works=works, setting=_setting(row, fold, axes, num_microbatches))
+    workloads = Pieces(few, fold, rows=num_microbatches * row.dp * row.micro_batch, parts=row.cp)
+    return Prepared(
+        fold=fold, workloads=workloads, execution=_execution(row, fold, axes, num_microbatches)
+    )
 
 
 @lru_cache(maxsize=256)
@@ -286,11 +288,11 @@ def _works(
         plan = plan.with_(nodes={place: dict.fromkeys(axes, "cut d1") for place in _BETWEEN})
     solved = resolve(graph, plan, facts)
     fold = FoldedGraph.repeated(graph, shape.layers)
-    works = RowWorks(fold, facts, solved.assignments, dict(plan.roles))
-    works.keeps_shards = cuts_sequence
+    workloads = RowWorks(fold, facts, solved.assignments, dict(plan.roles))
+    workloads.keeps_shards = cuts_sequence
     if float8:
-        works.float8 = Float8(graph, fold.blocks, shape.hidden if cuts_sequence else None)
-    return works, tuple((name, int(n)) for name, n in plan.mesh.axes if name != "dp")
+        workloads.float8 = Float8(graph, fold.blocks, shape.hidden if cuts_sequence else None)
+    return workloads, tuple((name, int(n)) for name, n in plan.mesh.axes if name != "dp")
 
 
 @lru_cache(maxsize=64)
@@ -313,7 +315,7 @@ def _cuts_sequence(row: Row, shape: Shape) -> bool:
     return row.tp > 1 and modern and row.seq_len % row.tp == 0
 
 
-def _setting(
+def _execution(
     row: Row, fold: FoldedGraph, axes: tuple[tuple[str, int], ...], count: int
 ) -> ExecutionConfig:
     mesh = Mesh(axes=(("dp", row.dp * row.cp), *axes))

@@ -129,7 +129,7 @@ def predict_row(row: Row, cluster: Cluster) -> tuple[float, float]:
     )  # reduce-scatters after every micro-batch, as FSDP does
     played = 1 if each else min(row.num_microbatches, 2 * row.pp)
     prepared = prepare(row, num_microbatches=played)
-    estimate = Evaluator(prepared.fold, cluster).estimate(prepared.works, prepared.setting)
+    estimate = Evaluator(prepared.fold, cluster).estimate(prepared.workloads, prepared.execution)
     seconds, peak_bytes = estimate.step_time_s, estimate.peak.peak_bytes
     if row.sharding.level == 1 and row.is_grouped:
         seconds += _update_in_groups(row, cluster, prepared, estimate)
@@ -191,7 +191,7 @@ def _sends_s(cluster: Cluster, prepared: Prepared, estimate: Estimate) -> float:
 
     In the simulation the next stage waits for them, but they do not slow down computing stages.
     """
-    costs, groups = ClusterCosts(cluster), prepared.setting.groups
+    costs, groups = ClusterCosts(cluster), prepared.execution.groups
     per_group = [0.0] * len(groups)
     for stage, after in pairwise(estimate.stages):
         if stage.group == after.group:
@@ -208,7 +208,7 @@ def _adding_s(row: Row, prepared: Prepared, estimate: Estimate) -> float:
 
     It is a plain pass over memory at the preset's rate: no operator of a model is as simple.
     """
-    parts = row.dp * row.cp if prepared.setting.zero else 1
+    parts = row.dp * row.cp if prepared.execution.zero else 1
     num_bytes = _ADDED_WORDS * DTYPES[row.compute_dtype].num_bytes * _numel(estimate) * parts
     return num_bytes / preset_device(row.gpu).memory_rate(num_bytes)
 
@@ -221,7 +221,7 @@ def _update_in_groups(row: Row, cluster: Cluster, prepared: Prepared, estimate: 
     """
     assert row.sharding.group is not None
     size = row.sharding.group
-    group = prepared.setting.groups[0]
+    group = prepared.execution.groups[0]
     (_, ranks), *others = group.mesh.axes
     mesh = Mesh(axes=(("outer", int(ranks) // size), ("inner", size), *others))
     group = Group(mesh=mesh, ranks=group.ranks)
@@ -235,9 +235,9 @@ def _peak_in_groups(row: Row, cluster: Cluster, prepared: Prepared, estimate: Es
     that.
     """
     assert row.sharding.group is not None
-    shared = replace(prepared.setting, zero=1)
+    shared = replace(prepared.execution, zero=1)
     shared_bytes = (
-        Evaluator(prepared.fold, cluster).estimate(prepared.works, shared).peak.peak_bytes
+        Evaluator(prepared.fold, cluster).estimate(prepared.workloads, shared).peak.peak_bytes
     )
     share = 1 / row.sharding.group - 1 / (row.dp * row.cp)
     return shared_bytes + _STATE_BYTES * _numel(estimate) * share

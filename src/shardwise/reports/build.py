@@ -17,7 +17,6 @@ from shardwise.errors import PlanError
 from shardwise.messages.choice import REFERENCE_BYTES, CollectiveChoice, format_groups
 from shardwise.messages.program import format_ranks
 from shardwise.plans import Plan
-from shardwise.plans.explain import difference, idle_devices, option_text, why_not
 from shardwise.plans.search_result import (
     CAUSES,
     PARAMETER_COLUMNS,
@@ -25,6 +24,7 @@ from shardwise.plans.search_result import (
     SearchResult,
     SimulatedConfig,
 )
+from shardwise.plans.text import difference, idle_devices, option_text, why_not
 from shardwise.reports.document import (
     Cause,
     CollectiveRow,
@@ -40,7 +40,7 @@ from shardwise.reports.document import (
 )
 from shardwise.reports.timeline import Step, classes_of, groups_of, short
 from shardwise.simulation import Estimate, MemoryUse, stored_estimate
-from shardwise.simulation.stored import memory_over_time
+from shardwise.simulation.estimate import memory_over_time
 
 if TYPE_CHECKING:
     from shardwise.cost import OpTable

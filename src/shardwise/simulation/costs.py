@@ -22,17 +22,17 @@ from shardwise.simulation.workload import BACKWARD, FORWARD, WEIGHT, Floats, Wor
 
 @dataclass(frozen=True, kw_only=True)
 class NodeTimes:
-    """Seconds of every node: of computing, and of waiting for collectives (`…_talk`)."""
+    """Seconds of every node: of computing, and of waiting for collectives (`…_comm`)."""
 
     forward: Floats
     backward: Floats  # with `weight`
     weight: Floats
-    forward_talk: Floats
-    backward_talk: Floats
-    again: Floats  # of forward without products: what selective recomputation repeats
+    forward_comm: Floats
+    backward_comm: Floats
+    recompute: Floats  # forward without products, which selective recomputation repeats
     device: Device
 
-    NAMES = ("forward", "backward", "weight", "forward_talk", "backward_talk", "again")
+    NAMES = ("forward", "backward", "weight", "forward_comm", "backward_comm", "recompute")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +68,9 @@ class Group:
 
 
 class ClusterCosts:
-    """Times on one cluster; collectives are worked out once for every set of groups.
+    """Times on one cluster; the model of a collective is made once for every set of groups.
 
-    `choose` names the implementation of each; None stands for the library's.
+    `choose` selects the implementation of each collective; None is the library's.
     """
 
     def __init__(
@@ -98,16 +98,17 @@ class ClusterCosts:
         return self.collective(op, rows).seconds(num_bytes)
 
     def update(self, device: Device, numel: float, piece: float, tensors: float) -> float | None:
-        """Seconds of AdamW for `numel` elements in parameters of about `piece`, if more is known.
+        """Return the seconds of AdamW for `numel` elements in parameters of about `piece` each.
 
-        On a CPU it is a sequence of operators for each parameter; a GPU takes all at once.
+        On a CPU it is a sequence of operators for each parameter. A GPU updates all parameters at
+        once: None unless that was measured.
         """
         if not numel:
             return 0.0
         if self.table is not None:
-            found = self.table.update_seconds(device.name, numel, piece)
-            if found is not None:
-                return found / device.speed
+            seconds = self.table.update_seconds(device.name, numel, piece)
+            if seconds is not None:
+                return seconds / device.speed
         if device.kind != "cpu":
             return None
         return adamw.operator_seconds(numel, device, piece=piece, tensors=tensors)
@@ -115,37 +116,37 @@ class ClusterCosts:
     def node_times(self, work: Workload, device: Device, group: Group) -> NodeTimes:
         """Return the times of a rank with this device, in this group."""
         count = len(work.saved)
-        found = {name: np.zeros(count) for name in NodeTimes.NAMES}
+        times = {name: np.zeros(count) for name in NodeTimes.NAMES}
         if self.table is None:
-            self._compute(work, device, found)
+            self._compute(work, device, times)
         else:
-            self._look_up(work, device, self.table, found)
-        names: Mapping[int, str] = {FORWARD: "forward_talk", BACKWARD: "backward_talk"}
-        for talk in work.collectives:
-            found[names[talk.phase]][talk.node] += self.collective_seconds(
-                talk.op, group, talk.axes, talk.num_bytes
+            self._look_up(work, device, self.table, times)
+        names: Mapping[int, str] = {FORWARD: "forward_comm", BACKWARD: "backward_comm"}
+        for collective in work.collectives:
+            times[names[collective.phase]][collective.node] += self.collective_seconds(
+                collective.op, group, collective.axes, collective.num_bytes
             )
-        return NodeTimes(**found, device=device)
+        return NodeTimes(**times, device=device)
 
-    def _compute(self, work: Workload, device: Device, found: Mapping[str, Floats]) -> None:
+    def _compute(self, work: Workload, device: Device, times: Mapping[str, Floats]) -> None:
         for launch in work.launches:
             seconds = kernel_seconds(launch.kernel, device)
             if launch.phase == FORWARD:
-                found["forward"][launch.node] += seconds
-                found["again"][launch.node] += 0.0 if launch.product else seconds
+                times["forward"][launch.node] += seconds
+                times["recompute"][launch.node] += 0.0 if launch.product else seconds
             else:
-                found["backward"][launch.node] += seconds
-                found["weight"][launch.node] += seconds if launch.phase == WEIGHT else 0.0
+                times["backward"][launch.node] += seconds
+                times["weight"][launch.node] += seconds if launch.phase == WEIGHT else 0.0
 
     def _look_up(
-        self, work: Workload, device: Device, table: OpTable, found: Mapping[str, Floats]
+        self, work: Workload, device: Device, table: OpTable, times: Mapping[str, Floats]
     ) -> None:
         for node, call, product in work.calls:
             seconds = call_seconds(call, device, table)
-            found["forward"][node] += seconds.forward_s
-            found["again"][node] += 0.0 if product else seconds.forward_s
-            found["backward"][node] += seconds.backward_s
-            found["weight"][node] += seconds.weight_s
+            times["forward"][node] += seconds.forward_s
+            times["recompute"][node] += 0.0 if product else seconds.forward_s
+            times["backward"][node] += seconds.backward_s
+            times["weight"][node] += seconds.weight_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,18 +162,15 @@ class Span:
     detail: Mapping[str, float] = field(default_factory=dict)
 
 
-# How a step runs, beside the layouts of its nodes.
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
-    """Groups of ranks, the stages that they run, and what is done to save memory.
+    """How a step runs: groups of ranks, the stages that they run, and memory savings.
 
     `cuts` are the positions at which stages begin, the first at 0; `placement` says which group
     runs each. `zero` is the level of all parameters, `zeros` that of those that match a glob; the
-    last match wins. `prefetch` says whether new parameters are gathered (zero 1 and 2) while the
-    next forward already runs, `whole_units` that a unit's parameters travel in one message whatever
-    their size; both are of other stacks than ours.
+    last match wins. With `prefetch`, updated parameters (zero 1 and 2) are gathered while the next
+    forward already runs; with `whole_units`, a unit's parameters are one message whatever their
+    size. Other frameworks do both; `published` predicts their times.
     """
 
     groups: tuple[Group, ...]
@@ -189,12 +187,12 @@ class ExecutionConfig:
     whole_units: bool = False
 
     def level(self, parameter: str) -> int:
-        """The zero level of a parameter."""
-        found = self.zero
+        """Return the zero level of a parameter."""
+        zero = self.zero
         for glob, level in self.zeros.items():
             if fnmatchcase(parameter, glob):
-                found = level
-        return found
+                zero = level
+        return zero
 
     def wire_size(self, item_bytes: int) -> int:
         """Return the bytes of a gradient's element while it is summed, given its parameter's."""

@@ -19,23 +19,32 @@ from shardwise.ir import Graph
 from shardwise.messages.choice import Chooser, chosen
 from shardwise.plans import Plan, Resolved, model_fingerprint, resolve, used_devices
 from shardwise.plans.plan import block_constraints
+from shardwise.plans.search_result import MemoryFigures
 from shardwise.program.microbatches import separate_means
 from shardwise.program.pipeline import plan_schedule
 from shardwise.program.stages import with_keys
 from shardwise.schedules import Schedule, default_schedule, make
+from shardwise.schedules.levels import KINDS, levels_of
 from shardwise.sharding.factors import analyze
 from shardwise.simulation.costs import ClusterCosts, ExecutionConfig, Group, NodeTimes
 from shardwise.simulation.folded_graph import FoldedGraph
-from shardwise.simulation.gradient_traffic import Key, ParamClass
 from shardwise.simulation.memory import MemoryUse, StageMemory, group_memory, peak_of, stage_memory
-from shardwise.simulation.stages import Layers, StageCost, stage_cost, tied_bytes, with_offload
+from shardwise.simulation.stages import (
+    Key,
+    Layers,
+    ParamClass,
+    StageCost,
+    stage_cost,
+    tied_bytes,
+    with_offload,
+)
 from shardwise.simulation.step import Timeline, lay_out, step_times
 from shardwise.simulation.workload import WorkloadModel
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A predicted step: never a bare number."""
+    """A predicted step: its timeline and the memory of every group."""
 
     timeline: Timeline
     memory: tuple[MemoryUse, ...]  # of the fullest rank of every group
@@ -87,10 +96,10 @@ class _Class:
 
     device: Device
     rows: float
-    most: float  # rows of the largest micro-batch
+    max_rows: float  # rows of the largest micro-batch
 
 
-_Ranks = tuple[_Class, Layers, Layers]  # a class, and what it does: typically, and at most
+_Ranks = tuple[_Class, Layers, Layers]  # of a typical and of the largest micro-batch
 
 
 class Evaluator:
@@ -122,64 +131,70 @@ class Evaluator:
 
     def estimate(
         self,
-        works: Mapping[Mesh, WorkloadModel] | WorkloadModel,
-        setting: ExecutionConfig,
+        workloads: Mapping[Mesh, WorkloadModel] | WorkloadModel,
+        execution: ExecutionConfig,
         watched: Collection[int] | None = None,
     ) -> Estimate:
-        """The predicted step; `works` by the mesh of a group where groups differ.
+        """Return the predicted step; `workloads` are by mesh where groups differ.
 
-        Memory is worked out for the groups in `watched`, by default for all.
+        Memory is predicted for the groups in `watched`, by default for all.
         """
-        found = [self._group(works, setting, number) for number in range(len(setting.groups))]
-        stages = [
-            self._cost(stage, found[number], setting)
-            for stage, number in enumerate(setting.placement)
+        by_group = [
+            self._group(workloads, execution, number) for number in range(len(execution.groups))
         ]
-        slowest = [max(mine, key=lambda c: c[0].rows / c[0].device.speed)[0] for mine in found]
+        stages = [
+            self._cost(stage, by_group[number], execution)
+            for stage, number in enumerate(execution.placement)
+        ]
+        slowest = [
+            max(classes, key=lambda c: c[0].rows / c[0].device.speed)[0] for classes in by_group
+        ]
         devices = [kind.device for kind in slowest]
-        any_works = works if isinstance(works, WorkloadModel) else next(iter(works.values()))
-        tied = tied_bytes([mine[0][1] for mine in found], setting)
-        schedule = self._scheduled(setting)
-        times = step_times(stages, setting, schedule, devices, self.costs, tied)
+        any_workload = (
+            workloads if isinstance(workloads, WorkloadModel) else next(iter(workloads.values()))
+        )
+        tied = tied_bytes([classes[0][1] for classes in by_group], execution)
+        schedule = self._scheduled(execution)
+        times = step_times(stages, execution, schedule, devices, self.costs, tied)
         return Estimate(
             timeline=lay_out(times, schedule),
-            memory=self.memory(works, setting, watched),
+            memory=self.memory(workloads, execution, watched),
             stages=tuple(stages),
-            rows=any_works.rows,
-            num_ranks=setting.num_ranks,
+            rows=any_workload.rows,
+            num_ranks=execution.num_ranks,
         )
 
     def memory(
         self,
-        works: Mapping[Mesh, WorkloadModel] | WorkloadModel,
-        setting: ExecutionConfig,
+        workloads: Mapping[Mesh, WorkloadModel] | WorkloadModel,
+        execution: ExecutionConfig,
         watched: Collection[int] | None = None,
     ) -> tuple[MemoryUse, ...]:
-        """What the fullest rank needs, of every group in `watched`, by default of all."""
-        schedule, found = self._scheduled(setting), []
-        for number in range(len(setting.groups)):
+        """Return the memory of the fullest rank of every group in `watched`, by default of all."""
+        schedule, uses = self._scheduled(execution), []
+        for number in range(len(execution.groups)):
             if watched is None or number in watched:
-                classes = self._group(works, setting, number)
+                classes = self._group(workloads, execution, number)
                 stages = {
                     stage: max(
-                        self._memories(stage, classes, setting),
+                        self._memories(stage, classes, execution),
                         key=lambda m: m.need("B", "middle").total,
                     )
-                    for stage, group in enumerate(setting.placement)
+                    for stage, group in enumerate(execution.placement)
                     if group == number
                 }
                 tightest = min((kind.device for kind, _, _ in classes), key=_usable_bytes)
-                found.append(group_memory(number, stages, schedule, tightest))
-        return tuple(found)
+                uses.append(group_memory(number, stages, schedule, tightest))
+        return tuple(uses)
 
-    def _scheduled(self, setting: ExecutionConfig) -> Schedule:
-        """The order of actions: as set, or the usual one."""
-        groups, stages = len(setting.groups), len(setting.placement)
+    def _scheduled(self, execution: ExecutionConfig) -> Schedule:
+        """Return the order of actions: the config's own, or the default for its stages."""
+        groups, stages = len(execution.groups), len(execution.placement)
         name = default_schedule(stages, groups)
-        return setting.schedule or self.schedule(name, groups, setting.num_microbatches, stages)
+        return execution.schedule or self.schedule(name, groups, execution.num_microbatches, stages)
 
     def schedule(self, name: str, groups: int, num_microbatches: int, stages: int) -> Schedule:
-        """A schedule by name, made once."""
+        """Return a named schedule, made once."""
         key = (name, groups, num_microbatches, stages)
         if key not in self._schedules:
             self._schedules[key] = make(
@@ -189,139 +204,146 @@ class Evaluator:
 
     def _group(
         self,
-        works: Mapping[Mesh, WorkloadModel] | WorkloadModel,
-        setting: ExecutionConfig,
+        workloads: Mapping[Mesh, WorkloadModel] | WorkloadModel,
+        execution: ExecutionConfig,
         number: int,
     ) -> list[_Ranks]:
-        """What every class of ranks of a group does, per position: typical, and at most."""
-        group = setting.groups[number]
-        mine = works if isinstance(works, WorkloadModel) else works[group.mesh]
-        found = []
-        for kind in self._classes(group, mine, setting.num_microbatches):
-            typical = self._layer(mine, kind.rows, kind.device, group, setting)
-            most = typical
-            if kind.most != kind.rows:
-                most = self._layer(mine, kind.most, kind.device, group, setting)
-            found.append((kind, typical, most))
-        return found
+        """Return every class of ranks of a group, with its typical and its largest micro-batch."""
+        group = execution.groups[number]
+        workload = workloads if isinstance(workloads, WorkloadModel) else workloads[group.mesh]
+        classes = []
+        for kind in self._classes(group, workload, execution.num_microbatches):
+            typical = self._layer(workload, kind.rows, kind.device, group, execution)
+            largest = typical
+            if kind.max_rows != kind.rows:
+                largest = self._layer(workload, kind.max_rows, kind.device, group, execution)
+            classes.append((kind, typical, largest))
+        return classes
 
     def group_layers(
         self,
-        works: Mapping[Mesh, WorkloadModel] | WorkloadModel,
-        setting: ExecutionConfig,
+        workloads: Mapping[Mesh, WorkloadModel] | WorkloadModel,
+        execution: ExecutionConfig,
         number: int,
     ) -> list[Layers]:
-        """What every class of ranks of a group does at every position."""
-        return [layers for _, layers, _ in self._group(works, setting, number)]
+        """Return the costs of a typical micro-batch for every class of ranks of a group."""
+        return [layers for _, layers, _ in self._group(workloads, execution, number)]
 
     def _layer(
         self,
-        works: WorkloadModel,
+        workloads: WorkloadModel,
         rows: float,
         device: Device,
         group: Group,
-        setting: ExecutionConfig,
+        execution: ExecutionConfig,
     ) -> Layers:
         where = self._signature(group)
-        key = (id(works), rows, device, where)
-        if key in self._times and (key, setting.recompute) in self._layers:
-            return self._layers[key, setting.recompute]
-        work = works.at(rows, exact=self.costs.table is not None)
+        key = (id(workloads), rows, device, where)
+        if key in self._times and (key, execution.recompute) in self._layers:
+            return self._layers[key, execution.recompute]
+        work = workloads.at(rows, exact=self.costs.table is not None)
         if key not in self._times:
             self._times[key] = self.costs.node_times(work, device, group)
-        if (key, setting.recompute) not in self._layers:
-            self._layers[key, setting.recompute] = Layers(
-                self.fold, work, self._times[key], setting, self._shared
+        if (key, execution.recompute) not in self._layers:
+            self._layers[key, execution.recompute] = Layers(
+                self.fold, work, self._times[key], execution, self._shared
             )
-        return self._layers[key, setting.recompute]
+        return self._layers[key, execution.recompute]
 
     def calls(
-        self, works: Mapping[Mesh, WorkloadModel] | WorkloadModel, setting: ExecutionConfig
+        self, workloads: Mapping[Mesh, WorkloadModel] | WorkloadModel, execution: ExecutionConfig
     ) -> Iterator[tuple[Device, Signature]]:
-        """Every call of every class of ranks, with the device that runs it."""
-        for number, group in enumerate(setting.groups):
-            mine = works if isinstance(works, WorkloadModel) else works[group.mesh]
-            bounds = [*setting.cuts, self.fold.size]
-            stages = [s for s, g in enumerate(setting.placement) if g == number]
+        """Yield every call of every class of ranks, with the device that runs it."""
+        for number, group in enumerate(execution.groups):
+            workload = workloads if isinstance(workloads, WorkloadModel) else workloads[group.mesh]
+            bounds = [*execution.cuts, self.fold.size]
+            stages = [s for s, g in enumerate(execution.placement) if g == number]
             here = {n for s in stages for n in self.fold.order[bounds[s] : bounds[s + 1]]}
-            for kind in self._classes(group, mine, setting.num_microbatches):
-                for node, call, _ in mine.at(kind.rows, exact=True).calls:
+            for kind in self._classes(group, workload, execution.num_microbatches):
+                for node, call, _ in workload.at(kind.rows, exact=True).calls:
                     if node in here:
                         yield kind.device, call
 
     def _signature(self, group: Group) -> object:
-        """What the times of a group depend on: its devices, how it lies on nodes, and how these
-        are connected.
-        """
+        """Return what the times of a group depend on: its devices, its nodes and their links."""
         known = self._signatures.get(id(group))
         if known is None or known[0] is not group:
             nodes = self.node[group.array]
-            found: object = (
+            signature: object = (
                 group.mesh,
                 self.kind[group.array].tobytes(),
                 (nodes - nodes[0]).tobytes(),
                 self.cluster.topology.figures(group.array),
             )
-            known = self._signatures[id(group)] = (group, found)
+            known = self._signatures[id(group)] = (group, signature)
         return known[1]
 
-    def _classes(self, group: Group, works: WorkloadModel, num_microbatches: int) -> list[_Class]:
-        """The distinct devices and shares among a group's ranks."""
-        key = (id(group), *works.batch, works.rows, num_microbatches)
+    def _classes(
+        self, group: Group, workloads: WorkloadModel, num_microbatches: int
+    ) -> list[_Class]:
+        """Return the distinct devices and shares among a group's ranks."""
+        key = (id(group), *workloads.batch, workloads.rows, num_microbatches)
         known = self._classed.get(key)
         if known is None or known[0] is not group:
-            known = self._classed[key] = (group, self._find_classes(group, works, num_microbatches))
+            known = self._classed[key] = (
+                group,
+                self._find_classes(group, workloads, num_microbatches),
+            )
         return known[1]
 
     def _find_classes(
-        self, group: Group, works: WorkloadModel, num_microbatches: int
+        self, group: Group, workloads: WorkloadModel, num_microbatches: int
     ) -> list[_Class]:
-        shares = _shares(group.mesh, works.batch)
+        shares = _shares(group.mesh, workloads.batch)
         total = float(shares.sum()) or 1.0
-        rows = works.rows / num_microbatches
+        rows = workloads.rows / num_microbatches
         wide = np.broadcast_to(shares, group.mesh.shape).ravel() if group.mesh.axes else [1.0]
         pairs = np.stack([self.kind[group.array], wide], axis=1)
-        found = [(int(kind), float(share)) for kind, share in np.unique(pairs, axis=0)]
-        ranks = _batch_ranks(group.mesh, works.batch)
+        distinct = [(int(kind), float(share)) for kind, share in np.unique(pairs, axis=0)]
+        ranks = _batch_ranks(group.mesh, workloads.batch)
         even = len(set(shares.ravel().tolist())) == 1
         classes = []
-        for kind, share in found:
-            mine = rows * share / total if not even else rows / ranks
-            typical = max(mine, 1.0) if works.batch else float(works.rows)
-            most = float(-(-int(-(-works.rows // num_microbatches)) // ranks)) if even else mine
-            if not works.batch:
-                most = typical
-            classes.append(_Class(self.devices[kind], typical, max(typical, most)))
+        for kind, share in distinct:
+            typical_rows = rows * share / total if not even else rows / ranks
+            typical = max(typical_rows, 1.0) if workloads.batch else float(workloads.rows)
+            max_rows = (
+                float(-(-int(-(-workloads.rows // num_microbatches)) // ranks))
+                if even
+                else typical_rows
+            )
+            if not workloads.batch:
+                max_rows = typical
+            classes.append(_Class(self.devices[kind], typical, max(typical, max_rows)))
         return classes
 
-    def _cost(self, stage: int, classes: Sequence[_Ranks], setting: ExecutionConfig) -> StageCost:
-        """The cost of a stage on its slowest rank."""
-        first, end = self._positions(stage, setting)
-        group = setting.groups[setting.placement[stage]]
+    def _cost(self, stage: int, classes: Sequence[_Ranks], execution: ExecutionConfig) -> StageCost:
+        """Return the cost of a stage on its slowest rank."""
+        first, end = self._positions(stage, execution)
+        group = execution.groups[execution.placement[stage]]
         costs = [
-            stage_cost(stage, first, end, layers, group, setting, self.costs)
+            stage_cost(stage, first, end, layers, group, execution, self.costs)
             for _, layers, _ in classes
         ]
         at = max(range(len(costs)), key=lambda i: costs[i].forward + costs[i].backward)
-        offloaded = self._memories(stage, classes, setting)[at].offloaded
+        offloaded = self._memories(stage, classes, execution)[at].offloaded
         if not offloaded:
             return costs[at]
         return with_offload(costs[at], offloaded / classes[at][0].device.host_bytes_per_s)
 
     def _memories(
-        self, stage: int, classes: Sequence[_Ranks], setting: ExecutionConfig
+        self, stage: int, classes: Sequence[_Ranks], execution: ExecutionConfig
     ) -> list[StageMemory]:
-        """The memory of a stage on a rank of every class."""
-        first, end = self._positions(stage, setting)
-        group = setting.groups[setting.placement[stage]]
+        """Return the memory of a stage on a rank of every class."""
+        first, end = self._positions(stage, execution)
+        group = execution.groups[execution.placement[stage]]
         return [
-            stage_memory(first, end, most, group, setting, cuda=kind.device.kind == "cuda")
-            for kind, _, most in classes
+            stage_memory(first, end, largest, group, execution, cuda=kind.device.kind == "cuda")
+            for kind, _, largest in classes
         ]
 
-    def _positions(self, stage: int, setting: ExecutionConfig) -> tuple[int, int]:
-        last = stage + 1 == len(setting.cuts)
-        return setting.cuts[stage], self.fold.size if last else setting.cuts[stage + 1]
+    def _positions(self, stage: int, execution: ExecutionConfig) -> tuple[int, int]:
+        last = stage + 1 == len(execution.cuts)
+        return execution.cuts[stage], self.fold.size if last else execution.cuts[stage + 1]
 
 
 def _usable_bytes(device: Device) -> float:
@@ -329,7 +351,7 @@ def _usable_bytes(device: Device) -> float:
 
 
 def _shares(mesh: Mesh, batch: Sequence[str]) -> np.ndarray:
-    """The share of the batch at every place of the mesh, along its batch axes."""
+    """Return the share of the batch at every place of the mesh, along its batch axes."""
     shares = np.ones([1] * max(1, len(mesh.axes)))
     for at, (axis, size) in enumerate(mesh.axes):
         weights = getattr(size, "weights", None) or (1,) * int(size)
@@ -344,10 +366,7 @@ def _batch_ranks(mesh: Mesh, batch: Sequence[str]) -> int:
     return int(np.prod([int(n) for a, n in mesh.axes if a in batch], dtype=np.int64))
 
 
-# `simulate(graph, plan, cluster)`: the predicted step of a plan.
-#
-# Repeated layers are solved and lowered once, as the planner does: what is simulated is the program
-# that would run.
+# ------------------------------------------------------------ plans
 
 
 BATCH_AXIS = "dp"
@@ -356,15 +375,15 @@ BATCH_AXIS = "dp"
 def simulate(
     graph: Graph, plan: Plan, cluster: Cluster, *, table: OpTable | None = None
 ) -> Estimate:
-    """The predicted time and memory of a step of `plan` on `cluster`.
+    """Return the predicted time and memory of a step of `plan` on `cluster`.
 
-    `table` holds measured times of operators, which replace computed ones. Collectives take the
-    times of the ways that the plan chooses for them.
+    `table` holds measured times of operators, which replace computed ones. Collectives use the
+    implementations that the plan chooses.
     """
     cluster = check_plan(graph, plan, cluster)
-    fold, works = works_of(graph, plan)
+    fold, workloads = workloads_of(graph, plan)
     evaluator = Evaluator(fold, cluster, table, chosen(plan.collectives))
-    return evaluator.estimate(works, setting_of(plan, fold))
+    return evaluator.estimate(workloads, execution_of(plan, fold))
 
 
 def check_plan(graph: Graph, plan: Plan, cluster: Cluster) -> Cluster:
@@ -386,58 +405,60 @@ def check_cluster(plan: Plan, cluster: Cluster) -> Cluster:
 
 
 def plan_calls(graph: Graph, plan: Plan, cluster: Cluster) -> dict[Device, tuple[Signature, ...]]:
-    """The local calls of a plan's program by device, each once: what could be measured."""
-    fold, works = works_of(graph, plan)
-    found: dict[Device, dict[Signature, None]] = {}
-    for device, call in Evaluator(fold, cluster).calls(works, setting_of(plan, fold)):
-        found.setdefault(device, {}).setdefault(call)
-    return {device: tuple(calls) for device, calls in found.items()}
+    """Return the distinct local calls of a plan's program, by device."""
+    fold, workloads = workloads_of(graph, plan)
+    calls_by_device: dict[Device, dict[Signature, None]] = {}
+    for device, call in Evaluator(fold, cluster).calls(workloads, execution_of(plan, fold)):
+        calls_by_device.setdefault(device, {}).setdefault(call)
+    return {device: tuple(calls) for device, calls in calls_by_device.items()}
 
 
-def works_of(graph: Graph, plan: Plan) -> tuple[FoldedGraph, dict[Mesh, WorkloadModel]]:
-    """The folded graph, and the work of a rank of every mesh of the plan."""
+def workloads_of(graph: Graph, plan: Plan) -> tuple[FoldedGraph, dict[Mesh, WorkloadModel]]:
+    """Return the folded graph, and the workload of a rank of every mesh of the plan."""
     graph = as_run(graph, plan)
     fold = FoldedGraph.of(graph, constraint_key=block_constraints(plan, graph))
     small = fold_plan(fold, plan, plan.choices(graph))
     facts = analyze(fold.graph)
-    works: dict[Mesh, WorkloadModel] = {}
+    workloads: dict[Mesh, WorkloadModel] = {}
     for stage in plan.all_stages:
-        if stage.mesh not in works:
+        if stage.mesh not in workloads:
             divided = _on_mesh(small, stage.mesh, plan.num_microbatches)
             solved: Resolved = resolve(fold.graph, divided, facts)
-            works[stage.mesh] = WorkloadModel(fold, facts, solved.assignments, dict(divided.roles))
-    return fold, works
+            workloads[stage.mesh] = WorkloadModel(
+                fold, facts, solved.assignments, dict(divided.roles)
+            )
+    return fold, workloads
 
 
 def as_run(graph: Graph, plan: Plan) -> Graph:
-    """The graph as the plan's program computes it."""
+    """Return the graph as the plan's program computes it."""
     return in_parts(graph) if plan.splits_time else graph
 
 
 def in_parts(graph: Graph) -> Graph:
-    """With micro-batches a mean loss of 16 bits is a sum in 32 bits, as are the scores it is of."""
+    """Return the graph that micro-batches run: with a 16-bit mean loss, sums are in 32 bits."""
     if graph.loss is None or graph.values[graph.loss].dtype.itemsize > 2:
         return graph
-    found = separate_means(with_keys(graph))
-    return found if len(found.nodes) > len(graph.nodes) else graph
+    separated = separate_means(with_keys(graph))
+    return separated if len(separated.nodes) > len(graph.nodes) else graph
 
 
 def _on_mesh(plan: Plan, mesh: Mesh, num_microbatches: int) -> Plan:
-    """The plan on a mesh that has an axis of the batch wherever rows are cut.
+    """Return the plan on a mesh that has a batch axis wherever rows are sharded.
 
-    `WorkloadModel` has one axis for the ranks and the micro-batches that divide them.
+    `WorkloadModel` has one axis for data-parallel ranks and micro-batches together.
     """
-    found = plan.on_mesh(mesh)
-    if num_microbatches == 1 or "batch" in found.roles.values():
-        return found
-    return found.with_(
+    restricted = plan.on_mesh(mesh)
+    if num_microbatches == 1 or "batch" in restricted.roles.values():
+        return restricted
+    return restricted.with_(
         mesh=Mesh(axes=((BATCH_AXIS, num_microbatches), *mesh.axes)),
-        roles={BATCH_AXIS: "batch", **found.roles},
+        roles={BATCH_AXIS: "batch", **restricted.roles},
     )
 
 
 def fold_plan(fold: FoldedGraph, plan: Plan, choices: Mapping[str, Mapping[str, str]]) -> Plan:
-    """The plan's decisions for the small graph; `choices` are those of the whole graph's nodes."""
+    """Return the plan's decisions for the small graph, given the choices of all nodes."""
     small = fold.graph
     names = [n for p in small.parameters for n in (p.name, *p.aliases)]
     nodes = {node.name for node in small.nodes}
@@ -454,8 +475,8 @@ def fold_plan(fold: FoldedGraph, plan: Plan, choices: Mapping[str, Mapping[str, 
     )
 
 
-def setting_of(plan: Plan, fold: FoldedGraph) -> ExecutionConfig:
-    """How a plan's step runs."""
+def execution_of(plan: Plan, fold: FoldedGraph) -> ExecutionConfig:
+    """Return the execution config of a plan."""
     at = {place: index for index, place in enumerate(fold.places)}
     groups = [Group(mesh=_mesh(plan, ranks), ranks=ranks) for ranks in plan.groups]
     return ExecutionConfig(
@@ -473,3 +494,76 @@ def setting_of(plan: Plan, fold: FoldedGraph) -> ExecutionConfig:
 
 def _mesh(plan: Plan, ranks: tuple[int, ...]) -> Mesh:
     return next(stage.mesh for stage in plan.all_stages if stage.ranks == ranks)
+
+
+# ------------------------------------------------------------ stored estimates
+
+
+MAX_MOMENTS = 64  # samples of memory over time
+
+
+def memory_figures(use: MemoryUse, *, over_time: bool = False) -> MemoryFigures:
+    """Return a group's memory as a plan stores it."""
+    sampled = _sampled([size for _, size in use.over_time]) if over_time else ()
+    return MemoryFigures(
+        group=use.group,
+        peak_bytes=use.peak_bytes,
+        limit_bytes=use.limit_bytes,
+        parts=dict(use.parts),
+        when=use.when,
+        others=dict(use.others),
+        host_bytes=use.host_bytes,
+        over_time_gib=" ".join(f"{size / 2**30:.4g}" for size in sampled),
+    )
+
+
+def memory_over_time(use: MemoryUse) -> list[float]:
+    """Return bytes over time: the peak of each interval; the optimizer's last, if highest."""
+    sizes = [size for _, size in use.over_time]
+    return [*_sampled(sizes), *([use.peak_bytes] if use.when == "optimizer" else [])]
+
+
+def _sampled(sizes: Sequence[float]) -> list[float]:
+    step = -(-len(sizes) // MAX_MOMENTS) or 1
+    return [max(sizes[at : at + step]) for at in range(0, len(sizes), step)]
+
+
+def stored_estimate(plan: Plan) -> Estimate:
+    """Return the step that was simulated when the plan was made.
+
+    Raises `PlanError` where the plan has no figures, or where they belong to other decisions.
+    """
+    figures = plan.figures
+    if plan.is_edited:
+        raise PlanError(
+            f"the plan {plan.name!r} was changed after it was made: its figures are another plan's",
+            hint="shardwise simulate plan.json model.py:build --cluster c.yaml",
+        )
+    figures.verify(len(plan.all_stages), len(plan.groups))
+    schedule = plan_schedule(plan)
+    levels = levels_of(schedule)
+    known = {(KINDS.index(p.kind), p.stage, p.last) for p in figures.step.passes if p.kind in KINDS}
+    if not known.issuperset(zip(levels.kind, levels.stage, levels.last, strict=True)):
+        raise PlanError(
+            "the figures of the plan are damaged: the times of some actions are missing",
+            where="search.step.passes",
+        )
+    return Estimate(
+        timeline=lay_out(figures.step, schedule),
+        memory=tuple(map(_memory_use, figures.memory)),
+        rows=figures.best.rows,
+        num_ranks=plan.num_ranks,
+    )
+
+
+def _memory_use(figures: MemoryFigures) -> MemoryUse:
+    return MemoryUse(
+        group=figures.group,
+        peak_bytes=figures.peak_bytes,
+        limit_bytes=figures.limit_bytes,
+        parts=figures.parts,
+        when=figures.when,
+        over_time=tuple(("", float(size) * 2**30) for size in figures.over_time_gib.split()),
+        others=figures.others,
+        host_bytes=figures.host_bytes,
+    )

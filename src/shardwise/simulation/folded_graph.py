@@ -47,7 +47,7 @@ class FoldedGraph:
 
     @staticmethod
     def repeated(graph: Graph, layers: int) -> FoldedGraph:
-        """A model of `layers` blocks, of which `graph` has the first two or more, all alike."""
+        """Return a model of `layers` equal blocks, of which `graph` has the first two or more."""
         blocks = _blocks(graph)
         paths = list(dict.fromkeys(path for path in blocks if path))
         if not paths or layers < 1:
@@ -93,16 +93,16 @@ class FoldedGraph:
 
     @cached_property
     def _runs(self) -> tuple[list[tuple[str, int, int]], list[int]]:
-        found: list[tuple[str, int, int]] = []
+        runs: list[tuple[str, int, int]] = []
         for at, block in enumerate(self.blocks):
-            if found and found[-1][0] == block:
-                found[-1] = (block, found[-1][1], at + 1)
+            if runs and runs[-1][0] == block:
+                runs[-1] = (block, runs[-1][1], at + 1)
             else:
-                found.append((block, at, at + 1))
-        return found, [first for _, first, _ in found]
+                runs.append((block, at, at + 1))
+        return runs, [first for _, first, _ in runs]
 
     def runs(self, first: int, end: int) -> list[tuple[str, int, int]]:
-        """The units among positions `first:end`: maximal runs in one block."""
+        """Return the units of positions `first:end`: maximal runs in one block."""
         known, starts = self._runs
         low, high = bisect_right(starts, first) - 1, bisect_left(starts, end)
         return [(name, max(a, first), min(b, end)) for name, a, b in known[low:high]]

@@ -1,9 +1,9 @@
 """Liveness of the values of a rank's program and of their gradients: the memory of a `Workload`.
 
 A value that autograd saves lives from the node that makes it until, in backward, the first node
-that needs it is done: `saved` counts it at the one, `held` at the other; what comes from another
-block counts where it enters (`entering`). With recomputation a block saves what enters it, and
-the results of products with "selective".
+that needs it is done: `saved` counts it at the former, `freed` at the latter; values from another
+block count where they enter (`entering`). With recomputation a block saves what enters it, and with
+"selective" also the results of products.
 
 Backward follows autograd: a gradient lives from the last use of its value to the node
 that made it; gradients of several uses are added in place where nothing else shares the memory.
@@ -38,10 +38,10 @@ DEFERRED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """One step of a program, as far as memory is concerned; names are of values of the rank.
+    """The memory of one step of a program; names are those of the rank's values.
 
     `results` names the memory of every result: its own, or that of an operand. `gradients` are the
-    new bytes of an operand's gradient, 0 where it is the memory of a result's gradient.
+    new bytes of an operand's gradient, 0 where it shares the memory of a result's gradient.
     """
 
     node: int
@@ -84,7 +84,7 @@ class Liveness:
         shown: frozenset[str] = frozenset(),
     ) -> None:
         self.moments, self.blocks, self.sizes, self.trained = moments, blocks, sizes, trained
-        self.shown = shown  # memory of what the model gives back: the forward has it to its end
+        self.shown = shown  # memory of what the model returns, which lives to the end of forward
         self.count = len(blocks)
         self.memory: dict[str, _Memory] = {}
         self._read()
@@ -96,9 +96,9 @@ class Liveness:
         for number, moment in enumerate(self.moments):
             block = "" if number in around else self.blocks[moment.node]
             for name in moment.operands:
-                found = self.memory.get(roots.get(name, name))
-                if found is not None:
-                    found.used.append((moment.node, block))
+                allocation = self.memory.get(roots.get(name, name))
+                if allocation is not None:
+                    allocation.used.append((moment.node, block))
             for name, memory in moment.results:
                 roots[name] = memory
                 if memory == name:
@@ -122,47 +122,47 @@ class Liveness:
         }
 
     def _kept_products(self) -> set[int]:
-        """Steps whose results selective recomputation puts aside (`runtime.recompute`).
+        """Return the steps whose results selective recomputation saves (`runtime.recompute`).
 
-        All products of a block but the last, where nothing after it is needed.
+        These are all products of a block, without the last one if nothing after it is needed.
         """
-        found: set[int] = set()
+        numbers: set[int] = set()
         last = -1
         block, needed = "", True
         for number, moment in enumerate(self.moments):
             if self.blocks[moment.node] != block:
                 if not needed:
-                    found.discard(last)
+                    numbers.discard(last)
                 block, needed = self.blocks[moment.node], True
             if moment.product and block:
-                found.add(number)
+                numbers.add(number)
                 last, needed = number, False
             elif not moment.passing:
                 needed = True
         if not needed:
-            found.discard(last)
-        return found
+            numbers.discard(last)
+        return numbers
 
     def arrays(self) -> dict[str, Floats]:
-        """`saved`, `held`, `entering`, `unsaved` by mode, `gradients`, `…_extra` and `shared`."""
-        names = ("saved", "held", "entering", "unsaved")
-        found = {f"{n}{m}": np.zeros(self.count + 1) for n in names for m in MODES}
-        found["shared"] = np.zeros(self.count + 1)
+        """Return the arrays of a `Workload` that describe memory, by their names."""
+        names = ("saved", "freed", "entering", "unsaved")
+        arrays = {f"{n}{m}": np.zeros(self.count + 1) for n in names for m in MODES}
+        arrays["shared"] = np.zeros(self.count + 1)
         for moment in self.moments:
             inside = bool(self.blocks[moment.node])
             again = moment.result_bytes if moment.product else 0.0
-            kept = (moment.own_bytes, again, 0.0) if inside else (moment.own_bytes,) * 3
-            for mode, size in zip(MODES, kept, strict=True):
-                found["saved" + mode][moment.node] += size
-                found["held" + mode][moment.node] += size
+            own = (moment.own_bytes, again, 0.0) if inside else (moment.own_bytes,) * 3
+            for mode, size in zip(MODES, own, strict=True):
+                arrays["saved" + mode][moment.node] += size
+                arrays["freed" + mode][moment.node] += size
         for name, memory in self.memory.items():
             for mode, keepers in zip(MODES, self._keepers(memory), strict=True):
-                self._place(found, mode, memory, keepers, name in self.shown)
+                self._place(arrays, mode, memory, keepers, name in self.shown)
         for mode in MODES:
-            found["unsaved" + mode] = np.cumsum(found["unsaved" + mode])
-        found["shared"] = np.cumsum(found["shared"])
-        found = {name: array[: self.count] for name, array in found.items()}
-        return found | self._forward() | self._backward() | {"waiting": self._waiting()}
+            arrays["unsaved" + mode] = np.cumsum(arrays["unsaved" + mode])
+        arrays["shared"] = np.cumsum(arrays["shared"])
+        arrays = {name: array[: self.count] for name, array in arrays.items()}
+        return arrays | self._forward() | self._backward() | {"waiting": self._waiting()}
 
     def _keepers(self, memory: _Memory) -> tuple[list[int], list[int], list[int]]:
         """Return the nodes whose backward needs a saved value, for each recomputation mode."""
@@ -178,7 +178,7 @@ class Liveness:
 
     def _place(
         self,
-        found: Mapping[str, Floats],
+        arrays: Mapping[str, Floats],
         mode: str,
         memory: _Memory,
         keepers: list[int],
@@ -186,25 +186,25 @@ class Liveness:
     ) -> None:
         at = memory.made
         last = max((node for node, _ in memory.used), default=at)
-        # What one block gives to the next is counted where that needs it. What many use is counted
-        # once, where it is made: a folded node would count it for every layer. The function that
-        # calls the blocks has it until it returns.
+        # A value that one block passes to the next counts where that needs it. A value of many
+        # users counts once, where it is made, because a folded node would count it for every layer;
+        # the function that calls the blocks holds it until it returns.
         users = {block for _, block in memory.used}
         many = len(users | {memory.home}) > 2
         returned = bool(memory.home) and "" in users  # a variable of the function around the blocks
         last = self.count - 1 if many or shown or returned else last
         if not keepers:
-            _between(found["unsaved" + mode], at, last + 1, memory.size)
+            _between(arrays["unsaved" + mode], at, last + 1, memory.size)
             return
         first = at if many else min(keepers)
         enters = not many and self.blocks[first] != memory.home
         if enters:  # between layers that are folded into one, only the node that it enters is there
-            _between(found["unsaved" + mode], at, first, memory.size)
-            found["entering" + mode][first] += memory.size
-        found["saved" + mode][first if enters else at] += memory.size
-        found["held" + mode][first] += memory.size
-        if not mode and not memory.trained:  # a later stage computes it again, for its own
-            _between(found["shared"], first, max(keepers) + 1, memory.size)
+            _between(arrays["unsaved" + mode], at, first, memory.size)
+            arrays["entering" + mode][first] += memory.size
+        arrays["saved" + mode][first if enters else at] += memory.size
+        arrays["freed" + mode][first] += memory.size
+        if not mode and not memory.trained:  # a later stage recomputes it for itself
+            _between(arrays["shared"], first, max(keepers) + 1, memory.size)
 
     def _forward(self) -> dict[str, Floats]:
         """Return the peak of what a node's steps have made, with their temporary memory."""
@@ -218,17 +218,17 @@ class Liveness:
 
     def _waiting(self) -> Floats:
         """Return operands and results' gradients that deferred weight gradients wait with."""
-        found, counted = np.zeros(self.count), set[str]()
+        waiting, counted = np.zeros(self.count), set[str]()
         for moment in self.moments:
             if moment.waits:
-                found[moment.node] += sum(self.sizes[name] for name, _ in moment.results)
+                waiting[moment.node] += sum(self.sizes[name] for name, _ in moment.results)
                 new = [m for m in moment.keeps if m in self.memory and m not in counted]
                 counted.update(new)
-                found[moment.node] += sum(self.memory[m].size for m in new)
-        return found
+                waiting[moment.node] += sum(self.memory[m].size for m in new)
+        return waiting
 
     def _backward(self) -> dict[str, Floats]:
-        """`gradients` alive when a node's backward begins, and the most that it adds."""
+        """Return `gradients` that live when a node's backward begins, and the peak on top."""
         before, peak = np.zeros(self.count), np.zeros(self.count)
         gradients = _Gradients()
         seen: set[int] = set()
@@ -303,7 +303,7 @@ def _between(array: Floats, first: int, last: int, size: float) -> None:
 
 
 def is_cheap(kernel: Kernel) -> bool:
-    """Attention scores, which selective recomputation does not keep (`runtime.recompute`)."""
+    """Return whether a kernel computes attention scores, which `runtime.recompute` recomputes."""
     if kernel.op not in ("bmm", "baddbmm"):
         return False
     batch, m, n, k = kernel.shape

@@ -17,16 +17,15 @@ from shardwise.simulation.pass_memory import PARTS, PassPeak, StageMemory, stage
 __all__ = ["PARTS", "MemoryUse", "StageMemory", "group_memory", "peak_of", "stage_memory"]
 
 
-# What of a device's memory the tensors of a plan may take.
+# ------------------------------------------------------------ budget
 #
-# Not for tensors are: what the driver and the process keep (`reserved_gib` of the cluster file,
-# with one communicator), workspaces of libraries, buffers of further communicators, and what
-# torch's allocator leaves over between tensors. A plan fits if its predicted peak is within
-# `limit_bytes`.
+# Not all memory of a device is for tensors: the driver and the process take some (`reserved_gib` of
+# the cluster file, with one communicator), as do workspaces of libraries, buffers of further
+# communicators, and the gaps that torch's allocator leaves between tensors. A plan fits if its
+# predicted peak is within `limit_bytes`.
 
-
-# Of NCCL, on each device, for every further group that talks: 24 channels, each with three
-# connections of 4 MiB (NCCL_BUFFSIZE) + 4.7 MiB (LL128) + 0.5 MiB (LL). Measured by others on A100:
+# Of NCCL, on each device, for every further communicator: 24 channels, each with three connections
+# of 4 MiB (NCCL_BUFFSIZE) + 4.7 MiB (LL128) + 0.5 MiB (LL). Measured by others on A100:
 # 544 MB for two devices, 688 MB for more (github.com/NVIDIA/nccl/issues/964).
 COMMUNICATOR_BYTES = 24 * 3 * int(9.2 * 2**20)
 
@@ -54,7 +53,7 @@ class Budget:
 
     @classmethod
     def of(cls, device: Device, communicators: int = 1) -> Budget:
-        """Return the budget of a rank on `device` with so many communicators."""
+        """Return the budget of a rank on `device` with this many communicators."""
         if device.kind != "cuda":  # gloo's buffers are small, and the system's allocator is another
             return cls(memory_bytes=device.memory_bytes, reserved_bytes=device.reserved_bytes)
         return cls(
@@ -72,7 +71,7 @@ class Budget:
         return max(free - self.least_left_over_bytes, 1.0) / (1 + self.left_over)
 
     def taken(self, peak_bytes: float) -> float:
-        """Return the bytes that the allocator reserves for so many bytes of tensors."""
+        """Return the bytes that the allocator reserves for this many bytes of tensors."""
         return peak_bytes * (1 + self.left_over) + self.least_left_over_bytes
 
     def others(self) -> dict[str, float]:
@@ -157,7 +156,7 @@ def group_memory(
     device: Device,
 ) -> MemoryUse:
     """Return the peak of a group's rank over its actions and the optimizer's step."""
-    held = _Held(stages, schedule.actions[number])
+    memory = _RankMemory(stages, schedule.actions[number])
     best: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     when = ""
     over_time: list[tuple[str, float]] = []
@@ -166,16 +165,16 @@ def group_memory(
     most_activations = 0.0
     for index, action in enumerate(actions):
         following = actions[index + 1] if index + 1 < len(actions) else None
-        parts = held.at(action, following)
-        held.after(action)
-        if held.uses_host:
-            host = max(host, held.on_host(), key=lambda parts: sum(parts.values()))
+        parts = memory.at(action, following)
+        memory.after(action)
+        if memory.uses_host:
+            host = max(host, memory.on_host(), key=lambda parts: sum(parts.values()))
         most_activations = max(most_activations, parts["activations"])
         total = sum(parts.values())
         over_time.append((str(action), total))
         if total > sum(best.values()):
             best, when = parts, str(action)
-    parts = held.updating(device)
+    parts = memory.updating(device)
     if sum(parts.values()) > sum(best.values()):
         best, when = parts, "optimizer"
     budget = Budget.of(device, num_communicators(stages.values(), schedule, number))
@@ -196,20 +195,20 @@ def group_memory(
 
 def num_communicators(stages: Iterable[StageMemory], schedule: Schedule, number: int) -> int:
     """Count a rank's communicators: of mesh axes, of all ranks, and with neighbouring groups."""
-    found: set[tuple[str, ...]] = set()
+    axes: set[tuple[str, ...]] = set()
     for stage in stages:
-        found |= stage.talking
+        axes |= stage.communicating_axes
     beside = {
         schedule.placement[at + step]
         for at, group in enumerate(schedule.placement)
         for step in (-1, 1)
         if group == number and 0 <= at + step < len(schedule.placement)
     }
-    return 1 + len(found) + len(beside - {number})
+    return 1 + len(axes) + len(beside - {number})
 
 
-class _Held:
-    """The memory that a rank holds while it runs its actions."""
+class _RankMemory:
+    """The memory of a rank while it runs its actions."""
 
     def __init__(self, stages: Mapping[int, StageMemory], actions: Sequence[Action]) -> None:
         self.stages = stages
@@ -239,43 +238,43 @@ class _Held:
         return self._known[key]
 
     def _parts(self, action: Action, passing: float) -> dict[str, float]:
-        mine = self.stages[action.stage]
-        kept = sum(n * self.stages[s].kept for s, n in self.flying.items())
-        kept += sum(n * self.stages[s].waiting for s, n in self.waiting.items())
+        stage = self.stages[action.stage]
+        saved = sum(n * self.stages[s].saved for s, n in self.flying.items())
+        saved += sum(n * self.stages[s].waiting for s, n in self.waiting.items())
         gradients = sum(self._gradients(s) for s in self.stages if s != action.stage)
         if action.kind == "F":
-            need, gradients = mine.need("F"), gradients + self._gradients(action.stage)
+            need, gradients = stage.need("F"), gradients + self._gradients(action.stage)
         elif action.kind == "I":
-            kept -= mine.kept
-            need, gradients = mine.need("I"), gradients + self._gradients(action.stage)
+            saved -= stage.saved
+            need, gradients = stage.need("I"), gradients + self._gradients(action.stage)
         else:
-            kept -= mine.waiting if action.kind == "W" else mine.kept
-            need = self._backward(action, mine)
+            saved -= stage.waiting if action.kind == "W" else stage.saved
+            need = self._backward(action, stage)
         return {
             **self.always,
             "gradients": gradients + need.gradients,
-            "activations": kept + need.kept,
+            "activations": saved + need.saved,
             "temporary": self.fixed + need.rest + passing,
         }
 
-    def _backward(self, action: Action, mine: StageMemory) -> PassPeak:
+    def _backward(self, action: Action, stage: StageMemory) -> PassPeak:
         """Return the peak of a backward: gradients may exist before it, and be summed after it."""
         final = self._is_last(action)
         begun = action.stage in self.begun
         kind = ("last" if final else "middle") if begun else ("only" if final else "first")
         if action.kind == "B" and self.split:
-            return max(mine.need("I"), mine.need("W", kind), key=lambda need: need.total)
-        return mine.need(action.kind, kind)
+            return max(stage.need("I"), stage.need("W", kind), key=lambda need: need.total)
+        return stage.need(action.kind, kind)
 
     def _is_last(self, action: Action) -> bool:
         """Return whether an action completes the gradients of its stage."""
         return self.last.get(action.stage) is action
 
     def _gradients(self, stage: int) -> float:
-        found = self.stages[stage].static
+        static = self.stages[stage].static
         if stage in self.done:
-            return found["summed"]
-        return found["gradients"] if stage in self.begun else 0.0
+            return static["summed"]
+        return static["gradients"] if stage in self.begun else 0.0
 
     def _arriving(self, action: Action) -> float:
         """Return the bytes that are received ahead of an action."""
@@ -306,10 +305,10 @@ class _Held:
         }
 
     def updating(self, device: Device) -> dict[str, float]:
-        """The optimizer's step.
+        """Return the parts of memory during the optimizer step.
 
-        On GPUs AdamW takes one more copy of all parameters at once (torch's default there,
-        `foreach`), on processors two of one tensor after the other.
+        On GPUs AdamW needs another copy of all parameters at once (`foreach` is torch's default
+        there), on CPUs two copies of one tensor after the other.
         """
         if device.kind == "cuda":
             copies = sum(s.static["updated"] for s in self.stages.values())

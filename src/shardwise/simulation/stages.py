@@ -5,7 +5,7 @@ A unit is a run of positions in one block: what is gathered, recomputed and sync
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,18 +13,193 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.runtime.parameters import ALONE_BYTES, BUCKET_BYTES, FIRST_BUCKET_BYTES
 from shardwise.simulation.costs import ClusterCosts, ExecutionConfig, Group, NodeTimes
 from shardwise.simulation.folded_graph import FoldedGraph
-from shardwise.simulation.gradient_traffic import (
-    PURPOSES,
-    Key,
-    ParamClass,
-    Traffic,
-    before,
-    sent,
-    shares,
-)
 from shardwise.simulation.workload import Floats, Workload
+
+Key = tuple[tuple[str, ...], int, int]  # mesh axes of the gradient's sum, zero level, item bytes
+Run = tuple[str, int, int]  # a unit: its name, and the positions that it has
+Parcel = tuple[int, int, float]  # the number of a run, a position in the stage, elements there
+
+# Why messages are sent: gradients are summed; blocks are gathered for each pass, parameters outside
+# of blocks once a step (zero 3); new parameters go to all ranks (zero 1 and 2).
+PURPOSES = ("reduce", "gather", "root", "update")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamClass:
+    """Trained parameters of one kind, as sums before each position."""
+
+    numel: Floats
+    tensors: Floats
+    arrives: Floats  # as numel, where a gradient first appears: at the last use
+    squares: Floats  # of the elements of each: a large parameter counts by its own size
+    single: Floats  # parameters whose gradients are messages of their own
+    bucketed: Floats  # elements of the others
+    flat: Floats  # parameters that are flat groups of their own
+    joined: Floats  # elements of the others
+    itemsize: int
+
+    ARRAYS = (
+        "numel", "tensors", "arrives", "squares", "single", "bucketed", "flat", "joined",
+    )  # fmt: skip
+
+
+def shares(fold: FoldedGraph, work: Workload, execution: ExecutionConfig) -> dict[Key, ParamClass]:
+    """Return the trained parameters by how their gradients are summed and shared."""
+    count = len(fold.graph.nodes)
+    classes: dict[Key, dict[str, Floats]] = {}
+    for parameter in work.parameters:
+        if not parameter.requires_grad:
+            continue
+        key = (
+            parameter.sync,
+            execution.level(parameter.name) if parameter.sync else 0,
+            parameter.itemsize,
+        )
+        own = classes.setdefault(key, {name: np.zeros(count) for name in ParamClass.ARRAYS})
+        last = max((parameter.node, *parameter.others))
+        seen = last if fold.copies[last] == fold.copies[parameter.node] else parameter.node
+        own["numel"][parameter.node] += parameter.numel
+        own["tensors"][parameter.node] += 1
+        own["arrives"][seen] += parameter.numel
+        own["squares"][parameter.node] += float(parameter.numel) ** 2
+        is_large = parameter.numel * execution.wire_size(parameter.itemsize) >= ALONE_BYTES
+        is_flat = not execution.whole_units and parameter.numel * parameter.itemsize >= ALONE_BYTES
+        for large, counted, others in (
+            (is_large, "single", "bucketed"),
+            (is_flat, "flat", "joined"),
+        ):
+            own[counted if large else others][parameter.node] += 1 if large else parameter.numel
+    return {
+        key: ParamClass(itemsize=key[2], **{n: before(fold.spread(a)) for n, a in own.items()})
+        for key, own in classes.items()
+    }
+
+
+def before(values: Floats) -> Floats:
+    """Return the sum before each position, and the total."""
+    return np.concatenate([[0.0], np.cumsum(values)])
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """One kind of message: what of it each unit of a stage sends."""
+
+    purpose: str  # of PURPOSES
+    op: str
+    axes: tuple[str, ...]
+    num_bytes: Floats  # of all messages of the unit
+    messages: Floats
+
+    def seconds(self, time: Callable[[float], float]) -> list[float]:
+        """Return the seconds of each unit, where a message takes `time(bytes)`."""
+        known: dict[tuple[float, float], float] = {(0.0, 0.0): 0.0}
+        pairs = list(zip(self.num_bytes.tolist(), self.messages.tolist(), strict=True))
+        for size, count in pairs:
+            if (size, count) not in known:
+                known[size, count] = count * time(size / count)
+        return [known[pair] for pair in pairs]
+
+
+def sent(
+    classes: Mapping[Key, ParamClass], runs: Sequence[Run], execution: ExecutionConfig
+) -> Iterator[Traffic]:
+    """Yield the messages of a stage with these units."""
+    inside = np.array([bool(name) or execution.whole_units for name, _, _ in runs])
+    summed: dict[tuple[tuple[str, ...], int], list[ParamClass]] = {}
+    for (axes, zero, itemsize), share in classes.items():
+        size = execution.wire_size(itemsize)
+        if zero < 2:
+            summed.setdefault((axes, size), []).append(share)
+        if zero == 0:
+            continue
+        numel, count = _groups(share, runs, execution, by_unit=zero == 3)
+        gathered = numel * itemsize
+        if zero == 3:
+            yield Traffic("gather", "all_gather", axes, gathered * inside, count * inside)
+            yield Traffic("root", "all_gather", axes, gathered * ~inside, count * ~inside)
+        else:
+            yield Traffic("update", "all_gather", axes, gathered, count)
+        if zero >= 2:
+            yield Traffic("reduce", "reduce_scatter", axes, numel * size, count)
+    for (axes, size), together in summed.items():
+        numel, single, small = (
+            np.sum([_inside(getattr(share, name), runs) for share in together], axis=0)
+            for name in ("numel", "single", "bucketed")
+        )
+        numel, count = _bucketed(numel, single, small, runs, size, [range(len(runs))])
+        yield Traffic("reduce", "all_reduce", axes, numel * size, count)
+
+
+def _groups(
+    share: ParamClass, runs: Sequence[Run], execution: ExecutionConfig, *, by_unit: bool
+) -> tuple[Floats, Floats]:
+    """Return elements and messages of every run in flat groups.
+
+    The runs of a unit have groups together: what is outside of blocks lies before and behind them.
+    """
+    numel, single, small = (_inside(a, runs) for a in (share.numel, share.flat, share.joined))
+    units: dict[str, list[int]] = {}
+    for at, (name, _, _) in enumerate(runs):
+        units.setdefault(name if by_unit or execution.whole_units else "", []).append(at)
+    size = 0 if execution.whole_units else share.itemsize
+    return _bucketed(numel, single, small, runs, size, list(units.values()))
+
+
+def _inside(sums: Floats, runs: Sequence[Run]) -> Floats:
+    """Return what every position of the stage has."""
+    return np.diff(sums[runs[0][1] : runs[-1][2] + 1])
+
+
+def _bucketed(
+    numel: Floats,
+    single: Floats,
+    small: Floats,
+    runs: Sequence[Run],
+    itemsize: int,
+    units: Sequence[Sequence[int]],
+) -> tuple[Floats, Floats]:
+    """Return elements and messages of every run, where small tensors of a unit share buckets.
+
+    A message is sent by the run that completes it. With an item size of 0 a unit is one bucket.
+    """
+    edges = np.array([*(first for _, first, _ in runs), runs[-1][2]]) - runs[0][1]
+    messages = np.diff(before(single)[edges])  # whole numbers: differences of sums are exact
+    sizes = np.diff(before(numel - small)[edges])
+    large = np.flatnonzero(single)
+    formed = int(large[-1]) if large.size else -1  # the last position that has sent a message
+    waiting: list[list[Parcel]] = [[] for _ in runs]
+    places = np.flatnonzero(small)
+    homes = np.searchsorted(edges, places, side="right") - 1
+    for parcel in zip(homes.tolist(), places.tolist(), small[places].tolist(), strict=True):
+        waiting[parcel[0]].append(parcel)
+    for unit in sorted(units, key=lambda unit: -unit[-1]):
+        parcels = [parcel for run in reversed(unit) for parcel in reversed(waiting[run])]
+        for run, place, size in _filled(parcels, formed, itemsize):
+            messages[run] += 1
+            sizes[run] += size
+            formed = max(formed, place)
+    return sizes, messages
+
+
+def _filled(parcels: Sequence[Parcel], formed: int, itemsize: int) -> Iterator[Parcel]:
+    """Yield buckets in backward order: the run and place that complete each, its elements."""
+    full, first = (b / itemsize if itemsize else np.inf for b in (BUCKET_BYTES, FIRST_BUCKET_BYTES))
+    limit, filled = first, 0.0
+    for run, place, size in parcels:
+        filled += size
+        if limit == first <= filled and place <= formed:
+            limit = full  # an earlier message is already under way
+        if filled >= limit:
+            yield run, place, filled
+            limit, filled = full, 0.0
+    if filled:
+        yield run, place, filled
+
+
+# ------------------------------------------------------------ stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +212,9 @@ class UnitCost:
     forward: float
     backward: float
     weight: float
-    forward_talk: float  # waiting for collectives between nodes
-    backward_talk: float
-    again: float  # of backward: computing forward again
+    forward_comm: float  # waiting for collectives between nodes
+    backward_comm: float
+    recompute: float  # of backward: computing forward again
     gather: float = 0.0  # parameters of a block, before forward and before backward (zero 3)
     reduce: float = 0.0  # gradients, in the last backward
 
@@ -71,21 +246,21 @@ class StageCost:
         return sum(unit.weight for unit in self.units)
 
     @property
-    def forward_talk(self) -> float:
-        return sum(unit.forward_talk for unit in self.units)
+    def forward_comm(self) -> float:
+        return sum(unit.forward_comm for unit in self.units)
 
     @property
-    def backward_talk(self) -> float:
-        return sum(unit.backward_talk for unit in self.units)
+    def backward_comm(self) -> float:
+        return sum(unit.backward_comm for unit in self.units)
 
     @property
-    def again(self) -> float:
-        return sum(unit.again for unit in self.units)
+    def recompute(self) -> float:
+        return sum(unit.recompute for unit in self.units)
 
     @property
     def computing(self) -> float:
         """Seconds of a micro-batch without communication."""
-        return self.forward + self.backward - self.forward_talk - self.backward_talk
+        return self.forward + self.backward - self.forward_comm - self.backward_comm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,49 +280,49 @@ class Layers:
         fold: FoldedGraph,
         work: Workload,
         times: NodeTimes,
-        setting: ExecutionConfig,
+        execution: ExecutionConfig,
         shared: dict[object, Any] | None = None,
     ) -> None:
         self.fold, self.work, self.device = fold, work, times.device
-        again = _again(fold, work, times, setting)
+        again = _again(fold, work, times, execution)
         spread = fold.spread
-        forward = spread(times.forward + times.forward_talk)
-        backward = spread(times.backward + times.backward_talk) + again
+        forward = spread(times.forward + times.forward_comm)
+        backward = spread(times.backward + times.backward_comm) + again
         self.sums = {
             "forward": before(forward),
             "backward": before(backward),
             "weight": before(spread(times.weight)),
-            "forward_talk": before(spread(times.forward_talk)),
-            "backward_talk": before(spread(times.backward_talk)),
-            "again": before(again),
+            "forward_comm": before(spread(times.forward_comm)),
+            "backward_comm": before(spread(times.backward_comm)),
+            "recompute": before(again),
         }
         self._shared = {} if shared is None else shared  # of all that have these parameters
         self.passes: dict[object, Any] = {}  # what `passes` remembers
 
-    def parameters(self, setting: ExecutionConfig) -> dict[Key, ParamClass]:
-        """The trained parameters by how their gradients are summed and shared."""
-        key = (id(self.work.parameters), setting.sums)
+    def parameters(self, execution: ExecutionConfig) -> dict[Key, ParamClass]:
+        """Return the trained parameters by how their gradients are summed and shared."""
+        key = (id(self.work.parameters), execution.sums)
         if key not in self._shared:
-            self._shared[key] = shares(self.fold, self.work, setting)
-        found: dict[Key, ParamClass] = self._shared[key]
-        return found
+            self._shared[key] = shares(self.fold, self.work, execution)
+        classes: dict[Key, ParamClass] = self._shared[key]
+        return classes
 
-    def sent(self, first: int, end: int, setting: ExecutionConfig) -> tuple[Traffic, ...]:
-        """The messages of parameters and gradients of the units among positions `first:end`."""
-        key = (id(self.work.parameters), setting.sums, first, end)
+    def sent(self, first: int, end: int, execution: ExecutionConfig) -> tuple[Traffic, ...]:
+        """Return the messages of parameters and gradients of the units of positions `first:end`."""
+        key = (id(self.work.parameters), execution.sums, first, end)
         if key not in self._shared:
             runs = self.fold.runs(first, end)
-            self._shared[key] = tuple(sent(self.parameters(setting), runs, setting))
-        found: tuple[Traffic, ...] = self._shared[key]
-        return found
+            self._shared[key] = tuple(sent(self.parameters(execution), runs, execution))
+        traffic: tuple[Traffic, ...] = self._shared[key]
+        return traffic
 
-    def whole(self, name: str) -> Floats:
-        """An array of the work at every position of the model."""
+    def at_positions(self, name: str) -> Floats:
+        """Return an array of the workload, spread over the positions of the model."""
         key = ("whole", name)
         if key not in self.passes:
             self.passes[key] = self.fold.spread(getattr(self.work, name))
-        found: Floats = self.passes[key]
-        return found
+        array: Floats = self.passes[key]
+        return array
 
     @property
     def tied(self) -> list[Tied]:
@@ -155,53 +330,59 @@ class Layers:
         if "tied" not in self.passes:
             self.passes["tied"] = [
                 Tied(
-                    numel=float(held.numel),
-                    num_bytes=float(held.numel * held.itemsize),
-                    users=np.flatnonzero(np.isin(self.fold.index, (held.node, *held.others))),
+                    numel=float(parameter.numel),
+                    num_bytes=float(parameter.numel * parameter.itemsize),
+                    users=np.flatnonzero(
+                        np.isin(self.fold.index, (parameter.node, *parameter.others))
+                    ),
                 )
-                for held in self.work.parameters
-                if held.others and held.requires_grad and self.fold.copies[held.node] == 1
+                for parameter in self.work.parameters
+                if parameter.others
+                and parameter.requires_grad
+                and self.fold.copies[parameter.node] == 1
             ]
-        found: list[Tied] = self.passes["tied"]
-        return found
+        tied: list[Tied] = self.passes["tied"]
+        return tied
 
     def total(self, name: str, first: int, end: int) -> float:
-        """The sum over positions `first:end`."""
+        """Return the sum over positions `first:end`."""
         sums = self.sums[name]
         return float(sums[end] - sums[first])
 
 
-def _again(fold: FoldedGraph, work: Workload, times: NodeTimes, setting: ExecutionConfig) -> Floats:
-    """What backward computes again, at every position."""
-    if setting.recompute == "none":
+def _again(
+    fold: FoldedGraph, work: Workload, times: NodeTimes, execution: ExecutionConfig
+) -> Floats:
+    """Return the seconds that backward spends on recomputing forward, at every position."""
+    if execution.recompute == "none":
         return np.zeros(fold.size)
     inside = _repeated(fold, work)
-    if setting.recompute == "selective":
-        return fold.spread(times.again + times.forward_talk) * inside
-    if not isinstance(setting.recompute, str):
+    if execution.recompute == "selective":
+        return fold.spread(times.recompute + times.forward_comm) * inside
+    if not isinstance(execution.recompute, str):
         modules = [place.rpartition(".")[0] for place in fold.places]
-        globs = setting.recompute
+        globs = execution.recompute
         inside &= np.array([any(_under(m, g) for g in globs) for m in modules])
-    return fold.spread(times.forward + times.forward_talk) * inside
+    return fold.spread(times.forward + times.forward_comm) * inside
 
 
 def _repeated(fold: FoldedGraph, work: Workload) -> NDArray[np.bool_]:
-    """The positions of each block up to the last whose result the block's own backward needs.
+    """Return the positions of each block up to the last result that its own backward needs.
 
     The second forward ends there (torch's checkpoint stops early): the last product of a block,
     and the collective after it, are not repeated.
     """
-    found = np.zeros(fold.size, dtype=bool)
+    repeated = np.zeros(fold.size, dtype=bool)
     needed = fold.spread(work.saved - work.saved_full) > 0
     for name, first, end in fold.runs(0, fold.size):
         here = np.flatnonzero(needed[first:end])
         if name and here.size:
-            found[first : first + int(here[-1]) + 1] = True
-    return found
+            repeated[first : first + int(here[-1]) + 1] = True
+    return repeated
 
 
 def _under(module: str, glob: str) -> bool:
-    """Whether a module is one that matches, or inside it."""
+    """Return whether a module or one around it matches."""
     pieces = module.split(".")
     return any(fnmatchcase(".".join(pieces[: i + 1]), glob) for i in range(len(pieces)))
 
@@ -212,12 +393,12 @@ def stage_cost(
     end: int,
     layers: Layers,
     group: Group,
-    setting: ExecutionConfig,
+    execution: ExecutionConfig,
     costs: ClusterCosts,
 ) -> StageCost:
-    """The cost of the stage of positions `first:end`."""
+    """Return the cost of the stage of positions `first:end`."""
     runs = layers.fold.runs(first, end)
-    seconds = _messages(layers, first, end, group, setting, costs)
+    seconds = _messages(layers, first, end, group, execution, costs)
     units = [
         UnitCost(
             name=name,
@@ -232,17 +413,17 @@ def stage_cost(
         )
     ]
     numel, tensors, squares = 0.0, 0.0, 0.0
-    for (axes, zero, _), share in layers.parameters(setting).items():
-        mine = float(share.numel[end] - share.numel[first])
+    for (axes, zero, _), share in layers.parameters(execution).items():
+        stage_numel = float(share.numel[end] - share.numel[first])
         ranks = group.along(axes).shape[-1]
-        numel += mine / (ranks if zero else 1)
+        numel += stage_numel / (ranks if zero else 1)
         tensors += float(share.tensors[end] - share.tensors[first])
         squares += float(share.squares[end] - share.squares[first]) / (ranks**2 if zero else 1)
-    last = index + 1 == len(setting.cuts)
-    crossing = 0.0 if last else float(layers.whole("crossing")[end])
+    last = index + 1 == len(execution.cuts)
+    crossing = 0.0 if last else float(layers.at_positions("crossing")[end])
     return StageCost(
         index=index,
-        group=setting.placement[index],
+        group=execution.placement[index],
         units=tuple(units),
         send_bytes=crossing,
         numel=numel,
@@ -253,26 +434,29 @@ def stage_cost(
     )
 
 
-def tied_bytes(layers: Sequence[Layers], setting: ExecutionConfig) -> dict[tuple[int, int], float]:
-    """What a rank holds of parameters that groups share: by their home, the group whose stage uses
-    them first, and the other group. `layers` are those of every group.
+def tied_bytes(
+    layers: Sequence[Layers], execution: ExecutionConfig
+) -> dict[tuple[int, int], float]:
+    """Return the bytes of tied parameters by owner and replica, given the layers of every group.
+
+    The owner is the group whose stage uses a parameter first.
     """
-    found: dict[tuple[int, int], float] = {}
+    shared: dict[tuple[int, int], float] = {}
     if len(layers) < 2:
-        return found
+        return shared
     for number, tied in enumerate(layers[0].tied):
-        stages = np.searchsorted(setting.cuts, tied.users, side="right") - 1
-        home, *others = dict.fromkeys(setting.placement[stage] for stage in stages.tolist())
+        stages = np.searchsorted(execution.cuts, tied.users, side="right") - 1
+        home, *others = dict.fromkeys(execution.placement[stage] for stage in stages.tolist())
         for other in others:
-            mine = layers[home].tied[number].num_bytes
-            found[home, other] = found.get((home, other), 0.0) + mine
-    return found
+            num_bytes = layers[home].tied[number].num_bytes
+            shared[home, other] = shared.get((home, other), 0.0) + num_bytes
+    return shared
 
 
 def with_offload(cost: StageCost, seconds: float) -> StageCost:
-    """A stage whose activations go to host memory and back: what of it nothing hides.
+    """Return the stage with the exposed time of moving its activations to host memory and back.
 
-    The way there is hidden behind forward as far as that lasts; the way back is not.
+    Forward hides the transfer to the host as far as it lasts; nothing hides the transfer back.
     """
     unit = UnitCost(
         name="",
@@ -281,9 +465,9 @@ def with_offload(cost: StageCost, seconds: float) -> StageCost:
         forward=max(0.0, seconds - cost.forward),
         backward=seconds,
         weight=0.0,
-        forward_talk=0.0,
-        backward_talk=0.0,
-        again=0.0,
+        forward_comm=0.0,
+        backward_comm=0.0,
+        recompute=0.0,
     )
     return replace(cost, units=(*cost.units, unit))
 
@@ -293,16 +477,16 @@ def _messages(
     first: int,
     end: int,
     group: Group,
-    setting: ExecutionConfig,
+    execution: ExecutionConfig,
     costs: ClusterCosts,
 ) -> dict[str, list[float]]:
-    """Seconds of every unit's messages, by their purpose."""
+    """Return the seconds of every unit's messages, by their purpose."""
     runs = layers.fold.runs(first, end)
-    found = {purpose: [0.0] * len(runs) for purpose in PURPOSES}
-    for kind in layers.sent(first, end, setting):
+    seconds = {purpose: [0.0] * len(runs) for purpose in PURPOSES}
+    for kind in layers.sent(first, end, execution):
         rows = group.along(kind.axes)
         if rows.shape[-1] < 2:
             continue
         spent = kind.seconds(costs.collective(kind.op, rows).seconds)
-        found[kind.purpose] = [a + b for a, b in zip(found[kind.purpose], spent, strict=True)]
-    return found
+        seconds[kind.purpose] = [a + b for a, b in zip(seconds[kind.purpose], spent, strict=True)]
+    return seconds

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,42 +30,39 @@ from shardwise.plans.search_result import (
     StepTimes,
     TiedTransfer,
 )
-from shardwise.schedules import Schedule
+from shardwise.schedules import Action, Schedule
 from shardwise.schedules.levels import KINDS as ORDER
 from shardwise.schedules.levels import levels_of
 from shardwise.simulation.costs import ClusterCosts, ExecutionConfig, Span
+from shardwise.simulation.memory import MemoryUse
 from shardwise.simulation.stages import StageCost, UnitCost
-from shardwise.simulation.trace import trace_events
 from shardwise.simulation.workload import Floats
 
-if TYPE_CHECKING:
-    from shardwise.simulation.memory import MemoryUse
-
-
-# Two lanes: a stage computes while parameters and gradients travel.
+# ------------------------------------------------------------ one pass
 #
-# A unit's parameters are gathered while the unit before it computes; a unit's gradients are summed
-# as soon as they are there, one message after the other.
+# A pass has two lanes. A unit's parameters are gathered while the unit before it computes; a unit's
+# gradients are reduced as soon as they are complete, one message after the other.
 
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """Seconds of a forward or backward, of which `waiting` for parameters; what is left then."""
+    """Seconds of a forward or backward, of which `waiting` for parameters."""
 
     seconds: float
     waiting: float
     left: float = 0.0  # communication after the last computation
-    talking: float = 0.0  # communication in all, beside what nodes wait for
+    talking: float = 0.0  # all communication, except collectives that nodes wait for
 
 
 def simulate_forward(
     units: Sequence[UnitCost], loss: float = 0.0, shared: bool = False
 ) -> PassTime:
-    """A forward; `loss` is what computing loses of the time in which a message travels.
+    """Return the time of a forward.
 
-    Where the same cores do both (`shared`), the message takes as much longer.
+    Computing is slowed by the fraction `loss` of the time in which messages are sent. Where the
+    same cores do both (`shared`), messages are slowed by as much.
     """
-    return _play([(u.forward, u.gather, 0.0) for u in units], loss, shared)
+    return _overlap([(u.forward, u.gather, 0.0) for u in units], loss, shared)
 
 
 def simulate_backward(
@@ -76,44 +73,44 @@ def simulate_backward(
     loss: float = 0.0,
     shared: bool = False,
 ) -> PassTime:
-    """A backward; with `reduce` the last one of a step, without `weight` that of inputs alone."""
+    """Return the time of a backward: the last of a step if `reduce`, of inputs if not `weight`."""
     rows = [
         (u.backward - (0.0 if weight else u.weight), u.gather, u.reduce if reduce else 0.0)
         for u in reversed(units)
     ]
-    return _play(rows, loss, shared)
+    return _overlap(rows, loss, shared)
 
 
 def simulate_weight(
     units: Sequence[UnitCost], *, reduce: bool, loss: float = 0.0, shared: bool = False
 ) -> PassTime:
-    """What is left of a backward: the gradients of parameters."""
+    """Return the time of the second half of a backward: the gradients of parameters."""
     rows = [(u.weight, 0.0, u.reduce if reduce else 0.0) for u in reversed(units)]
-    return _play(rows, loss, shared)
+    return _overlap(rows, loss, shared)
 
 
-def _play(rows: Sequence[tuple[float, float, float]], loss: float, shared: bool) -> PassTime:
-    """Each row: seconds of computing, of the gather before it, of the sum after it."""
+def _overlap(rows: Sequence[tuple[float, float, float]], loss: float, shared: bool) -> PassTime:
+    """Overlap units with their communication, given seconds of compute, gather and reduction."""
     if not any(gather or reduce for _, gather, reduce in rows):
         return PassTime(sum(compute for compute, _, _ in rows), 0.0)
-    now = wire = waiting = 0.0  # when computing and the wire are free
-    here = rows[0][1]  # when the parameters of the next unit have come
-    wire = here
+    now = link = waiting = 0.0  # when computing and the link are free
+    here = rows[0][1]  # when the parameters of the next unit have arrived
+    link = here
     for at, (compute, _, reduce) in enumerate(rows):
         start = max(now, here)
         waiting += start - now
         gather = rows[at + 1][1] if at + 1 < len(rows) else 0.0
         if gather:
-            wire = max(wire, start) + gather
-        lost = loss * min(compute, max(0.0, wire - start))
+            link = max(link, start) + gather
+        lost = loss * min(compute, max(0.0, link - start))
         now = start + compute + lost
-        wire += lost if shared else 0.0
+        link += lost if shared else 0.0
         if gather:
-            here = wire
+            here = link
         if reduce:
-            wire = max(wire, now) + reduce
+            link = max(link, now) + reduce
     talking = sum(gather + reduce for _, gather, reduce in rows)
-    return PassTime(now, waiting, max(0.0, wire - now), talking)
+    return PassTime(now, waiting, max(0.0, link - now), talking)
 
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
@@ -122,7 +119,7 @@ EXPOSED = ("collectives", "parameters", "gradients", "update")
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """What every group of ranks does when: the actions of its list, and what follows them."""
+    """When every group of ranks does what: the actions of its schedule, and what follows them."""
 
     step_time_s: float
     causes: Mapping[str, float]  # seconds of the group that ends last, by cause
@@ -141,8 +138,8 @@ class Timeline:
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """Everything that takes time, in the order in which it starts."""
-        actions = [(g, a) for g, mine in enumerate(self.schedule.actions) for a in mine]
-        found = [
+        actions = [(g, a) for g, own in enumerate(self.schedule.actions) for a in own]
+        spans = [
             Span(
                 group=group,
                 lane="compute",
@@ -150,13 +147,13 @@ class Timeline:
                 start=float(start),
                 end=float(end),
                 kind=KINDS[action.kind],
-                detail={"waiting_s": float(wait), "collectives_s": float(talk)},
+                detail={"waiting_s": float(wait), "collectives_s": float(collective)},
             )
-            for (group, action), start, end, wait, talk in zip(
+            for (group, action), start, end, wait, collective in zip(
                 actions, self.starts, self.ends, self.waits, self.collectives, strict=True
             )
         ]
-        return tuple(sorted((*found, *self.after), key=lambda s: (s.start, s.group)))
+        return tuple(sorted((*spans, *self.after), key=lambda s: (s.start, s.group)))
 
     @property
     def exposed_s(self) -> float:
@@ -173,13 +170,13 @@ class Timeline:
         }
 
     def trace(self, memory: Sequence[MemoryUse] = ()) -> dict[str, object]:
-        """Events in the form that chrome://tracing and Perfetto read, with groups' memory."""
+        """Return events as chrome://tracing and Perfetto read them, with the memory of groups."""
         return {"traceEvents": trace_events(self, memory), "displayTimeUnit": "ms"}
 
 
 def step_times(
     stages: Sequence[StageCost],
-    setting: ExecutionConfig,
+    execution: ExecutionConfig,
     schedule: Schedule,
     devices: Sequence[Device],
     costs: ClusterCosts,
@@ -190,10 +187,10 @@ def step_times(
     `tied` are the bytes of parameters that two groups share: gradients are sent to the owner, new
     values back, once a step.
     """
-    sends = _sends(stages, setting, costs)
+    sends = _sends(stages, execution, costs)
     transfers = []
     for (owner, replica), num_bytes in tied.items():
-        rows = pairs(setting.groups[owner].array, setting.groups[replica].array)
+        rows = pairs(execution.groups[owner].array, execution.groups[replica].array)
         seconds = costs.collective("send", rows).seconds(num_bytes)
         transfers.append(TiedTransfer(owner=owner, replica=replica, send_s=seconds))
     return StepTimes(
@@ -211,7 +208,7 @@ def step_times(
             for stage, (seconds, on_link) in zip(stages, sends, strict=True)
         ),
         groups=tuple(
-            _group_times([s for s in stages if s.group == number], setting, device)
+            _group_times([s for s in stages if s.group == number], execution, device)
             for number, device in enumerate(devices)
         ),
         tied=tuple(transfers),
@@ -219,17 +216,17 @@ def step_times(
 
 
 def _sends(
-    stages: Sequence[StageCost], setting: ExecutionConfig, costs: ClusterCosts
+    stages: Sequence[StageCost], execution: ExecutionConfig, costs: ClusterCosts
 ) -> list[tuple[float, float]]:
-    """Seconds of the message from each stage to the next, in all and on the link alone."""
-    found = [(0.0, 0.0)] * len(stages)
+    """Return the seconds of each stage's message to the next: in total, and on the link only."""
+    sends = [(0.0, 0.0)] * len(stages)
     for stage, following in pairwise(stages):
-        here, there = setting.groups[stage.group], setting.groups[following.group]
+        here, there = execution.groups[stage.group], execution.groups[following.group]
         if here is not there and stage.send_bytes:
             model = costs.collective("send", pairs(here.array, there.array))
             seconds = model.seconds(stage.send_bytes)
-            found[stage.index] = seconds, seconds - model.seconds(0.0)
-    return found
+            sends[stage.index] = seconds, seconds - model.seconds(0.0)
+    return sends
 
 
 def _passes(
@@ -259,20 +256,20 @@ def _passes(
             seconds=spent.seconds,
             waiting=spent.waiting,
             left=spent.left,
-            collectives={"F": stage.forward_talk, "W": 0.0}.get(kind, stage.backward_talk),
-            recompute=stage.again if kind in "BI" else 0.0,
+            collectives={"F": stage.forward_comm, "W": 0.0}.get(kind, stage.backward_comm),
+            recompute=stage.recompute if kind in "BI" else 0.0,
         )
 
 
 def _group_times(
-    stages: Sequence[StageCost], setting: ExecutionConfig, device: Device
+    stages: Sequence[StageCost], execution: ExecutionConfig, device: Device
 ) -> GroupTimes:
     gather = sum(stage.update_gather for stage in stages)
-    if setting.prefetch:  # hidden behind the next forward, as far as that lasts
+    if execution.prefetch:  # hidden behind the next forward, as far as that lasts
         gather = max(0.0, gather - sum(stage.forward for stage in stages))
     return GroupTimes(
         root_gather_s=sum(stage.root_gather for stage in stages),
-        optimizer_s=sum(update_seconds(stage, setting, device) for stage in stages),
+        optimizer_s=sum(update_seconds(stage, execution, device) for stage in stages),
         update_gather_s=gather,
     )
 
@@ -304,13 +301,13 @@ class _Layout:
         busy = np.bincount(levels.group, weights=seconds, minlength=groups)
         reduced, computed_by, causes = [], [], []
         for group in range(groups):
-            mine = levels.group == group
-            spent = self._causes(self.key[mine])
-            computed = float(ends[mine].max(initial=0.0))
-            root = min(float(roots[group]), float(starts[mine].min(initial=computed)))
+            own = levels.group == group
+            spent = self._causes(self.key[own])
+            computed = float(ends[own].max(initial=0.0))
+            root = min(float(roots[group]), float(starts[own].min(initial=computed)))
             spent["parameters"] += root
             spent["bubble"] = computed - float(busy[group]) - root
-            left = self._reductions(group, np.flatnonzero(mine & levels.last), ends, computed)
+            left = self._reductions(group, np.flatnonzero(own & levels.last), ends, computed)
             reduced.append(max(left, computed))
             computed_by.append(computed)
             causes.append(spent)
@@ -333,32 +330,32 @@ class _Layout:
         )
 
     def _column(self, name: str) -> Floats:
-        """A figure of the pass of every action."""
-        found = np.zeros(len(ORDER) * len(self.times.stages) * 2)
+        """Return one figure of the pass of every action."""
+        by_key = np.zeros(len(ORDER) * len(self.times.stages) * 2)
         for key, spent in self.passes.items():
-            found[key] = getattr(spent, name)
-        column: Floats = found[self.key]
+            by_key[key] = getattr(spent, name)
+        column: Floats = by_key[self.key]
         return column
 
     def _causes(self, keys: NDArray[np.int64]) -> dict[str, float]:
-        """What a group's actions are made of."""
-        mine: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
+        """Return the seconds of a group's actions by cause."""
+        causes: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
         numbers, counts = np.unique(keys, return_counts=True)
         for key, times in zip(numbers.tolist(), counts.tolist(), strict=True):
             spent = self.passes[key]
             rest = spent.seconds - spent.waiting
-            mine["parameters"] += times * spent.waiting
+            causes["parameters"] += times * spent.waiting
             if spent.kind != "W":
-                mine["collectives"] += times * spent.collectives
-                mine["recompute"] += times * spent.recompute
+                causes["collectives"] += times * spent.collectives
+                causes["recompute"] += times * spent.recompute
                 rest -= spent.collectives + spent.recompute
-            mine["compute"] += times * max(0.0, rest)
-        return mine
+            causes["compute"] += times * max(0.0, rest)
+        return causes
 
     def _reductions(
         self, group: int, actions: NDArray[np.int64], ends: Floats, computed: float
     ) -> float:
-        """When the gradient reductions that backward leaves are done."""
+        """Return when the gradient reductions that outlast backward end."""
         left = computed
         for at in actions.tolist():
             spent = self.passes[int(self.key[at])]
@@ -374,31 +371,31 @@ class _Layout:
         computed: Sequence[float],
         causes: Sequence[dict[str, float]],
     ) -> list[float]:
-        """When every group is done: gradients of tied parameters, the optimizer, new values."""
+        """Return when every group ends, after tied gradients, the optimizer and new values."""
         ready = self._exchanged(reduced, "gradients of shared parameters", "sync")
         updated = []
         for group, (start, spent) in enumerate(zip(ready, causes, strict=True)):
             spent["gradients"] = start - computed[group]
             updated.append(self._update(group, start, spent))
-        found = self._exchanged(updated, "new values of shared parameters", "gather")
-        for before, after, spent in zip(updated, found, causes, strict=True):
+        finished = self._exchanged(updated, "new values of shared parameters", "gather")
+        for before, after, spent in zip(updated, finished, causes, strict=True):
             spent["update"] += after - before
-        return found
+        return finished
 
     def _exchanged(self, times: Sequence[float], name: str, kind: str) -> list[float]:
-        """When groups have sent each other what they share, from when each of them can."""
-        found = list(times)
+        """Return when groups have exchanged tied parameters, given when each of them is ready."""
+        ends = list(times)
         for tied in self.times.tied:
-            start = max(found[tied.owner], found[tied.replica])
+            start = max(ends[tied.owner], ends[tied.replica])
             for group in (tied.owner, tied.replica):
-                found[group] = start + tied.send_s
+                ends[group] = start + tied.send_s
                 self._add(group, "communication", name, start, start + tied.send_s, kind)
-        return found
+        return ends
 
-    def _update(self, group: int, start: float, mine: dict[str, float]) -> float:
-        """The optimizer step and the gathering of new parameters; when both are done."""
+    def _update(self, group: int, start: float, causes: dict[str, float]) -> float:
+        """Add the optimizer step and the gathering of new parameters, and return their end."""
         times = self.times.groups[group]
-        mine["optimizer"], mine["update"] = times.optimizer_s, times.update_gather_s
+        causes["optimizer"], causes["update"] = times.optimizer_s, times.update_gather_s
         end = start + times.optimizer_s
         self._add(group, "compute", "optimizer", start, end, "optimizer")
         done = end + times.update_gather_s
@@ -414,26 +411,117 @@ def _figures(unit: UnitCost) -> tuple[float, ...]:
     return (unit.forward, unit.backward, unit.weight, unit.gather, unit.reduce)
 
 
-def update_seconds(stage: StageCost, setting: ExecutionConfig, device: Device) -> float:
+def update_seconds(stage: StageCost, execution: ExecutionConfig, device: Device) -> float:
     """Return the time of the optimizer's step.
 
     Where its state is in host memory, it travels to the device and back.
     """
-    size = 8 if setting.precision.master == "float64" else adamw.WORD_BYTES
+    size = 8 if execution.precision.master == "float64" else adamw.WORD_BYTES
     if stage.update_s is not None:
         seconds = stage.update_s
     else:
         per_tensor = 1 if device.kind != "cpu" else stage.tensors
         calls = adamw.FUSED_CALLS * (per_tensor if stage.numel else 0)
         seconds = adamw.fused_seconds(stage.numel, device, calls=calls, word_bytes=size)
-    if "optimizer" in setting.offload or "parameters" in setting.offload:
+    if "optimizer" in execution.offload or "parameters" in execution.offload:
         seconds += 2.0 * size * stage.numel / device.host_bytes_per_s
     return seconds
 
 
 def pairs(here: NDArray[np.int64], there: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Who sends to whom, where one group has more ranks than the other."""
+    """Return pairs of sender and receiver, also of groups of different sizes."""
     numbers = np.arange(max(len(here), len(there)))
     left = here[numbers * len(here) // len(numbers)]
     right = there[numbers * len(there) // len(numbers)]
     return np.stack([left, right], axis=1)
+
+
+# ------------------------------------------------------------ traces
+
+
+LANES = ("compute", "communication", "communication in actions", "messages")
+COMPUTE, AFTER, INSIDE, MESSAGES = range(len(LANES))
+MICRO = 1e6  # the format's unit is a microsecond
+
+Event = dict[str, Any]
+
+
+def trace_events(timeline: Timeline, memory: Sequence[MemoryUse] = ()) -> list[Event]:
+    """Return all events: names, then spans, then memory."""
+    groups = range(len(timeline.busy))
+    return [
+        *(event for group in groups for event in _names(group)),
+        *(
+            _span(s.name, s.kind, s.group, lanes[s.lane], s.start, s.end, s.detail)
+            for lanes in ({"compute": COMPUTE, "communication": AFTER},)
+            for s in timeline.spans
+        ),
+        *_collectives(timeline),
+        *(event for use in memory for event in _memory(timeline, use)),
+    ]
+
+
+def _names(group: int) -> Iterator[Event]:
+    yield {"ph": "M", "name": "process_name", "pid": group, "args": {"name": f"group {group}"}}
+    for lane, name in enumerate(LANES):
+        about = {"ph": "M", "name": "thread_name", "pid": group, "tid": lane}
+        yield {**about, "args": {"name": name}}
+
+
+def _span(
+    name: str, kind: str, group: int, lane: int, start: float, end: float, detail: Any = None
+) -> Event:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": kind,
+        "pid": group,
+        "tid": lane,
+        "ts": start * MICRO,
+        "dur": (end - start) * MICRO,
+        "args": dict(detail or {}),
+    }
+
+
+def _collectives(timeline: Timeline) -> Iterator[Event]:
+    """Yield the communication in every action, drawn at its start, and the message it sends."""
+    at = 0
+    for group, actions in enumerate(timeline.schedule.actions):
+        for action in actions:
+            start, end = float(timeline.starts[at]), float(timeline.ends[at])
+            wait, collective = float(timeline.waits[at]), float(timeline.collectives[at])
+            if wait > 0:
+                name = f"parameters of {action}"
+                yield _span(name, "gather", group, INSIDE, start, start + wait)
+            if collective > 0:
+                name, first = f"collectives of {action}", start + wait
+                yield _span(name, "collectives", group, INSIDE, first, first + collective)
+            there, seconds = _message(timeline, action, group)
+            if seconds > 0:
+                name = f"{action} to stage {there}"
+                yield _span(name, "send", group, MESSAGES, end, end + seconds)
+            at += 1
+
+
+def _message(timeline: Timeline, action: Action, group: int) -> tuple[int, float]:
+    """Return the stage on another group that receives an action's result, and the seconds."""
+    placement = timeline.schedule.placement
+    there = action.stage + (1 if action.kind == "F" else -1)
+    if action.kind == "W" or not 0 <= there < len(placement) or placement[there] == group:
+        return there, 0.0
+    return there, timeline.times.stages[min(action.stage, there)].send_s
+
+
+def _memory(timeline: Timeline, use: MemoryUse) -> Iterator[Event]:
+    """Yield the bytes of a group's rank at every action, or the maximum of several."""
+    before = sum(len(actions) for actions in timeline.schedule.actions[: use.group])
+    count = len(timeline.schedule.actions[use.group])
+    moments = [size for _, size in use.over_time]
+    about = {"ph": "C", "name": "memory", "pid": use.group}
+    for index, size in enumerate(moments):
+        start = float(timeline.starts[before + index * count // len(moments)])
+        yield {**about, "ts": start * MICRO, "args": {"bytes": size}}
+    if use.when == "optimizer":
+        ends = [s.start for s in timeline.after if s.group == use.group and s.kind == "optimizer"]
+        for start in ends:
+            yield {**about, "ts": start * MICRO, "args": {"bytes": use.peak_bytes}}

@@ -1,9 +1,8 @@
-"""What one rank does for one micro-batch, node by node, before anything is timed.
+"""The workload of one rank for one micro-batch, node by node: kernels, collectives and bytes.
 
-Times follow from a cluster (`times`), memory from liveness (`memory`).
-
-Nearly everything is linear in the rows of a micro-batch: `between` gives the work of any number of
-rows from that of two programs.
+`costs` turns it into times on a cluster. A workload is read from a lowered program. Since nearly
+everything is linear in the rows of a micro-batch, `WorkloadModel` lowers a few programs and
+interpolates between them.
 """
 
 from __future__ import annotations
@@ -79,9 +78,9 @@ class Workload:
     saved: Floats  # made here and kept for backward
     saved_full: Floats  # the same where blocks are recomputed
     saved_selective: Floats  # the same where blocks keep their products only
-    held: Floats  # the same bytes at the first node whose backward needs them
-    held_full: Floats
-    held_selective: Floats
+    freed: Floats  # the same bytes at the first node that needs them, whose backward frees them
+    freed_full: Floats
+    freed_selective: Floats
     entering: Floats  # of these, what comes from another block
     entering_full: Floats
     entering_selective: Floats
@@ -100,7 +99,7 @@ class Workload:
     notes: tuple[str, ...] = ()
 
     ARRAYS = (
-        "saved", "saved_full", "saved_selective", "held", "held_full", "held_selective",
+        "saved", "saved_full", "saved_selective", "freed", "freed_full", "freed_selective",
         "entering", "entering_full", "entering_selective",
         "unsaved", "unsaved_full", "unsaved_selective", "shared", "gradients", "forward_extra",
         "backward_extra", "waiting", "crossing",
@@ -117,7 +116,7 @@ class Workload:
         return sum(launch.kernel.bytes for launch in self.launches)
 
     def between(self, other: Workload, rows: float) -> Workload:
-        """The work of another number of rows, on the line through this one and `other`."""
+        """Return the workload of another number of rows, interpolated between this and `other`."""
         share = (rows - self.rows) / (other.rows - self.rows)
 
         def line(a: float, b: float) -> float:
@@ -140,12 +139,12 @@ class Workload:
         )
 
     def _array(self, other: Workload, name: str, share: float) -> Floats:
-        mine, theirs = getattr(self, name), getattr(other, name)
-        found: Floats = np.maximum(mine + (theirs - mine) * share, 0.0)
-        return found
+        low, high = getattr(self, name), getattr(other, name)
+        array: Floats = np.maximum(low + (high - low) * share, 0.0)
+        return array
 
-    def alike(self, other: Workload) -> bool:
-        """Whether both have the same kernels and collectives, in other sizes."""
+    def has_same_calls(self, other: Workload) -> bool:
+        """Return whether both have the same kernels and collectives, in other sizes."""
         return [(x.node, x.phase, x.kernel.op, len(x.kernel.shape)) for x in self.launches] == [
             (x.node, x.phase, x.kernel.op, len(x.kernel.shape)) for x in other.launches
         ] and [(t.node, t.op, t.axes) for t in self.collectives] == [
@@ -159,7 +158,7 @@ def _between(a: Kernel, b: Kernel, line: object) -> Kernel:
 
 
 def work_of(program: RankProgram, graph: Graph, blocks: Sequence[str], rows: float) -> Workload:
-    """The work of a rank's program, for a micro-batch of `rows`."""
+    """Return the work of a rank's program, for a micro-batch of `rows`."""
     return _Reader(program, graph, blocks).read(rows)
 
 
@@ -219,13 +218,13 @@ class _Reader:
         self._use(source, at)
         self.made[target] = at
         move = REDISTRIBUTIONS[step.fn]
-        whole = move.num_bytes(float(self._bytes(source)), float(self._bytes(target)))
+        size = move.num_bytes(float(self._bytes(source)), float(self._bytes(target)))
         for phase, op in ((FORWARD, move.forward.collective), (BACKWARD, move.backward.collective)):
             if op and (phase == FORWARD or self._has_grad(source)):
-                self.collectives.append(NodeCollective(at, phase, op, step.axes, whole))
+                self.collectives.append(NodeCollective(at, phase, op, step.axes, size))
         gave, back = move.forward.copies, move.backward.copies
         if step.fn in ("rt.shard", "rt.take") and self._is_outermost(step):
-            gave = 0  # a part of the whole's memory
+            gave = 0  # a view of the full value
         if not gave:
             self.root[target] = self.root.get(source, source)
             del self.made[target]
@@ -244,7 +243,7 @@ class _Reader:
         )
 
     def _is_outermost(self, step: Step) -> bool:
-        """Whether the dim that a move cuts has nothing but dims of one element before it."""
+        """Return whether all dims before the one that a move shards have one element."""
         dim = next((arg for arg in step.args if isinstance(arg, int)), 0)
         shape = self.program.values[step.inputs[0]].type.shape
         return all(size == 1 for size in shape[: dim % max(len(shape), 1)])
@@ -257,9 +256,12 @@ class _Reader:
         roots = [self._use(n, at) for n in step.inputs]
         self._launch(call, cost, at)
         self._define(step, cost, roots, at)
-        for phase, found in ((FORWARD, cost.collectives), (BACKWARD, cost.backward_collectives)):
+        for phase, collectives in (
+            (FORWARD, cost.collectives),
+            (BACKWARD, cost.backward_collectives),
+        ):
             self.collectives += [
-                NodeCollective(at, phase, t.op, t.axes, float(t.num_bytes)) for t in found
+                NodeCollective(at, phase, t.op, t.axes, float(t.num_bytes)) for t in collectives
             ]
         self.moments.append(self._moment(step, cost, roots, at))
 
@@ -308,7 +310,7 @@ class _Reader:
         )
 
     def _define(self, step: Step, cost: CallCost, roots: Sequence[str], at: int) -> None:
-        """Note what a call makes: memory of its own, or other views of an operand's."""
+        """Record which results of a call have memory of their own, and which are views."""
         for index, out in enumerate(step.outputs):
             alias = cost.aliases[index] if index < len(cost.aliases) else None
             if alias is not None:
@@ -338,23 +340,23 @@ class _Reader:
         sizes = {n: float(v.type.num_bytes) for n, v in values.items()}
         shown = {leaf.name for leaf in self.graph.outputs if isinstance(leaf, Ref)}
         shown = {self.root.get(name, name) for name in shown}
-        found = Liveness(self.moments, self.blocks, sizes, trained, frozenset(shown)).arrays()
+        arrays = Liveness(self.moments, self.blocks, sizes, trained, frozenset(shown)).arrays()
         count = len(self.graph.nodes)
         crossing = np.zeros(count + 1)
         for name, last in self._original().items():
             at, size = self.made[name], self._bytes(name)
             crossing[at + 1] += size
             crossing[last + 1] -= size
-        found["crossing"] = np.cumsum(crossing)[:count]
-        found["buffers"] = np.zeros(count)
+        arrays["crossing"] = np.cumsum(crossing)[:count]
+        arrays["buffers"] = np.zeros(count)
         fixed = [b.value for b in self.graph.buffers] + [c.value for c in self.graph.constants]
         for value in fixed:
             if users := self.used.get(value):
-                found["buffers"][min(users)] += self._whole_bytes(value)
-        return found
+                arrays["buffers"][min(users)] += self._whole_bytes(value)
+        return arrays
 
     def _original(self) -> Mapping[str, int]:
-        """Values that the graph's nodes make and later nodes use, with their last use."""
+        """Return values that the graph's nodes make and later nodes use, with their last use."""
         last: dict[str, int] = {}
         for index, node in enumerate(self.graph.nodes):
             for name in node.inputs:
@@ -388,13 +390,10 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-# The workload of a model with given layouts, for micro-batches of any number of rows.
-#
-# The lowered program of a few numbers of rows is read; others are interpolated where the workload
-# is linear in the rows.
+# ------------------------------------------------------------ any number of rows
 
 
-TOLERANCE = 0.02  # of flops and bytes, up to which work counts as linear in rows
+TOLERANCE = 0.02  # relative, of flops and bytes, up to which a workload counts as linear in rows
 
 
 class WorkloadModel:
@@ -415,7 +414,7 @@ class WorkloadModel:
         self._line: tuple[Workload, Workload] | None = None
 
     def at(self, rows: float, *, exact: bool = False) -> Workload:
-        """The work of a rank whose micro-batch has `rows` of the batch.
+        """Return the work of a rank whose micro-batch has `rows` of the batch.
 
         `exact` lowers a program for them, so that every call has its shapes.
         """
@@ -426,26 +425,30 @@ class WorkloadModel:
         if self._line is None:
             self._line = self._find_line()
         low, high = self._line
-        if low is high:  # not linear: other axes cut the rows as well
+        if low is high:  # not linear: other axes shard the rows as well
             return self._lowered(max(1, min(self.rows, round(self.rows / rows))))
         if rows not in self._between:
             self._between[rows] = low.between(high, rows)
         return self._between[rows]
 
     def _find_line(self) -> tuple[Workload, Workload]:
-        """Two programs of few rows, if a third one is on the line through them."""
+        """Return two programs of few rows if a third is on their line, else one program twice."""
         if self.rows < 4:
             one, more = self._lowered(self.rows), self._lowered(1)
-            return one, more if one.rows < more.rows and one.alike(more) else one
-        for least in (2, 1, 4):  # one row alone may be a view where more need a copy
-            one, two, more = (self._lowered(-(-self.rows // (least * k))) for k in (1, 2, 4))
-            grows = one.rows < two.rows < more.rows and one.alike(two) and one.alike(more)
+            return one, more if one.rows < more.rows and one.has_same_calls(more) else one
+        for fewest in (2, 1, 4):  # one row alone may be a view where more need a copy
+            one, two, more = (self._lowered(-(-self.rows // (fewest * k))) for k in (1, 2, 4))
+            grows = (
+                one.rows < two.rows < more.rows
+                and one.has_same_calls(two)
+                and one.has_same_calls(more)
+            )
             if grows and all(_on_line(one, two, other) for other in (more, self._lowered(1))):
                 return one, two
         return one, one
 
     def _division(self, rows: int) -> int:
-        """Parts of which the first has `rows`."""
+        """Return a division of the batch whose first part has `rows`."""
         parts = -(-self.rows // rows)
         return parts if -(-self.rows // parts) == rows else Shares.of([rows, self.rows - rows])
 
@@ -458,27 +461,27 @@ class WorkloadModel:
         return self._exact[parts]
 
     def _resolved(self, parts: int) -> Resolved:
-        found = []
+        assignments = []
         for assignment in self.assignments:
             ranks = assignment.ranks
             if self.roles[assignment.axis] == "batch":
-                if parts == 1:  # nothing is cut: a plan's mesh has no such axis
+                if parts == 1:  # nothing is sharded: a plan's mesh has no such axis
                     continue
                 ranks = parts if assignment.axis == self.batch[0] else 1
-            found.append(replace(assignment, ranks=ranks))
+            assignments.append(replace(assignment, ranks=ranks))
         graph = self.fold.graph
         plan = Plan(
             name="work",
             model=graph.name,
             fingerprint=model_fingerprint(graph),
-            mesh=Mesh(axes=tuple((a.axis, a.ranks) for a in found)),
-            roles={a.axis: self.roles[a.axis] for a in found},
+            mesh=Mesh(axes=tuple((a.axis, a.ranks) for a in assignments)),
+            roles={a.axis: self.roles[a.axis] for a in assignments},
         )
-        return Resolved(graph=graph, plan=plan, facts=self.facts, assignments=tuple(found))
+        return Resolved(graph=graph, plan=plan, facts=self.facts, assignments=tuple(assignments))
 
 
 def _on_line(one: Workload, two: Workload, other: Workload) -> bool:
-    """Whether a third program's flops and bytes are on the line through two."""
+    """Return whether a third program's flops and bytes are on the line through two."""
     line = one.between(two, other.rows)
     return all(
         abs(getattr(line, name) - getattr(other, name)) <= TOLERANCE * getattr(other, name)
@@ -487,13 +490,13 @@ def _on_line(one: Workload, two: Workload, other: Workload) -> bool:
 
 
 def batch_rows(graph: Graph) -> int:
-    """The rows of the batch: the most common first size of the inputs."""
+    """Return the rows of the batch: the most common first size of the inputs."""
     sizes = [graph.values[i.value].shape[0] for i in graph.inputs if graph.values[i.value].shape]
     return max(set(sizes), key=lambda s: (sizes.count(s), s), default=1)
 
 
 def _small_blocks(fold: FoldedGraph) -> list[str]:
-    """The block of every node of the small graph."""
+    """Return the block of every node of the small graph."""
     blocks = [""] * len(fold.graph.nodes)
     for at, node in enumerate(fold.order):
         if node >= 0 and not blocks[node]:

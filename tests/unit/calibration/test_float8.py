@@ -27,7 +27,7 @@ LLAMA = replace(
 
 def work(dtype: str, tp: int = 1) -> Workload:
     row = replace(LLAMA, dtype=dtype, tp=tp, dp=8 // tp)
-    return prepare(row, num_microbatches=2).works.at(1.0)
+    return prepare(row, num_microbatches=2).workloads.at(1.0)
 
 
 def test_operands_are_converted_once() -> None:

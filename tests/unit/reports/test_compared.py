@@ -6,7 +6,6 @@ from dataclasses import fields, replace
 
 import pytest
 
-from shardwise.plans.explain import why_not
 from shardwise.plans.search_result import (
     CAUSES,
     BatchSize,
@@ -19,6 +18,7 @@ from shardwise.plans.search_result import (
     SimulatedConfig,
     StepTimes,
 )
+from shardwise.plans.text import why_not
 from shardwise.reports.build import plans_of
 
 BEST = ParallelConfig(dp=2, tp=2, pp=2, schedule="1f1b", num_microbatches=4)

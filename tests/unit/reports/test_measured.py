@@ -72,7 +72,7 @@ def as_predicted(
     for group, ranks in enumerate(made.plan.groups):
         mine = [s for s in timeline.spans if s.group == group]
         stages = made.estimate.stages
-        talks = {"F": stages[0].forward_talk, "B": stages[0].backward_talk}
+        talks = {"F": stages[0].forward_comm, "B": stages[0].backward_comm}
         for rank in ranks:
             found.append([])
             for step in range(steps):

@@ -76,7 +76,7 @@ def test_gradients_share_memory_and_are_added_in_place() -> None:
     found = chain(3).arrays()
     assert found["gradients"].tolist() == [10.0, 20.0, 20.0, 10.0, 10.0]
     assert found["backward_extra"].max() == 10.0
-    assert found["held"].sum() == found["saved"].sum() == 30.0
+    assert found["freed"].sum() == found["saved"].sum() == 30.0
 
 
 def test_what_many_blocks_use_is_kept_once_and_where_it_is_made() -> None:
@@ -88,7 +88,7 @@ def test_what_many_blocks_use_is_kept_once_and_where_it_is_made() -> None:
     sizes = {"mask": 8.0, "y1": 1.0, "y2": 1.0}
     found = Liveness(moments, ["", "layers.0", "layers.1"], sizes, frozenset()).arrays()
     for mode in ("", "_full", "_selective"):
-        assert found["held" + mode].tolist() == [8.0, 0.0, 0.0]
+        assert found["freed" + mode].tolist() == [8.0, 0.0, 0.0]
     assert found["shared"].tolist() == [0.0, 8.0, 8.0]
 
 
@@ -102,7 +102,7 @@ def test_what_comes_from_another_block_counts_where_it_enters() -> None:
     sizes = dict.fromkeys("xyz", 8.0)
     found = Liveness(moments, ["layers.0", "layers.1", ""], sizes, frozenset("xyz")).arrays()
     for mode in ("", "_full", "_selective"):
-        assert found["saved" + mode].tolist() == found["held" + mode].tolist() == [0.0, 8.0, 0.0]
+        assert found["saved" + mode].tolist() == found["freed" + mode].tolist() == [0.0, 8.0, 0.0]
         assert found["entering" + mode].tolist() == [0.0, 8.0, 0.0]
 
 

@@ -52,13 +52,13 @@ def whole(graph: sw.Graph, fold: FoldedGraph, cluster: sw.Cluster) -> sw.types.E
     """One rank that runs the whole model."""
     plan = sw.strategies.ddp(fold.graph, sw.Cluster.local(1))
     facts = analyze(fold.graph)
-    works = WorkloadModel(
+    workloads = WorkloadModel(
         fold, facts, resolve(fold.graph, plan, facts).assignments, dict(plan.roles)
     )
-    setting = ExecutionConfig(
+    execution = ExecutionConfig(
         groups=(Group(mesh=sw.Mesh(), ranks=(0,)),), cuts=(0,), placement=(0,)
     )
-    return Evaluator(fold, cluster).estimate(works, setting)
+    return Evaluator(fold, cluster).estimate(workloads, execution)
 
 
 def test_a_few_layers_stand_for_many() -> None:

@@ -14,7 +14,7 @@ from shardwise.api.memory import SingleRank
 from shardwise.runtime.grad_sync import Reduction
 from shardwise.runtime.parameters import FlatGroup
 from shardwise.simulation import Evaluator
-from shardwise.simulation.estimate import setting_of, works_of
+from shardwise.simulation.estimate import execution_of, workloads_of
 from tests.support.tiers import thinned
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
@@ -56,11 +56,11 @@ def tower(layers: int, width: int, words: int) -> sw.Graph:
 
 def simulated(graph: sw.Graph, plan: sw.Plan, cluster: sw.Cluster) -> Counter[str]:
     """The messages of a step's last backward and of its optimizer, by purpose."""
-    fold, works = works_of(graph, plan)
-    setting = setting_of(plan, fold)
-    layers = Evaluator(fold, cluster).group_layers(works, setting, 0)[0]
+    fold, workloads = workloads_of(graph, plan)
+    execution = execution_of(plan, fold)
+    layers = Evaluator(fold, cluster).group_layers(workloads, execution, 0)[0]
     found: Counter[str] = Counter()
-    for sent in layers.sent(0, fold.size, setting):
+    for sent in layers.sent(0, fold.size, execution):
         found[sent.purpose] += round(float(sent.messages.sum()))
     return found
 
@@ -138,12 +138,12 @@ def test_parameters_of_several_types_count_by_their_own(zero: int) -> None:
     model, cluster = Mixed(64), sw.Cluster.local(2)
     graph = sw.capture(model, {"x": torch.zeros(8, 64, dtype=torch.bfloat16)})
     plan = getattr(sw.strategies, STRATEGIES[zero])(graph, cluster)
-    fold, works = works_of(graph, plan)
-    setting = setting_of(plan, fold)
+    fold, workloads = workloads_of(graph, plan)
+    execution = execution_of(plan, fold)
     held = sum(p.nbytes for p in model.parameters())
     use = sw.simulate(graph, plan, cluster).memory[0]
     assert use.parts["optimizer"] == 2 * held / (2 if zero else 1)
-    for given in (setting, replace(setting, whole_units=True)):
-        layers = Evaluator(fold, cluster).group_layers(works, given, 0)[0]
+    for given in (execution, replace(execution, whole_units=True)):
+        layers = Evaluator(fold, cluster).group_layers(workloads, given, 0)[0]
         sent = [s for s in layers.sent(0, fold.size, given) if s.purpose != "update"]
         assert sum(float(s.num_bytes.sum()) for s in sent) == held * (2 if zero == 3 else 1)

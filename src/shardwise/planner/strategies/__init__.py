@@ -66,8 +66,8 @@ def find_strategy(name: str) -> Callable[..., Plan]:
             f"there is no strategy {name!r}{did_you_mean(name, strategy_names())}",
             hint=", ".join(strategy_names()),
         )
-    found: Callable[..., Plan] = _STRATEGIES[name] or __getattr__(name)
-    return found
+    strategy: Callable[..., Plan] = _STRATEGIES[name] or __getattr__(name)
+    return strategy
 
 
 def register_strategy(name: str, function: Callable[..., Plan]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -11,16 +12,11 @@ from pathlib import Path
 from shardwise.cluster import Cluster, Mesh
 from shardwise.errors import InfeasiblePlan, PlanError, did_you_mean
 from shardwise.ir import Graph, node_keys
-from shardwise.ir.blocks import large_blocks
+from shardwise.ir.blocks import block_glob, large_blocks
 from shardwise.planner.options import Constraints, constrained_entries, known_options
 from shardwise.planner.stage_balance import balance, find_places
-from shardwise.planner.strategies.fields import (
-    batch_inputs,
-    notes,
-    parameter_entries,
-    tensor_axes,
-)
 from shardwise.plans import (
+    ParameterEntry,
     Plan,
     Precision,
     Resolved,
@@ -39,6 +35,7 @@ from shardwise.schedules import (
     schedule_kind,
 )
 from shardwise.sharding.factors import Facts, analyze
+from shardwise.sharding.placements import Shard, format_shard
 from shardwise.shares import axes_of
 
 
@@ -73,7 +70,7 @@ def make_plan(
     accumulation. `schedule` is a name, a `Schedule` or its file. Each group has `virtual_stages`
     (by default 1, and 2 for "interleaved" and "zb_v"), which begin at `cuts`, places of nodes or
     module paths, or where they are balanced. `meshes` gives each group a mesh of its own. With
-    `shares={"dp": (2, 1)}` the ranks along an axis take unequal parts of what is cut over it.
+    `shares={"dp": (2, 1)}` the ranks along an axis take unequal parts of what it shards.
     `precision` is a name such as "bf16", `recompute` "none", "full", "selective" or module globs.
     `constraints` maps globs of parameters to a shard ("0", "whole"), to shards by mesh axis, or to
     a `ParameterEntry`, which may also set a ZeRO level.
@@ -232,15 +229,17 @@ def _check_batch(graph: Graph, plan: Plan) -> None:
     shapes = {i.name: graph.values[i.value].shape for i in graph.inputs}
     sizes = [shapes[name][dim] for name, dim in plan.inputs.items() if dim is not None]
     if not sizes:
-        raise InfeasiblePlan(f"{plan.name}: no input of {graph.name} has a batch dim to cut")
+        raise InfeasiblePlan(f"{plan.name}: no input of {graph.name} has a batch dim to shard")
     dp = max(dict(stage.mesh.axes).get("dp", 1) for stage in plan.all_stages)
     if plan.num_microbatches * dp > sizes[0]:
         ranks = f" on dp={dp} ranks each" if dp > 1 else ""
-        most = sizes[0] // dp
+        maximum = sizes[0] // dp
         raise InfeasiblePlan(
             f"{plan.name}: num_microbatches={plan.num_microbatches}{ranks}, the batch has "
             f"{sizes[0]} samples",
-            hint=f"num_microbatches={most}" if most else f"a batch of {plan.num_microbatches * dp}",
+            hint=f"num_microbatches={maximum}"
+            if maximum
+            else f"a batch of {plan.num_microbatches * dp}",
         )
 
 
@@ -272,7 +271,7 @@ def _check_split(resolved: Resolved) -> None:
         if not cut and not (plan.roles[assignment.axis] == "batch" and _has_one_row(resolved)):
             what = "batch dim" if plan.roles[assignment.axis] == "batch" else "parameter dim"
             raise InfeasiblePlan(
-                f"{plan.name}: no {what} of {resolved.graph.name} can be cut over "
+                f"{plan.name}: no {what} of {resolved.graph.name} can be sharded over "
                 f"{assignment.axis}={assignment.ranks}",
                 hint="shardwise explain shows what each node allows; register_rule adds a rule",
             )
@@ -323,7 +322,7 @@ def _order(
         _check_schedule(schedule, groups, stages, num_microbatches)
         schedule = _by_first_stage(schedule)
         check(schedule)
-        rows = tuple(tuple(str(action) for action in mine) for mine in schedule.actions)
+        rows = tuple(tuple(str(action) for action in actions) for actions in schedule.actions)
         return _Order(schedule=rows, placement=schedule.placement)
     name = schedule or default_schedule(stages, groups)
     made = make(name, num_groups=groups, num_microbatches=num_microbatches, num_stages=stages)
@@ -350,3 +349,106 @@ def _by_first_stage(schedule: Schedule) -> Schedule:
         placement=tuple(groups.index(group) for group in schedule.placement),
         actions=tuple[tuple[Action, ...], ...](schedule.actions[group] for group in groups),
     )
+
+
+# ------------------------------------------------------------ fields of a plan
+
+
+def batch_inputs(graph: Graph, batch_dim: int | None) -> dict[str, int | None]:
+    """Return the batch dim of each input: `batch_dim`, where it has the most common size."""
+    shapes = {i.name: graph.values[i.value].shape for i in graph.inputs}
+    dim = batch_dim or 0
+    sizes = Counter(shape[dim] for shape in shapes.values() if len(shape) > dim)
+    if not sizes:
+        return {}
+    size = max(sizes, key=lambda s: (sizes[s], s))
+    return {
+        name: dim if len(shape) > dim and shape[dim] == size else None
+        for name, shape in shapes.items()
+    }
+
+
+def tensor_axes(graph: Graph, facts: Facts, tp: int) -> tuple[int, ...]:
+    """Return `tp` as one mesh axis, or as two where there are fewer key heads than ranks.
+
+    With 2 key heads on 4 ranks, keys are sharded over the first axis of 2 and replicated on the
+    second, which shards the query heads of each group.
+    """
+    for node in graph.nodes:
+        if not node.op.startswith("aten.scaled_dot_product_attention"):
+            continue
+        heads = facts.dims[node.inputs[0]][-3]
+        if len(heads) != 1 or len(heads[0]) != 2:
+            continue
+        groups, queries = heads[0]
+        if groups < tp and tp % groups == 0 and queries % (tp // groups) == 0 and groups > 1:
+            return (groups, tp // groups)
+    return (tp,)
+
+
+def parameter_entries(
+    graph: Graph, resolved: Mapping[Stage, Resolved], zero: int
+) -> dict[str, ParameterEntry]:
+    """Return the entry of every parameter, with equal entries of numbered modules as one glob.
+
+    A parameter is sharded as in the first stage that uses it; on mesh axes which that stage lacks,
+    as in the next one.
+    """
+    entries: dict[str, ParameterEntry] = {}
+    homes = _homes(graph, list(resolved))
+    for parameter in graph.parameters:
+        cuts: dict[str, str] = {}
+        home = homes.get(parameter.value, 0)
+        for stage in (*list(resolved)[home:], *list(resolved)[:home]):
+            for axis, cut in _layout(resolved[stage], parameter.value).items():
+                cuts.setdefault(axis, cut)
+        entries[parameter.name] = ParameterEntry(layout=cuts, zero=zero)
+    return fold_entries(entries)
+
+
+def _homes(graph: Graph, stages: list[Stage]) -> dict[str, int]:
+    """Return the first stage that uses each value."""
+    firsts = {stage.first: index for index, stage in enumerate(stages)}
+    homes: dict[str, int] = {}
+    places, stage = node_keys(graph), 0
+    for node in graph.nodes:
+        stage = firsts.get(places[node.name], stage)
+        for name in node.inputs:
+            homes.setdefault(name, stage)
+    return homes
+
+
+def _layout(resolved: Resolved, value: str) -> dict[str, str]:
+    layout = resolved.parameter_layout(value)
+    cuts = {axis: format_shard(p) for axis, p in layout.axes if isinstance(p, Shard)}
+    for assignment in resolved.assignments:
+        if resolved.plan.roles[assignment.axis] == "parameters":
+            cuts.setdefault(assignment.axis, "whole")
+    return cuts
+
+
+def fold_entries(entries: Mapping[str, ParameterEntry]) -> dict[str, ParameterEntry]:
+    """Return the entries, with equal ones of numbered modules as one glob."""
+    groups: dict[str, list[str]] = {}
+    for name in entries:
+        groups.setdefault(block_glob(name), []).append(name)
+    folded: dict[str, ParameterEntry] = {}
+    for glob, names in groups.items():
+        first = entries[names[0]]
+        if len(names) > 1 and all(entries[n] == first for n in names):
+            folded[glob] = first
+        else:
+            folded.update({n: entries[n] for n in names})
+    return folded
+
+
+def notes(resolved: Resolved) -> list[str]:
+    """Return notes for readers of the plan: discovered rules, operators that are not sharded."""
+    texts: dict[str, None] = {}
+    for node in resolved.graph.nodes:
+        rule = resolved.facts.rules[node.name]
+        if rule.discovered:
+            texts.setdefault(f"{node.op}: rule found by experiment ({node.origin})")
+        elif rule.whole and resolved.facts.calls[node.name].operands:
+            texts.setdefault(f"{node.op} is left whole: {rule.whole}")
+    return [*texts, *resolved.graph.warnings]

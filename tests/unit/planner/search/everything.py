@@ -61,27 +61,27 @@ def quicker(
             groups = _groups(mine, kind, every, choices, figures, seconds, memory_bytes)
             check_alike(mine, [(alike, every[int(b.argmin())]) for alike, b in groups[:CHECKED]])
             for alike, bounds in groups:
-                for setting, bound in zip(every, bounds, strict=True):
+                for execution, bound in zip(every, bounds, strict=True):
                     if bound >= min(seconds, best):
                         continue
-                    time, chosen = _quickest(mine, alike, setting, memory_bytes)
+                    time, chosen = _quickest(mine, alike, execution, memory_bytes)
                     if time < min(seconds, best):
                         best = time
-                        name = setting.schedule.name if setting.schedule else ""
-                        what = f"{kind} {setting.cuts} {name} zero={setting.zero} {chosen}"
+                        name = execution.schedule.name if execution.schedule else ""
+                        what = f"{kind} {execution.cuts} {name} zero={execution.zero} {chosen}"
     return best, what
 
 
 def _quickest(
-    mine: Neighbours, alike: Sequence[Choices], setting: ExecutionConfig, memory_bytes: float
+    mine: Neighbours, alike: Sequence[Choices], execution: ExecutionConfig, memory_bytes: float
 ) -> tuple[float, str]:
     """The quickest of layouts that only differ in memory, and what it is."""
     best, what = inf, ""
     for choices in alike:
-        works = mine.works(choices)
-        if works is None:
+        workloads = mine.workloads(choices)
+        if workloads is None:
             continue
-        time, recompute = quickest(mine.evaluator(works), works, setting, memory_bytes)
+        time, recompute = quickest(mine.evaluator(workloads), workloads, execution, memory_bytes)
         if time < best:
             best, what = time, f"recompute={recompute} {mine.plan(choices).nodes}"
         if recompute == "none":
@@ -91,9 +91,16 @@ def _quickest(
 
 def check_alike(mine: Neighbours, groups: Sequence[tuple[list[Choices], ExecutionConfig]]) -> None:
     """Two layouts that are said to take the same time do."""
-    for alike, setting in groups:
-        found = [works for works in map(mine.works, {alike[0], alike[-1]}) if works is not None]
-        times = {mine.evaluator(works).estimate(works, setting).step_time_s for works in found}
+    for alike, execution in groups:
+        found = [
+            workloads
+            for workloads in map(mine.workloads, {alike[0], alike[-1]})
+            if workloads is not None
+        ]
+        times = {
+            mine.evaluator(workloads).estimate(workloads, execution).step_time_s
+            for workloads in found
+        }
         assert not times or max(times) <= min(times) * (1 + EXACT), (alike[0], alike[-1])
 
 
@@ -103,10 +110,10 @@ def check_locality(mine: Neighbours, kind: Kind, count: int) -> None:
     for _ in range(count):
         family = rng.choices(mine.families, [family.size for family in mine.families])[0]
         choices = tuple(rng.choice(domain) for domain in family.domains)
-        works = mine.works(choices)
-        if works is None:
+        workloads = mine.workloads(choices)
+        if workloads is None:
             continue
-        layers = mine.layers(works, kind)[0]
+        layers = mine.layers(workloads, kind)[0]
         sent = layers.fold.spread(layers.work.crossing)
         assert np.array_equal(mine.crosses(), sent > 0), (choices, kind)
         parts, figures = mine.parts(kind), mine.figures(choices, kind)
@@ -139,12 +146,12 @@ def _groups(
     seconds: float,
     memory_bytes: float,
 ) -> list[tuple[list[Choices], np.ndarray]]:
-    """Layouts that take the same time however they are run, with bounds for every setting.
+    """Layouts that take the same time however they are run, with bounds for every execution.
 
     The most promising ones come first, without those that take longer.
     """
     least = Least(mine, kind, figures)
-    bounds = np.stack([_bound(least, setting, memory_bytes) for setting in every])
+    bounds = np.stack([_bound(least, execution, memory_bytes) for execution in every])
     kept = np.flatnonzero(bounds.min(axis=0) < seconds)
     sent = mine.given(choices) if kind.pp > 1 else np.zeros((0, choices.shape[1]))
     rows = np.concatenate([figures.rows, sent])[:, kept]
@@ -165,9 +172,9 @@ def _groups(
     return sorted(groups, key=lambda group: float(group[1].min()))
 
 
-def _bound(least: Least, setting: ExecutionConfig, memory_bytes: float) -> np.ndarray:
-    """Seconds of layouts under a setting, inf where they do not fit."""
-    return np.where(least.memory(setting) <= memory_bytes, least.step(setting), inf)
+def _bound(least: Least, execution: ExecutionConfig, memory_bytes: float) -> np.ndarray:
+    """Seconds of layouts under an execution, inf where they do not fit."""
+    return np.where(least.memory(execution) <= memory_bytes, least.step(execution), inf)
 
 
 class Least:
@@ -193,21 +200,21 @@ class Least:
         self.itemsize = min(p.dtype.itemsize for p in parameters)
 
     def anyhow(self) -> np.ndarray:
-        """Of the quickest setting: one of `pp` groups has at least its part of all work."""
+        """Of the quickest execution: one of `pp` groups has at least its part of all work."""
         kind = self.kind
         work = kind.num_microbatches * (self.forward[-1] + self.backward[-1])
         update = self._update(self.numel[-1] / (kind.dp * kind.tp))
         path = self.forward[-1] + self.backward[-1] - self.weight[-1]
         return np.maximum((work + update) / kind.pp, path)
 
-    def step(self, setting: ExecutionConfig) -> np.ndarray:
-        """Of one setting."""
-        bounds = [*setting.cuts, len(self.forward) - 1]
-        places = setting.placement
-        sends = [0.0, *accumulate(self._sends(setting))]
-        name = setting.schedule.name if setting.schedule is not None else "1f1b"
-        numels = [self._sum(self.numel, bounds, places, g) for g in range(len(setting.groups))]
-        tails = [self._tail(setting, numel) for numel in numels]
+    def step(self, execution: ExecutionConfig) -> np.ndarray:
+        """Of one execution."""
+        bounds = [*execution.cuts, len(self.forward) - 1]
+        places = execution.placement
+        sends = [0.0, *accumulate(self._sends(execution))]
+        name = execution.schedule.name if execution.schedule is not None else "1f1b"
+        numels = [self._sum(self.numel, bounds, places, g) for g in range(len(execution.groups))]
+        tails = [self._tail(execution, numel) for numel in numels]
         found = np.zeros(self.forward.shape[1])
         waits = self.weight if name.startswith("zb") else np.zeros(self.weight.shape)
         for stage, group in enumerate(places):
@@ -220,38 +227,38 @@ class Least:
             forward = self._sum(self.forward, bounds, places, group)
             backward = self._sum(self.backward, bounds, places, group)
             end = self.forward[bounds[first]] + sends[first]
-            end = end + setting.num_microbatches * (forward + backward)
+            end = end + execution.num_microbatches * (forward + backward)
             if name == "1f1b":
                 after = self.backward[bounds[first]] + sends[first]
                 found = np.maximum(found, end + after + tails[0])
-                end = np.maximum(end, end - backward + self._sums(setting, numel))
+                end = np.maximum(end, end - backward + self._sums(execution, numel))
             found = np.maximum(found, end + tail)
         return found
 
-    def played(self, setting: ExecutionConfig, layout: int) -> float:
+    def played(self, execution: ExecutionConfig, layout: int) -> float:
         """Of one layout: the schedule's actions in their order, without waiting for parameters."""
-        if setting.schedule is None:
+        if execution.schedule is None:
             return 0.0
-        levels, bounds = levels_of(setting.schedule), [*setting.cuts, len(self.forward) - 1]
+        levels, bounds = levels_of(execution.schedule), [*execution.cuts, len(self.forward) - 1]
         forward, backward, weight = (
             np.diff(sums[bounds, layout]) for sums in (self.forward, self.backward, self.weight)
         )
         kinds = np.stack([forward, backward, backward - weight, weight])  # as levels.KINDS
-        sends = np.array([*self._sends(setting), 0.0])
+        sends = np.array([*self._sends(execution), 0.0])
         _, ends = levels.play(kinds[levels.kind, levels.stage], sends)
         found = 0.0
-        for group in range(len(setting.groups)):
-            numel = self._sum(self.numel[:, layout, None], bounds, setting.placement, group)
+        for group in range(len(execution.groups)):
+            numel = self._sum(self.numel[:, layout, None], bounds, execution.placement, group)
             end = float(ends[levels.group == group].max())
-            found = max(found, end + float(self._tail(setting, numel)[0]))
+            found = max(found, end + float(self._tail(execution, numel)[0]))
         return found
 
-    def memory(self, setting: ExecutionConfig) -> np.ndarray:
+    def memory(self, execution: ExecutionConfig) -> np.ndarray:
         """Bytes of the fullest rank: parameters, gradients and two states while it updates them."""
-        bounds, places = [*setting.cuts, len(self.forward) - 1], setting.placement
-        whole = {0: 4, 1: 2, 2: 1, 3: 0}[setting.zero]
+        bounds, places = [*execution.cuts, len(self.forward) - 1], execution.placement
+        whole = {0: 4, 1: 2, 2: 1, 3: 0}[execution.zero]
         each = whole + (4 - whole) / (self.kind.dp * self.kind.tp)
-        groups = range(len(setting.groups))
+        groups = range(len(execution.groups))
         numel = np.max([self._sum(self.numel, bounds, places, g) for g in groups], axis=0)
         found: np.ndarray = numel * each * self.itemsize
         return found
@@ -264,17 +271,17 @@ class Least:
         mine = [stage for stage, place in enumerate(places) if place == group]
         return np.sum([sums[bounds[s + 1]] - sums[bounds[s]] for s in mine], axis=0)
 
-    def _tail(self, setting: ExecutionConfig, numel: np.ndarray) -> np.ndarray:
+    def _tail(self, execution: ExecutionConfig, numel: np.ndarray) -> np.ndarray:
         """The optimizer, and the way of new parameters."""
-        shared = self.kind.dp if setting.zero else 1
+        shared = self.kind.dp if execution.zero else 1
         found = self._update(numel / shared)
-        if setting.zero in (1, 2):
+        if execution.zero in (1, 2):
             found = found + self._talk("all_gather", numel * self.itemsize)
         return found
 
-    def _sums(self, setting: ExecutionConfig, numel: np.ndarray) -> np.ndarray:
-        op = "all_reduce" if setting.zero < 2 else "reduce_scatter"
-        return self._talk(op, numel * setting.wire_size(self.itemsize))
+    def _sums(self, execution: ExecutionConfig, numel: np.ndarray) -> np.ndarray:
+        op = "all_reduce" if execution.zero < 2 else "reduce_scatter"
+        return self._talk(op, numel * execution.wire_size(self.itemsize))
 
     def _talk(self, op: str, num_bytes: np.ndarray) -> np.ndarray:
         """Of all bytes in one message, over `dp` ranks or over these and others."""
@@ -302,11 +309,13 @@ class Least:
         devices = self.mine.whole.devices
         return _each(numel, lambda n: min(seconds(n, d) for d in devices) if n else 0.0)
 
-    def _sends(self, setting: ExecutionConfig) -> list[float]:
+    def _sends(self, execution: ExecutionConfig) -> list[float]:
         """Of the smallest message from every stage to the next, if there is one."""
         found = []
-        for cut, (here, there) in zip(setting.cuts[1:], pairwise(setting.placement), strict=True):
-            a, b = setting.groups[here].array, setting.groups[there].array
+        for cut, (here, there) in zip(
+            execution.cuts[1:], pairwise(execution.placement), strict=True
+        ):
+            a, b = execution.groups[here].array, execution.groups[there].array
             sent = here != there and self.crosses[cut]
             model = self.mine.whole.costs.collective("send", pairs(a, b))
             found.append(model.seconds(1) if sent else 0.0)

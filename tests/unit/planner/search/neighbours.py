@@ -34,7 +34,7 @@ from shardwise.plans import Plan
 from shardwise.sharding.candidates import Candidate, Pass, Same, candidates
 from shardwise.sharding.factors import analyze
 from shardwise.simulation.costs import ExecutionConfig
-from shardwise.simulation.estimate import Evaluator, works_of
+from shardwise.simulation.estimate import Evaluator, workloads_of
 from shardwise.simulation.folded_graph import FoldedGraph
 from shardwise.simulation.stages import Layers
 from shardwise.simulation.workload import Workload, WorkloadModel
@@ -103,17 +103,17 @@ class Figures:
 class _Asked(WorkloadModel):
     """A model that gives the program of the very rows, or one on a line through others."""
 
-    def __init__(self, works: WorkloadModel, line: tuple[int, int] | None) -> None:
-        super().__init__(works.fold, works.facts, works.assignments, works.roles)
-        self.works, self.line = works, line
+    def __init__(self, workloads: WorkloadModel, line: tuple[int, int] | None) -> None:
+        super().__init__(workloads.fold, workloads.facts, workloads.assignments, workloads.roles)
+        self.workloads, self.line = workloads, line
 
     def at(self, rows: float, *, exact: bool = False) -> Workload:
-        if self.line is None or not self.works.batch:
-            return self.works.at(rows, exact=True)
-        one, two = (self.works.at(r, exact=True) for r in self.line)
-        if one.rows < two.rows and one.alike(two):
+        if self.line is None or not self.workloads.batch:
+            return self.workloads.at(rows, exact=True)
+        one, two = (self.workloads.at(r, exact=True) for r in self.line)
+        if one.rows < two.rows and one.has_same_calls(two):
             return one.between(two, rows)
-        return self.works.at(rows)
+        return self.workloads.at(rows)
 
 
 class Neighbours:
@@ -162,11 +162,11 @@ class Neighbours:
         """Of the cluster's figures: schedules, devices, messages."""
         return Evaluator(FoldedGraph.of(self.graph), self.cluster)
 
-    def evaluator(self, works: WorkloadModel) -> Evaluator:
+    def evaluator(self, workloads: WorkloadModel) -> Evaluator:
         """For layouts that fold alike: layers that choose otherwise are not folded."""
-        key = (works.fold.order, tuple(n.name for n in works.fold.graph.nodes))
+        key = (workloads.fold.order, tuple(n.name for n in workloads.fold.graph.nodes))
         if key not in self._evaluators:
-            self._evaluators[key] = Evaluator(works.fold, self.cluster)
+            self._evaluators[key] = Evaluator(workloads.fold, self.cluster)
         return self._evaluators[key]
 
     def plan(self, choices: Choices) -> Plan:
@@ -174,25 +174,27 @@ class Neighbours:
         chosen = [row[c] for row, c in zip(self.rows, choices, strict=True)]
         return plan_of(self.graph, chosen if self.tp > 1 else (), self.tp)
 
-    def works(self, choices: Choices) -> WorkloadModel | None:
+    def workloads(self, choices: Choices) -> WorkloadModel | None:
         """The work of a layout; None where its choices do not go together."""
         if choices not in self._works:
             self.lowered += 1
             try:
-                found = next(iter(works_of(self.graph, self.plan(choices))[1].values()))
+                found = next(iter(workloads_of(self.graph, self.plan(choices))[1].values()))
                 found.at(1)
             except ShardwiseError:
                 found = None
             self._works[choices] = found
         return self._works[choices]
 
-    def layers(self, works: WorkloadModel, kind: Kind) -> list[Layers]:
+    def layers(self, workloads: WorkloadModel, kind: Kind) -> list[Layers]:
         """What every class of ranks does for a micro-batch."""
-        setting = ExecutionConfig(
+        execution = ExecutionConfig(
             groups=kind.groups, cuts=(0,), placement=(0,), num_microbatches=kind.num_microbatches
         )
-        evaluator = self.evaluator(works)
-        found = [one for g in range(kind.pp) for one in evaluator.group_layers(works, setting, g)]
+        evaluator = self.evaluator(workloads)
+        found = [
+            one for g in range(kind.pp) for one in evaluator.group_layers(workloads, execution, g)
+        ]
         return list({id(one): one for one in found}.values())
 
     def crosses(self) -> np.ndarray:
@@ -273,7 +275,7 @@ class Neighbours:
             tries: dict[Key, int] = {}
             while any(open_):
                 choices, first = _covering(family, open_, rng)
-                lowered = self.works(choices) is not None
+                lowered = self.workloads(choices) is not None
                 for i in nodes if lowered else ():
                     found.setdefault(family.key(i, choices), []).append(choices)
                 tries[first] = tries.get(first, 0) + 1
@@ -286,22 +288,22 @@ class Neighbours:
 
     def figures(self, choices: Choices, kind: Kind) -> np.ndarray:
         """The figures of a layout that is lowered: rows as those of `Figures`, columns nodes."""
-        works = self.works(choices)
-        assert works is not None
-        return self._figures(works, works, kind)
+        workloads = self.workloads(choices)
+        assert workloads is not None
+        return self._figures(workloads, workloads, kind)
 
-    def _figures(self, works: WorkloadModel, asked: WorkloadModel, kind: Kind) -> np.ndarray:
+    def _figures(self, workloads: WorkloadModel, asked: WorkloadModel, kind: Kind) -> np.ndarray:
         classes = self.layers(asked, kind)
         times = [np.diff(one.sums[name]) for one in classes for name in TIMES]
-        if works not in self._stored:  # whatever the rows
-            self._stored[works] = self._parameters(classes[0])
-        return np.stack([*times, *self._stored[works], np.ones(len(self.rows))])
+        if workloads not in self._stored:  # whatever the rows
+            self._stored[workloads] = self._parameters(classes[0])
+        return np.stack([*times, *self._stored[workloads], np.ones(len(self.rows))])
 
     def _parameters(self, layers: Layers) -> tuple[np.ndarray, np.ndarray]:
         """Elements that a node is the first to use, and a number for how they are held."""
-        setting = ExecutionConfig(groups=(), cuts=(0,), placement=(0,))
+        execution = ExecutionConfig(groups=(), cuts=(0,), placement=(0,))
         numel, held = np.zeros(len(self.rows)), [list[object]() for _ in self.rows]
-        for (axes, _, itemsize), share in layers.parameters(setting).items():
+        for (axes, _, itemsize), share in layers.parameters(execution).items():
             numel += np.diff(share.numel)
             columns = [np.diff(getattr(share, name)) for name in share.ARRAYS]
             for i, values in enumerate(zip(*columns, strict=True)):
@@ -312,11 +314,14 @@ class Neighbours:
 
     def _least_figures(self, choices: Choices, kind: Kind) -> np.ndarray:
         """The least that the simulator may take for a layout's nodes in another layout."""
-        works = self.works(choices)
-        assert works is not None
+        workloads = self.workloads(choices)
+        assert workloads is not None
         if choices not in self._asked:
-            self._asked[choices] = [works, *(_Asked(works, line) for line in (None, *LINES))]
-        return np.min([self._figures(works, a, kind) for a in self._asked[choices]], axis=0)
+            self._asked[choices] = [
+                workloads,
+                *(_Asked(workloads, line) for line in (None, *LINES)),
+            ]
+        return np.min([self._figures(workloads, a, kind) for a in self._asked[choices]], axis=0)
 
     def parts(self, kind: Kind) -> dict[Key, np.ndarray]:
         """The figures of every neighbourhood."""

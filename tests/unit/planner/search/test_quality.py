@@ -22,7 +22,7 @@ from shardwise.planner.search import SIMPLER_SLACK
 from shardwise.plans import Plan
 from shardwise.sharding.candidates import candidates
 from shardwise.sharding.factors import analyze
-from shardwise.simulation.estimate import Evaluator, works_of
+from shardwise.simulation.estimate import Evaluator, workloads_of
 from shardwise.simulation.workload import WorkloadModel
 from tests.unit.planner.search.everything import quicker
 from tests.unit.planner.search.tried import divisors, kinds, plan_of, quickest, settings
@@ -85,20 +85,20 @@ def everything(graph: Graph, cluster: Cluster) -> Iterator[tuple[float, str]]:
     """The step time of everything that fits, and what it is."""
     ranks = cluster.num_ranks
     for tp in divisors(ranks):
-        works: list[tuple[str, Evaluator, WorkloadModel]] = []
+        workloads: list[tuple[str, Evaluator, WorkloadModel]] = []
         for plan in layouts(graph, tp):
             try:
-                fold, found = works_of(graph, plan)
+                fold, found = workloads_of(graph, plan)
                 mine = next(iter(found.values()))
                 mine.at(1)
             except ShardwiseError:  # such choices do not go together
                 continue
-            works.append((str(plan.nodes), Evaluator(fold, cluster), mine))
+            workloads.append((str(plan.nodes), Evaluator(fold, cluster), mine))
         for kind in kinds(graph, ranks):
-            for what, evaluator, mine in works if kind.tp == tp else ():
-                for setting in settings(graph, kind, evaluator):
-                    time, _ = quickest(evaluator, mine, setting)
-                    yield time, f"{kind} zero={setting.zero} {what}"
+            for what, evaluator, mine in workloads if kind.tp == tp else ():
+                for execution in settings(graph, kind, evaluator):
+                    time, _ = quickest(evaluator, mine, execution)
+                    yield time, f"{kind} zero={execution.zero} {what}"
 
 
 def check(graph: Graph, cluster: Cluster, memory_gib: float | None = None) -> None:

@@ -16,9 +16,8 @@ from shardwise.errors import PlanError
 from shardwise.planner.device_groups import subsets
 from shardwise.planner.search import SIMPLER_SLACK, simplicity
 from shardwise.plans import used_devices
-from shardwise.plans.explain import plan_text
 from shardwise.plans.search_result import ParallelConfig
-from shardwise.plans.text import format_plan
+from shardwise.plans.text import format_plan, plan_text
 from tests.support import zoo
 
 

@@ -106,11 +106,14 @@ def plan_of(graph: Graph, chosen: Sequence[Candidate], tp: int) -> Plan:
 
 
 def quickest(
-    evaluator: Evaluator, works: WorkloadModel, setting: ExecutionConfig, memory_bytes: float = inf
+    evaluator: Evaluator,
+    workloads: WorkloadModel,
+    execution: ExecutionConfig,
+    memory_bytes: float = inf,
 ) -> tuple[float, str]:
     """The step, with activations recomputed only where they do not fit; how they are kept."""
     for recompute in RECOMPUTES:
-        estimate = evaluator.estimate(works, replace(setting, recompute=recompute))
+        estimate = evaluator.estimate(workloads, replace(execution, recompute=recompute))
         if estimate.fits and all(use.peak_bytes <= memory_bytes for use in estimate.memory):
             return estimate.step_time_s, recompute
     return inf, ""
