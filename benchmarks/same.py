@@ -13,9 +13,11 @@ CPU time of planning. Each item is one of
 
 Both texts of an item that is not identical are written to out/same, old and new. `accepted.json`
 has `replacements`, regular expressions applied to recorded texts before they are compared (for
-names that changed on purpose), and `differences`, patterns of items that may differ; every entry
-has a reason. Planning that takes 25 % more CPU time than recorded is a warning, with
-`--strict-time` a failure: other work on the machine shows in it.
+names that changed on purpose), `fields`, which rename or ignore single fields of JSON items by
+their dotted paths (all others must be equal, up to rounding and omitted empty values), and
+`differences`, patterns of items that may differ entirely; every entry has a reason. Planning that
+takes 25 % more CPU time than recorded is a warning, with `--strict-time` a failure: other work on
+the machine shows in it.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import zip_longest
+from math import isclose
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -42,9 +45,51 @@ RECORD = Path(__file__).parent / "results/same"
 OUT = Path("out/same")
 SLOWER = 1.25
 SHORTEST_S = 1.0  # planning below this is too short to compare
+ROUNDING = 1e-11  # relative: recorded durations of a step have 12 digits
+EMPTY = (None, "", "none", 0, False)  # values that files may leave out
 SHOWN = 12  # differing items of a section
 VERDICTS = ("identical", "reworded", "accepted", "differs", "missing", "new")
 FAILURES = ("differs", "missing", "new")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptedFields:
+    """Fields of JSON items that were renamed, added or dropped on purpose, by dotted paths."""
+
+    items: str
+    renamed: tuple[tuple[str, str], ...]  # regular expression on recorded paths, new path
+    ignored: tuple[str, ...]
+
+    def agree(self, old: str, new: str) -> bool:
+        """Return whether two JSON texts agree in all other fields."""
+        before, after = self._fields(old, self.renamed), self._fields(new, ())
+        return before.keys() == after.keys() and all(
+            value == after[path]
+            or (
+                isinstance(value, float)
+                and isinstance(after[path], float)
+                and isclose(value, after[path], rel_tol=ROUNDING)
+            )
+            for path, value in before.items()
+        )
+
+    def _fields(self, text: str, renamed: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        fields = {}
+        for path, value in _paths(json.loads(text)):
+            for pattern, replacement in renamed:
+                path = re.sub(pattern, replacement, path)
+            if value not in EMPTY and not any(re.search(p, path) for p in self.ignored):
+                fields[path] = value
+        return fields
+
+
+def _paths(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(data, Mapping | list):
+        items = data.items() if isinstance(data, Mapping) else enumerate(data)
+        for key, value in items:
+            yield from _paths(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +97,7 @@ class Accepted:
     """Differences that were introduced on purpose."""
 
     replacements: tuple[tuple[str, str, str], ...]  # item pattern, regular expression, text
+    fields: tuple[AcceptedFields, ...]
     differences: tuple[str, ...]  # item patterns
 
     @staticmethod
@@ -63,6 +109,14 @@ class Accepted:
             replacements=tuple(
                 (entry["items"], entry["replace"], entry["with"])
                 for entry in data.get("replacements", ())
+            ),
+            fields=tuple(
+                AcceptedFields(
+                    items=entry["items"],
+                    renamed=tuple((old, new) for old, new in entry.get("renamed", {}).items()),
+                    ignored=tuple(entry.get("ignored", ())),
+                )
+                for entry in data.get("fields", ())
             ),
             differences=tuple(entry["items"] for entry in data.get("differences", ())),
         )
@@ -168,6 +222,8 @@ def verdict(name: str, old: str | None, new: str | None, accepted: Accepted) -> 
             return "identical"
         if meaning(name, old) == meaning(name, new):
             return "reworded"
+        if any(fnmatchcase(name, f.items) and f.agree(old, new) for f in accepted.fields):
+            return "accepted"
     if any(fnmatchcase(name, pattern) for pattern in accepted.differences):
         return "accepted"
     return "new" if old is None else "missing" if new is None else "differs"

@@ -457,7 +457,7 @@ def _line(rank_groups: RankGroups, name: str, factor: Factor) -> Line:
     )
 
 
-def _used(phase: Phase, resources: int) -> NDArray[np.float64]:
+def _used(phase: Phase, resources: int) -> Floats:
     """Return the bytes over every resource per byte of the collective's value."""
     used = np.zeros(resources + 1)
     for ids, weights in phase.crossings:
@@ -467,7 +467,7 @@ def _used(phase: Phase, resources: int) -> NDArray[np.float64]:
 
 def crossing_bytes(
     cluster: Cluster, operation: str, groups: NDArray[np.integer], algorithm: str
-) -> NDArray[np.float64]:
+) -> Floats:
     """Return the bytes over every resource of the topology per byte of the collective's value."""
     ranks = _checked(cluster, operation, groups)
     kind = cluster.device(int(ranks[0, 0])).kind

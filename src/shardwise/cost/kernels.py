@@ -285,35 +285,17 @@ class CallCost:
 
 # Operators that launch nothing although their schema does not say that they are views.
 _NOTHING = {
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "_unsafe_view",
-    "lift_fresh",
-    "is_same_size",
-    "_local_scalar_dense",
-    "resize_",
-    "set_",
-    "sym_size",
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view",
+    "lift_fresh", "is_same_size", "_local_scalar_dense", "resize_", "set_", "sym_size",
     "sym_numel",
-}
+}  # fmt: skip
 # Operand that is a table of which only the rows found are read.
 _LOOKUPS = {"embedding", "index", "_unsafe_index", "index_select", "gather", "take"}
 # First operand receives rows: read and written where the others say, not everywhere.
 _SCATTERS = {
-    "index_put",
-    "_unsafe_index_put",
-    "_index_put_impl",
-    "scatter",
-    "scatter_add",
-    "scatter_reduce",
-    "index_add",
-    "index_copy",
-    "index_reduce",
-    "masked_scatter",
-}
+    "index_put", "_unsafe_index_put", "_index_put_impl", "scatter", "scatter_add",
+    "scatter_reduce", "index_add", "index_copy", "index_reduce", "masked_scatter",
+}  # fmt: skip
 # Operands that are there for their shape only, by position.
 _UNREAD = {
     "zeros_like": 0,

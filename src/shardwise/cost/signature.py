@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -16,25 +17,9 @@ from shardwise.sharding.rule import MeshAxis
 _IGNORED = frozenset({"key"})  # names the source of random numbers
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Signature:
     """One local call; equal calls of other layers are equal."""
-
-    __slots__ = (
-        "_hash",
-        "args",
-        "autocast",
-        "device",
-        "firsts",
-        "function",
-        "grads",
-        "key",
-        "kwargs",
-        "op",
-        "parameters",
-        "results",
-        "strides",
-        "types",
-    )
 
     op: str
     args: tuple[Any, ...]
@@ -94,34 +79,27 @@ def call_signature(
     numbers and a call that cannot be tried need; `strides` those of operands that are not
     contiguous. `function` runs an `op` that is not registered. `device` is the kind of device.
     """
-    signature = Signature()
-    signature.op, signature.args = op, args
-    pairs = kwargs if isinstance(kwargs, tuple) else tuple(kwargs)
+    pairs = tuple(kwargs)
     if pairs and op.startswith("rt."):
         pairs = tuple(pair for pair in pairs if pair[0] not in _IGNORED)
-    signature.kwargs = pairs
     names: dict[str, int] = {}
     firsts: list[int] = []
     frozen = _freeze(args, names, firsts), _freeze(pairs, names, firsts)
     if len(firsts) != len(types):
         raise ValueError(f"{op} has {len(firsts)} tensor operands, {len(types)} types were given")
-    signature.firsts, signature.types = tuple(firsts), tuple(types)
-    signature.grads, signature.parameters = grads, parameters & grads
-    signature.results = tuple(results)
-    signature.strides = tuple(strides) if strides else (None,) * len(firsts)
-    signature.autocast, signature.function, signature.device = autocast, function, device
-    key = (
-        op,
-        frozen,
-        signature.firsts,
-        signature.types,
-        signature.grads,
-        signature.parameters,
-        signature.results,
-    )
-    signature.key = (*key, signature.strides, autocast, function, device)
-    signature._hash = hash(signature.key)
-    return signature
+    fields = {
+        "firsts": tuple(firsts),
+        "types": tuple(types),
+        "grads": grads,
+        "parameters": parameters & grads,
+        "results": tuple(results),
+        "strides": tuple(strides) or (None,) * len(firsts),
+        "autocast": autocast,
+        "function": function,
+        "device": device,
+    }
+    key = (op, frozen, *fields.values())
+    return Signature(op=op, args=args, kwargs=pairs, **fields, key=key, _hash=hash(key))  # type: ignore[arg-type]
 
 
 def _freeze(arg: Any, names: dict[str, int], firsts: list[int]) -> Any:
@@ -300,97 +278,26 @@ _RULES: dict[Any, Callable[..., Any]] = {
 
 
 _LOWER = {
-    "__matmul__",
-    "addbmm",
-    "addmm",
-    "addmv",
-    "addr",
-    "baddbmm",
-    "bmm",
-    "chain_matmul",
-    "conv",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
-    "convolution",
-    "attention",
-    "einsum",
-    "gru",
-    "linear",
-    "lstm",
-    "matmul",
-    "mm",
-    "mv",
-    "prelu",
-    "scaled_dot_product_attention",
-}
+    "__matmul__", "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "conv",
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "convolution", "attention", "einsum", "gru", "linear", "lstm", "matmul", "mm", "mv",
+    "prelu", "scaled_dot_product_attention",
+}  # fmt: skip
 _FLOAT32_CPU = {
-    "avg_pool3d",
-    "binary_cross_entropy",
-    "cdist",
-    "cosine_embedding_loss",
-    "cross_entropy",
-    "cross_entropy_loss",
-    "grid_sampler",
-    "hinge_embedding_loss",
-    "huber_loss",
-    "kl_div",
-    "l1_loss",
-    "margin_ranking_loss",
-    "mse_loss",
-    "multilabel_margin_loss",
-    "nll_loss",
-    "nll_loss_nd",
-    "poisson_nll_loss",
-    "prod",
-    "smooth_l1_loss",
-    "soft_margin_loss",
+    "avg_pool3d", "binary_cross_entropy", "cdist", "cosine_embedding_loss", "cross_entropy",
+    "cross_entropy_loss", "grid_sampler", "hinge_embedding_loss", "huber_loss", "kl_div",
+    "l1_loss", "margin_ranking_loss", "mse_loss", "multilabel_margin_loss", "nll_loss",
+    "nll_loss_nd", "poisson_nll_loss", "prod", "smooth_l1_loss", "soft_margin_loss",
     "triplet_margin_loss",
-}
+}  # fmt: skip
 _FLOAT32_CUDA = {
-    "acos",
-    "asin",
-    "binary_cross_entropy_with_logits",
-    "cosh",
-    "cosine_embedding_loss",
-    "cosine_similarity",
-    "cross_entropy",
-    "cross_entropy_loss",
-    "cumprod",
-    "cumsum",
-    "dist",
-    "erfinv",
-    "exp",
-    "expm1",
-    "group_norm",
-    "hinge_embedding_loss",
-    "kl_div",
-    "l1_loss",
-    "layer_norm",
-    "log",
-    "log10",
-    "log1p",
-    "log2",
-    "log_softmax",
-    "margin_ranking_loss",
-    "mse_loss",
-    "nll_loss",
-    "norm",
-    "pow",
-    "prod",
-    "reciprocal",
-    "rsqrt",
-    "sinh",
-    "smooth_l1_loss",
-    "softmax",
-    "softplus",
-    "sum",
-    "tan",
-    "triplet_margin_loss",
-}
+    "acos", "asin", "binary_cross_entropy_with_logits", "cosh", "cosine_embedding_loss",
+    "cosine_similarity", "cross_entropy", "cross_entropy_loss", "cumprod", "cumsum", "dist",
+    "erfinv", "exp", "expm1", "group_norm", "hinge_embedding_loss", "kl_div", "l1_loss",
+    "layer_norm", "log", "log10", "log1p", "log2", "log_softmax", "margin_ranking_loss",
+    "mse_loss", "nll_loss", "norm", "pow", "prod", "reciprocal", "rsqrt", "sinh",
+    "smooth_l1_loss", "softmax", "softplus", "sum", "tan", "triplet_margin_loss",
+}  # fmt: skip
 
 Region = tuple[str, torch.dtype, bool]
 

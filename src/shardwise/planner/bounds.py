@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardwise.arrays import Ints
 from shardwise.cluster import Device
 from shardwise.cost import CollectiveModel, adamw
 from shardwise.errors import ShardwiseError
@@ -31,8 +31,6 @@ from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.memory import Budget, stage_memory
 from shardwise.simulation.stages import PURPOSES, Layers
 from shardwise.simulation.step import pairs
-
-Ints = NDArray[np.int64]
 
 FEW_GROUPS = 16  # up to which bounds count the messages between stages
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardwise.layouts.factor_graph import Floats, Ints, Model
+from shardwise.arrays import Floats, Ints
+from shardwise.layouts.factor_graph import Model
 
 MAX_PREFIXES = 4_000
 DIGITS = 9  # up to which equal costs are the same

@@ -8,17 +8,18 @@ node, for the layout solver.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 
+from shardwise.arrays import Floats
 from shardwise.cluster import Device, Mesh
 from shardwise.cost import CallCost, Signature, adamw, call_cost, call_signature, kernel_seconds
 from shardwise.ir import Graph, Node, Parameter, TensorType
 from shardwise.layouts.beam import assign, cut_tables
 from shardwise.layouts.build import Built, build
-from shardwise.layouts.factor_graph import Floats
 from shardwise.layouts.moves import plan_moves
 from shardwise.layouts.options import Option, Options
 from shardwise.layouts.problem import (
@@ -41,7 +42,7 @@ from shardwise.sharding.placements import Layout, Placement, Replicate, Shard, l
 from shardwise.simulation.costs import ClusterCosts, Group
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.folded_graph import FoldedGraph
-from shardwise.simulation.workload import Workload, WorkloadModel, batch_rows
+from shardwise.simulation.workload import WorkloadModel, batch_rows
 
 TIME_LIMIT_S = 60.0
 TYPICAL_MICROBATCHES = 4  # for which layouts are solved; they hold for any number
@@ -84,7 +85,6 @@ class LayoutCache:
         facts: Facts,
         evaluator: Evaluator,
         constraints: Mapping[str, Mapping[str, Placement]],
-        nodes: Mapping[str, Mapping[str, str]],
         ties: LayerTies,
         memory_limit: float | None = None,
         report: Callable[[str], None] = lambda _: None,
@@ -93,9 +93,10 @@ class LayoutCache:
         usable = float(evaluator.cluster.device(0).usable_bytes)
         self.memory_bytes = usable if memory_limit is None else min(usable, memory_limit)
         self.fold, self.facts, self.evaluator = fold, facts, evaluator
-        self.constraints, self.nodes, self.report = constraints, nodes, report
+        self.constraints, self.report = constraints, report
         self.inputs = batch_inputs(fold.graph, None)
         self.rows = batch_rows(fold.graph)
+        self._full: LayoutCache | None = None  # of the full batch, for `with_rows`
         self._solved: dict[tuple[int, int], Layouts] = {}
         self._numbers: dict[tuple[int, str], int] = {}  # variants of `k_best`
         self._batch: Assignment | None = None
@@ -109,7 +110,12 @@ class LayoutCache:
         """
         key = (tp, layout)
         if key not in self._solved:
-            self._solved[key] = self._solve(tp, layout)
+            if self._full is None:
+                self._solved[key] = self._solve(tp, layout)
+            else:
+                layouts = self._full.get(tp, layout)
+                fewer = layouts.workloads.with_rows(self.rows)
+                self._solved[key] = replace(layouts, workloads=fewer)
         return self._solved[key]
 
     def k_best(
@@ -133,7 +139,7 @@ class LayoutCache:
         if options.num_joint() > MAX_JOINT:
             return [], False
         device, costs = self.evaluator.cluster.device(0), self.evaluator.costs
-        prices = _SizedPrices(graph, self.facts, task, group, device, costs, num_microbatches)
+        prices = CallPrices(graph, self.facts, task, group, device, costs, num_microbatches)
         built = build(options, prices, limit=float("inf"))
         stored = {  # what parameters cost, by the variables of how they are stored
             number: built.model.variables[number].unary
@@ -185,7 +191,9 @@ class LayoutCache:
 
     def with_rows(self, rows: int) -> LayoutCache:
         """Return the same layouts for a batch of fewer rows."""
-        return _SmallerBatch(self, rows)
+        smaller = copy(self)
+        smaller.rows, smaller._full, smaller._solved = rows, self, {}
+        return smaller
 
     def _solve(self, tp: int, layout: int) -> Layouts:
         self.report(f"layouts for tp={tp}" + ("", ", lean", ", mixed", ", leanest")[layout])
@@ -238,10 +246,10 @@ class LayoutCache:
 
     def _task(self, tensor: tuple[tuple[str, int], ...], parts: int) -> LayoutTask:
         """Return the layout problem of a rank that has one of `parts` of the batch."""
-        cuts = self._cuts()
+        shards = self._input_shards()
         axes = [LayoutAxis(name=name, ranks=n) for name, n in tensor]
-        if cuts:
-            axes.insert(0, LayoutAxis(name="dp", ranks=parts, role="batch", inputs=cuts))
+        if shards:
+            axes.insert(0, LayoutAxis(name="dp", ranks=parts, role="batch", inputs=shards))
         names = tuple(axis.name for axis in axes)
         return LayoutTask(
             axes=tuple(axes),
@@ -249,7 +257,7 @@ class LayoutCache:
                 value: {a: p for a, p in placements.items() if a in names}
                 for value, placements in self.constraints.items()
             },
-            nodes=self._choices(cuts, parts, names) if cuts else {},
+            nodes=self._batch_choices(shards, parts) if shards else {},
             copies=self.ties.copies,
             moves=self.ties.moves,
             alike=self.ties.alike,
@@ -266,24 +274,21 @@ class LayoutCache:
             return self.rows
         return min(self.rows, dp * TYPICAL_MICROBATCHES)
 
-    def _choices(
-        self, cuts: Mapping[str, Placement], parts: int, names: tuple[str, ...]
+    def _batch_choices(
+        self, shards: Mapping[str, Placement], parts: int
     ) -> dict[str, dict[str, str]]:
-        """Return the user's choices of nodes; on "dp" every node shards the batch where it can.
+        """Return the choice of every node on "dp", which shards the batch where it can.
 
         Nothing is cheaper on that axis: it replicates parameters, so that the only other choice is
         to do the same work on every rank.
         """
         if self._batch is None:
-            task = Task(axis="dp", ranks=parts, inputs=cuts)
+            task = Task(axis="dp", ranks=parts, inputs=shards)
             graph, facts = self.fold.graph, self.facts
             (self._batch,) = cut_tables(graph, facts, (assign(graph, facts, task),), {})
-        fixed = {name: {"dp": str(c.choice)} for name, c in self._batch.nodes.items()}
-        for name, choices in self.nodes.items():
-            fixed.setdefault(name, {}).update({a: c for a, c in choices.items() if a in names})
-        return fixed
+        return {name: {"dp": str(c.choice)} for name, c in self._batch.nodes.items()}
 
-    def _cuts(self) -> dict[str, Placement]:
+    def _input_shards(self) -> dict[str, Placement]:
         shards: dict[str, Placement] = {}
         for source in self.fold.graph.inputs:
             dim = self.inputs.get(source.name)
@@ -291,41 +296,6 @@ class LayoutCache:
                 size = self.fold.graph.values[source.value].shape[dim]
                 shards[source.value] = Shard(dim, ((1, size, 1),))
         return shards
-
-
-class _SmallerBatch(LayoutCache):
-    """The layouts of another cache, for fewer rows."""
-
-    def __init__(self, full: LayoutCache, rows: int) -> None:
-        super().__init__(
-            full.fold,
-            full.facts,
-            full.evaluator,
-            full.constraints,
-            full.nodes,
-            full.ties,
-            full.memory_bytes,
-            full.report,
-        )
-        self.full, self.rows = full, rows
-
-    def get(self, tp: int, layout: int) -> Layouts:
-        key = (tp, layout)
-        if key not in self._solved:
-            layouts = self.full.get(tp, layout)
-            self._solved[key] = replace(layouts, workloads=_FewerRows(layouts.workloads, self.rows))
-        return self._solved[key]
-
-
-class _FewerRows(WorkloadModel):
-    """The work of a rank for a batch of fewer rows: the same for as many rows of it."""
-
-    def __init__(self, full: WorkloadModel, rows: int) -> None:
-        super().__init__(full.fold, full.facts, full.assignments, full.roles)
-        self.full, self.rows = full, rows if full.batch else full.rows
-
-    def at(self, rows: float, *, exact: bool = False) -> Workload:
-        return self.full.at(rows, exact=exact)
 
 
 EXPOSED = 0.3  # the part of gradient synchronization that backward does not hide, as a guess
@@ -356,8 +326,8 @@ class CallPrices:
         self.coordinate = {axis.name: (0, axis.ranks) for axis in task.axes}
         self.parameters = {p.value: p for p in graph.parameters}
         self.by_name = {p.name: p for p in graph.parameters}
-        self.whole = {i.value for i in graph.inputs} | {b.value for b in graph.buffers}
-        self.whole |= {c.value for c in graph.constants}
+        self.local_values = {i.value for i in graph.inputs} | {b.value for b in graph.buffers}
+        self.local_values |= {c.value for c in graph.constants}
         self._kinds: dict[str, Signature] = {}
         self._costs: dict[tuple[Signature, tuple[Candidate, ...]], CallCost] = {}
 
@@ -379,7 +349,7 @@ class CallPrices:
             before, after = self._bytes(value, move.before), self._bytes(value, move.layout)
             size = entry.num_bytes(before, after)
             for op in (entry.forward.collective, entry.backward.collective if grad else ""):
-                if op and value not in self.whole:
+                if op and value not in self.local_values:
                     seconds += self.costs.collective_seconds(op, self.group, move.axes, size)
         return seconds
 
@@ -413,6 +383,20 @@ class CallPrices:
         """Return the bytes that a node saves for backward, besides its operands."""
         cost = self._cost(node, choice)
         return float(sum(s.num_bytes for s in cost.saved if s.operand is None))
+
+    def made_bytes(self, built: Built) -> dict[int, Floats]:
+        """Return the bytes that nodes produce on a rank, for every state of every variable."""
+        sizes = {number: np.zeros(len(v)) for number, v in built.model.variables.items()}
+        for node in self.graph.nodes:
+            options = built.options[node.name]
+            sizes[built.nodes[node.name]] += [self._made_bytes(node, o) for o in options]
+        return sizes
+
+    def _made_bytes(self, node: Node, option: Option) -> float:
+        return sum(
+            self._bytes(value, self._layout(placements))
+            for value, placements in zip(node.outputs, option.gives, strict=True)
+        )
 
     def _parameter(self, name: str) -> Parameter:
         return self.by_name.get(name) or self.parameters[name]
@@ -492,21 +476,3 @@ class CallPrices:
     def _local(self, value: str, layout: Layout) -> TensorType:
         kind = self.graph.values[value]
         return TensorType(local_shape(layout, kind.shape, self.coordinate), kind.dtype)
-
-
-class _SizedPrices(CallPrices):
-    """Prices with the sizes of results."""
-
-    def made_bytes(self, built: Built) -> dict[int, Floats]:
-        """Return the bytes that nodes produce on a rank, for every state of every variable."""
-        sizes = {number: np.zeros(len(v)) for number, v in built.model.variables.items()}
-        for node in self.graph.nodes:
-            options = built.options[node.name]
-            sizes[built.nodes[node.name]] += [self._made(node, option) for option in options]
-        return sizes
-
-    def _made(self, node: Node, option: Option) -> float:
-        return sum(
-            self._bytes(value, self._layout(placements))
-            for value, placements in zip(node.outputs, option.gives, strict=True)
-        )

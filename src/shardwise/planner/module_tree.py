@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.arrays import Floats
 from shardwise.dtypes import dtype_name
 from shardwise.ir.blocks import is_number
 from shardwise.messages.program import format_ranks
@@ -20,7 +21,7 @@ from shardwise.planner.step_details import SimulatedStep
 from shardwise.plans import Plan
 from shardwise.plans.search_result import MODULE_FIGURES as FIGURES
 from shardwise.plans.search_result import ModuleTree
-from shardwise.simulation.workload import Floats, LocalParameter
+from shardwise.simulation.workload import LocalParameter
 
 DIGITS = 12
 NODE_DIGITS = 7

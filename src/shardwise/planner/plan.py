@@ -213,7 +213,6 @@ def _prepare(
         analyze(fold.graph),
         evaluator,
         {value: placements for value, placements in constrained.items() if value in values},
-        {},
         tie_layers(fold, graph, key),
         limit,
         report,

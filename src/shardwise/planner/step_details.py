@@ -9,15 +9,14 @@ peak of its action; in between, activations and gradients come and go with the u
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shardwise.cluster import Mesh
+from shardwise.arrays import Floats, Ints
 from shardwise.cluster.links import expand
 from shardwise.cost.collectives import PHASES, CollectiveModel, crossing_bytes
 from shardwise.ir import Graph
@@ -29,7 +28,7 @@ from shardwise.simulation.folded_graph import FoldedGraph
 from shardwise.simulation.memory import MemoryUse
 from shardwise.simulation.stages import Layers, StageCost
 from shardwise.simulation.step import pairs
-from shardwise.simulation.workload import FORWARD, Floats, WorkloadModel
+from shardwise.simulation.workload import FORWARD, WorkloadModel, Workloads, workload_on
 
 SAVED = {"none": "saved", "selective": "saved_selective"}
 TIMES = ("forward", "backward", "forward_comm", "backward_comm", "recompute")
@@ -51,7 +50,7 @@ class SimulatedStep:
     """One simulated step; `graph` has a node at every position of the evaluator's fold."""
 
     graph: Graph
-    workloads: Mapping[Mesh, WorkloadModel] | WorkloadModel
+    workloads: Workloads
     execution: ExecutionConfig
     evaluator: Evaluator
     estimate: Estimate
@@ -67,9 +66,7 @@ class SimulatedStep:
 
     def workload_of(self, group: int) -> WorkloadModel:
         """Return the workload of a group's ranks."""
-        if isinstance(self.workloads, WorkloadModel):
-            return self.workloads
-        return self.workloads[self.execution.groups[group].mesh]
+        return workload_on(self.workloads, self.execution.groups[group].mesh)
 
     @cached_property
     def layers(self) -> tuple[Layers, ...]:
@@ -118,7 +115,7 @@ class Message:
 
     purpose: str
     op: str
-    rows: NDArray[np.int64]
+    rows: Ints
     num_bytes: float
     times: float
 

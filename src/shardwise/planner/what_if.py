@@ -7,7 +7,7 @@ would change on other clusters. Both give typed `WhatIf` rows, all of them simul
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, floor, log10
@@ -24,7 +24,7 @@ from shardwise.plans.search_result import WhatIf
 from shardwise.simulation.costs import ExecutionConfig, Group
 from shardwise.simulation.estimate import Estimate, Evaluator
 from shardwise.simulation.memory import peak_of
-from shardwise.simulation.workload import WorkloadModel
+from shardwise.simulation.workload import WorkloadModel, Workloads
 
 MORE_MEMORY = (0.05, 0.1, 0.25, 0.5, 1.0)  # fractions of a device's memory
 LESS_MEMORY = (0.75, 0.5)
@@ -388,7 +388,7 @@ def _join_network(network: Network, original: Network, prefix: str) -> Network:
 
 def _scale_data_parallel(
     step: SimulatedStep, factor: Fraction
-) -> tuple[ExecutionConfig, Mapping[Mesh, WorkloadModel] | WorkloadModel] | None:
+) -> tuple[ExecutionConfig, Workloads] | None:
     """Return the config with `factor` times the data-parallel ranks, and its workloads."""
     groups, workloads = [], {}
     offset = 0

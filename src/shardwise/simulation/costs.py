@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardwise.arrays import Floats, Ints
 from shardwise.cluster import Cluster, Device, Mesh
 from shardwise.cost import OpTable, adamw, call_seconds, kernel_seconds
 from shardwise.cost.collectives import CollectiveModel, collective_model
@@ -17,7 +17,7 @@ from shardwise.dtypes import itemsize
 from shardwise.messages.choice import Chooser
 from shardwise.plans import Precision
 from shardwise.schedules import Schedule
-from shardwise.simulation.workload import BACKWARD, FORWARD, WEIGHT, Floats, Workload
+from shardwise.simulation.workload import BACKWARD, FORWARD, WEIGHT, Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Group:
     )
 
     @cached_property
-    def array(self) -> NDArray[np.int64]:
+    def array(self) -> Ints:
         """The ranks as an array."""
         return np.array(self.ranks, dtype=np.int64)
 

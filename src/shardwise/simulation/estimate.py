@@ -39,7 +39,7 @@ from shardwise.simulation.stages import (
     with_offload,
 )
 from shardwise.simulation.step import Timeline, lay_out, step_times
-from shardwise.simulation.workload import WorkloadModel
+from shardwise.simulation.workload import WorkloadModel, Workloads, workload_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class Evaluator:
 
     def estimate(
         self,
-        workloads: Mapping[Mesh, WorkloadModel] | WorkloadModel,
+        workloads: Workloads,
         execution: ExecutionConfig,
         watched: Collection[int] | None = None,
     ) -> Estimate:
@@ -150,9 +150,6 @@ class Evaluator:
             max(classes, key=lambda c: c[0].rows / c[0].device.speed)[0] for classes in by_group
         ]
         devices = [kind.device for kind in slowest]
-        any_workload = (
-            workloads if isinstance(workloads, WorkloadModel) else next(iter(workloads.values()))
-        )
         tied = tied_bytes([classes[0][1] for classes in by_group], execution)
         schedule = self._scheduled(execution)
         times = step_times(stages, execution, schedule, devices, self.costs, tied)
@@ -160,13 +157,13 @@ class Evaluator:
             timeline=lay_out(times, schedule),
             memory=self.memory(workloads, execution, watched),
             stages=tuple(stages),
-            rows=any_workload.rows,
+            rows=workload_on(workloads, execution.groups[0].mesh).rows,
             num_ranks=execution.num_ranks,
         )
 
     def memory(
         self,
-        workloads: Mapping[Mesh, WorkloadModel] | WorkloadModel,
+        workloads: Workloads,
         execution: ExecutionConfig,
         watched: Collection[int] | None = None,
     ) -> tuple[MemoryUse, ...]:
@@ -204,13 +201,13 @@ class Evaluator:
 
     def _group(
         self,
-        workloads: Mapping[Mesh, WorkloadModel] | WorkloadModel,
+        workloads: Workloads,
         execution: ExecutionConfig,
         number: int,
     ) -> list[_Ranks]:
         """Return every class of ranks of a group, with its typical and its largest micro-batch."""
         group = execution.groups[number]
-        workload = workloads if isinstance(workloads, WorkloadModel) else workloads[group.mesh]
+        workload = workload_on(workloads, group.mesh)
         classes = []
         for kind in self._classes(group, workload, execution.num_microbatches):
             typical = self._layer(workload, kind.rows, kind.device, group, execution)
@@ -222,7 +219,7 @@ class Evaluator:
 
     def group_layers(
         self,
-        workloads: Mapping[Mesh, WorkloadModel] | WorkloadModel,
+        workloads: Workloads,
         execution: ExecutionConfig,
         number: int,
     ) -> list[Layers]:
@@ -251,11 +248,11 @@ class Evaluator:
         return self._layers[key, execution.recompute]
 
     def calls(
-        self, workloads: Mapping[Mesh, WorkloadModel] | WorkloadModel, execution: ExecutionConfig
+        self, workloads: Workloads, execution: ExecutionConfig
     ) -> Iterator[tuple[Device, Signature]]:
         """Yield every call of every class of ranks, with the device that runs it."""
         for number, group in enumerate(execution.groups):
-            workload = workloads if isinstance(workloads, WorkloadModel) else workloads[group.mesh]
+            workload = workload_on(workloads, group.mesh)
             bounds = [*execution.cuts, self.fold.size]
             stages = [s for s, g in enumerate(execution.placement) if g == number]
             here = {n for s in stages for n in self.fold.order[bounds[s] : bounds[s + 1]]}

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardwise.arrays import Floats, Ints
 from shardwise.errors import ShardwiseError
 from shardwise.ir import Graph, node_keys
 from shardwise.ir.blocks import ConstraintKey, fold_blocks, node_blocks
@@ -80,13 +80,13 @@ class FoldedGraph:
         return len(self.order)
 
     @cached_property
-    def index(self) -> NDArray[np.int64]:
+    def index(self) -> Ints:
         """`order` as an array; what is gone points behind the last node."""
         order = np.array(self.order, dtype=np.int64)
         return np.where(order == GONE, len(self.graph.nodes), order)
 
     @cached_property
-    def copies(self) -> NDArray[np.int64]:
+    def copies(self) -> Ints:
         """How many positions each node of the small graph stands for."""
         count = len(self.graph.nodes)
         return np.bincount(self.index, minlength=count + 1)[:count]
@@ -107,7 +107,7 @@ class FoldedGraph:
         low, high = bisect_right(starts, first) - 1, bisect_left(starts, end)
         return [(name, max(a, first), min(b, end)) for name, a, b in known[low:high]]
 
-    def spread(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    def spread(self, values: Floats) -> Floats:
         """Return an array of the small graph's nodes at every position of the model."""
         return np.append(values, 0.0)[self.index]
 

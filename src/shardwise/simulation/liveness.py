@@ -24,16 +24,8 @@ MODES = ("", "_selective", "_full")
 
 # Calls whose weight gradients zero-bubble schedules compute later (`runtime.pipeline.weight_grad`).
 DEFERRED = {
-    "linear",
-    "addmm",
-    "matmul",
-    "mm",
-    "embedding",
-    "convolution",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-}
+    "linear", "addmm", "matmul", "mm", "embedding", "convolution", "conv1d", "conv2d", "conv3d",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

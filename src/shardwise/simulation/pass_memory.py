@@ -15,12 +15,12 @@ from functools import cached_property
 
 import numpy as np
 
+from shardwise.arrays import Floats
 from shardwise.dtypes import itemsize
 from shardwise.runtime.grad_sync import OUTSTANDING_BYTES
 from shardwise.simulation.costs import ExecutionConfig, Group
 from shardwise.simulation.folded_graph import FoldedGraph
 from shardwise.simulation.stages import Layers, ParamClass
-from shardwise.simulation.workload import Floats
 
 
 def saved_activations(first: int, end: int, layers: Layers, mode: str) -> SavedActivations:

@@ -11,12 +11,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardwise.arrays import Bools, Floats, Ints
 from shardwise.runtime.parameters import ALONE_BYTES, BUCKET_BYTES, FIRST_BUCKET_BYTES
 from shardwise.simulation.costs import ClusterCosts, ExecutionConfig, Group, NodeTimes
 from shardwise.simulation.folded_graph import FoldedGraph
-from shardwise.simulation.workload import Floats, Workload
+from shardwise.simulation.workload import Workload
 
 Key = tuple[tuple[str, ...], int, int]  # mesh axes of the gradient's sum, zero level, item bytes
 Run = tuple[str, int, int]  # a unit: its name, and the positions that it has
@@ -269,7 +269,7 @@ class Tied:
 
     numel: float
     num_bytes: float
-    users: NDArray[np.int64]  # positions, ascending
+    users: Ints  # positions, ascending
 
 
 class Layers:
@@ -366,7 +366,7 @@ def _again(
     return fold.spread(times.forward + times.forward_comm) * inside
 
 
-def _repeated(fold: FoldedGraph, work: Workload) -> NDArray[np.bool_]:
+def _repeated(fold: FoldedGraph, work: Workload) -> Bools:
     """Return the positions of each block up to the last result that its own backward needs.
 
     The second forward ends there (torch's checkpoint stops early): the last product of a block,

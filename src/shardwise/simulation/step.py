@@ -18,8 +18,8 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardwise.arrays import Floats, Ints
 from shardwise.cluster import Device
 from shardwise.cost import adamw
 from shardwise.plans.search_result import (
@@ -36,7 +36,6 @@ from shardwise.schedules.levels import levels_of
 from shardwise.simulation.costs import ClusterCosts, ExecutionConfig, Span
 from shardwise.simulation.memory import MemoryUse
 from shardwise.simulation.stages import StageCost, UnitCost
-from shardwise.simulation.workload import Floats
 
 # ------------------------------------------------------------ one pass
 #
@@ -337,7 +336,7 @@ class _Layout:
         column: Floats = by_key[self.key]
         return column
 
-    def _causes(self, keys: NDArray[np.int64]) -> dict[str, float]:
+    def _causes(self, keys: Ints) -> dict[str, float]:
         """Return the seconds of a group's actions by cause."""
         causes: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
         numbers, counts = np.unique(keys, return_counts=True)
@@ -352,9 +351,7 @@ class _Layout:
             causes["compute"] += times * max(0.0, rest)
         return causes
 
-    def _reductions(
-        self, group: int, actions: NDArray[np.int64], ends: Floats, computed: float
-    ) -> float:
+    def _reductions(self, group: int, actions: Ints, ends: Floats, computed: float) -> float:
         """Return when the gradient reductions that outlast backward end."""
         left = computed
         for at in actions.tolist():
@@ -428,7 +425,7 @@ def update_seconds(stage: StageCost, execution: ExecutionConfig, device: Device)
     return seconds
 
 
-def pairs(here: NDArray[np.int64], there: NDArray[np.int64]) -> NDArray[np.int64]:
+def pairs(here: Ints, there: Ints) -> Ints:
     """Return pairs of sender and receiver, also of groups of different sizes."""
     numbers = np.arange(max(len(here), len(there)))
     left = here[numbers * len(here) // len(numbers)]

@@ -7,13 +7,14 @@ interpolates between them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardwise.arrays import Floats
 from shardwise.cluster import Mesh
 from shardwise.cost import CallCost, Kernel, Signature, call_signature, cost_of
 from shardwise.ir import Graph, Ref
@@ -28,7 +29,6 @@ from shardwise.shares import Shares, part
 from shardwise.simulation.folded_graph import FoldedGraph
 from shardwise.simulation.liveness import DEFERRED, Liveness, Moment, is_cheap
 
-Floats = NDArray[np.float64]
 FORWARD, BACKWARD, WEIGHT = 0, 1, 2  # phases; WEIGHT is what only gradients of parameters need
 
 
@@ -152,9 +152,9 @@ class Workload:
         ]
 
 
-def _between(a: Kernel, b: Kernel, line: object) -> Kernel:
-    shape = tuple(max(1, round(line(x, y))) for x, y in zip(a.shape, b.shape, strict=True))  # type: ignore[operator]
-    return replace(a, flops=line(a.flops, b.flops), bytes=line(a.bytes, b.bytes), shape=shape)  # type: ignore[operator]
+def _between(a: Kernel, b: Kernel, line: Callable[[float, float], float]) -> Kernel:
+    shape = tuple(max(1, round(line(x, y))) for x, y in zip(a.shape, b.shape, strict=True))
+    return replace(a, flops=line(a.flops, b.flops), bytes=line(a.bytes, b.bytes), shape=shape)
 
 
 def work_of(program: RankProgram, graph: Graph, blocks: Sequence[str], rows: float) -> Workload:
@@ -397,7 +397,10 @@ TOLERANCE = 0.02  # relative, of flops and bytes, up to which a workload counts 
 
 
 class WorkloadModel:
-    """Workload by rows; `assignments` hold for every number of ranks along batch axes."""
+    """The workload of a rank by rows of its micro-batch.
+
+    `assignments` hold for every number of ranks along batch axes.
+    """
 
     def __init__(
         self,
@@ -408,36 +411,44 @@ class WorkloadModel:
     ) -> None:
         self.fold, self.facts, self.assignments, self.roles = fold, facts, assignments, roles
         self.batch = [a.axis for a in assignments if roles[a.axis] == "batch"]
-        self.rows = batch_rows(fold.graph)
+        self.rows = self._graph_rows = batch_rows(fold.graph)
         self._exact: dict[int, Workload] = {}  # by parts, even or `Shares`
         self._between: dict[float, Workload] = {}
         self._line: tuple[Workload, Workload] | None = None
+
+    def with_rows(self, rows: int) -> WorkloadModel:
+        """Return the model for a batch of fewer rows, of which each has the same workload."""
+        smaller = copy(self)
+        smaller.rows = rows if self.batch else self.rows
+        return smaller
 
     def at(self, rows: float, *, exact: bool = False) -> Workload:
         """Return the work of a rank whose micro-batch has `rows` of the batch.
 
         `exact` lowers a program for them, so that every call has its shapes.
         """
-        if not self.batch or self.rows <= 1 or rows >= self.rows:
+        if not self.batch or self._graph_rows <= 1 or rows >= self._graph_rows:
             return self._lowered(1)
         if exact:
-            return self._lowered(self._division(min(self.rows, max(1, round(rows)))))
+            return self._lowered(self._division(min(self._graph_rows, max(1, round(rows)))))
         if self._line is None:
             self._line = self._find_line()
         low, high = self._line
         if low is high:  # not linear: other axes shard the rows as well
-            return self._lowered(max(1, min(self.rows, round(self.rows / rows))))
+            return self._lowered(max(1, min(self._graph_rows, round(self._graph_rows / rows))))
         if rows not in self._between:
             self._between[rows] = low.between(high, rows)
         return self._between[rows]
 
     def _find_line(self) -> tuple[Workload, Workload]:
         """Return two programs of few rows if a third is on their line, else one program twice."""
-        if self.rows < 4:
-            one, more = self._lowered(self.rows), self._lowered(1)
+        if self._graph_rows < 4:
+            one, more = self._lowered(self._graph_rows), self._lowered(1)
             return one, more if one.rows < more.rows and one.has_same_calls(more) else one
         for fewest in (2, 1, 4):  # one row alone may be a view where more need a copy
-            one, two, more = (self._lowered(-(-self.rows // (fewest * k))) for k in (1, 2, 4))
+            one, two, more = (
+                self._lowered(-(-self._graph_rows // (fewest * k))) for k in (1, 2, 4)
+            )
             grows = (
                 one.rows < two.rows < more.rows
                 and one.has_same_calls(two)
@@ -449,12 +460,16 @@ class WorkloadModel:
 
     def _division(self, rows: int) -> int:
         """Return a division of the batch whose first part has `rows`."""
-        parts = -(-self.rows // rows)
-        return parts if -(-self.rows // parts) == rows else Shares.of([rows, self.rows - rows])
+        parts = -(-self._graph_rows // rows)
+        return (
+            parts
+            if -(-self._graph_rows // parts) == rows
+            else Shares.of([rows, self._graph_rows - rows])
+        )
 
     def _lowered(self, parts: int) -> Workload:
         if parts not in self._exact:
-            rows = part(self.rows, parts, 0)[1] if self.batch else self.rows
+            rows = part(self._graph_rows, parts, 0)[1] if self.batch else self._graph_rows
             program = lower_place(self._resolved(parts), 0)
             blocks = _small_blocks(self.fold)
             self._exact[parts] = work_of(program, self.fold.graph, blocks, rows)
@@ -478,6 +493,14 @@ class WorkloadModel:
             roles={a.axis: self.roles[a.axis] for a in assignments},
         )
         return Resolved(graph=graph, plan=plan, facts=self.facts, assignments=tuple(assignments))
+
+
+Workloads: TypeAlias = Mapping[Mesh, WorkloadModel] | WorkloadModel  # by mesh where groups differ
+
+
+def workload_on(workloads: Workloads, mesh: Mesh) -> WorkloadModel:
+    """Return the workload of the ranks of a mesh."""
+    return workloads if isinstance(workloads, WorkloadModel) else workloads[mesh]
 
 
 def _on_line(one: Workload, two: Workload, other: Workload) -> bool:

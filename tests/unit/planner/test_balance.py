@@ -193,7 +193,7 @@ def test_least_values_of_ranges() -> None:
 
 
 @pytest.mark.parametrize("speeds", [[1.0] * 7, [1.0, 2.0, 0.5, 1.0]])
-def test_least_bound_is_that_of_trying_every_halving(speeds: list[float]) -> None:
+def test_min_bound_is_that_of_trying_every_halving(speeds: list[float]) -> None:
     draw = np.random.default_rng(1)
     for count in (9, 40, 121):
         work = np.tile(draw.random(9), 14)[:count]
@@ -203,7 +203,7 @@ def test_least_bound_is_that_of_trying_every_halving(speeds: list[float]) -> Non
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             low, high = (low, middle) if chain._reaches(middle) else (middle, high)
-        assert chain.least_bound() == high
+        assert chain.min_bound() == high
 
 
 # ---------------------------------------------------------------- work and bytes

@@ -197,19 +197,19 @@ def test_groups_of_a_file_are_numbered_by_their_first_stage(tmp_path: Path) -> N
 
 def test_schedules_that_do_not_fit(tmp_path: Path) -> None:
     made = make("1f1b", num_groups=2, num_microbatches=4)
-    with pytest.raises(InfeasiblePlan, match=r"2 stages on 2 groups .* with 4 micro-batches"):
+    with pytest.raises(InfeasiblePlan, match=r"2 stages on 2 groups .* 4 micro-batches.* 2 micro"):
         pipeline("fused_gpt", 2, pp=2, num_microbatches=2, schedule=made)
     with pytest.raises(InfeasiblePlan, match="pp=4, schedule '1f1b' is for 2"):
         pipeline("fused_gpt", 4, pp=4, num_microbatches=4, schedule=made)
     with pytest.raises(InfeasiblePlan, match="2 stages on 1 groups"):
         hybrid("fused_gpt", 2, dp=2, num_microbatches=4, schedule=made)
-    with pytest.raises(ScheduleError, match="no schedule '1fb1'; did you mean '1f1b'"):
+    with pytest.raises(ScheduleError, match=r"'1fb1'.*'1f1b'"):
         pipeline("fused_gpt", 2, pp=2, schedule="1fb1")
-    with pytest.raises(ScheduleError, match=r"there is no schedule file none\.txt"):
+    with pytest.raises(ScheduleError, match=r"none\.txt"):
         pipeline("fused_gpt", 2, pp=2, schedule="none.txt")
     (tmp_path / "blocks.txt").write_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1\n")
     blocked = Schedule.load(tmp_path / "blocks.txt")
-    with pytest.raises(ScheduleError, match="the lists block"):
+    with pytest.raises(ScheduleError, match=r"[01][FB][01]"):
         pipeline("fused_gpt", 2, schedule=blocked)
 
 
