@@ -367,11 +367,9 @@ def main() -> int:
     ]
     items, times, failed = run_all(selected, options.jobs)
     if options.write:
-        if failed:
-            return 1
         write_record(items, times)
-        print(f"froze {len(items)} items in {RECORD}")
-        return 0
+        print(f"froze {len(items)} items in {RECORD}" + (f"; {failed} jobs failed" * bool(failed)))
+        return 1 if failed else 0
     items = {n: text for n, text in items.items() if n.partition("/")[0] in options.only}
     recorded = read_record(options.only)
     if len(selected) < len(everything):

@@ -372,10 +372,10 @@ def certificate_job(name: str) -> Result:
     items = {}
     for label in CERTIFIED[name]:
         model, batch = zoo.build(name)
-        plan = {**CASES, **FURTHER_CASES}[label].plan(sw.capture(model, batch))
         for limit in (None, 1.0) if name == "fused_gpt" else (None,):
             where = f"certificates/{name}/{label}" + ("/twin" if limit else "")
             try:
+                plan = {**CASES, **FURTHER_CASES}[label].plan(sw.capture(model, batch))
                 items[where] = certificate(sw.verify(model, batch, plan, max_bytes=limit))
             except ShardwiseError as error:
                 items[where] = refusal(error)
