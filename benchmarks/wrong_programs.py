@@ -36,7 +36,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.messages import CollectiveChoice, MessageProgram
 from shardwise.messages.check import check as check_messages
 from shardwise.messages.check import interpret
-from shardwise.messages.trees import Tree
+from shardwise.messages.choice import Tree
 from tests.unit.equivalence import mutations as m
 
 Tensors = dict[str, torch.Tensor]

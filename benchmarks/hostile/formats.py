@@ -28,7 +28,7 @@ from shardwise.errors import PlanMismatch, ShardwiseError
 from shardwise.ir import Graph
 from shardwise.messages import CollectiveChoice, MessageProgram
 from shardwise.messages.check import check as check_messages
-from shardwise.messages.trees import Forest, Tree, Wire
+from shardwise.messages.choice import Forest, Tree, Wire
 from shardwise.published.rows import read_entries
 from shardwise.reports.recorded import read_trace
 from shardwise.runtime.loader import load

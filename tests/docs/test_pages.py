@@ -43,7 +43,7 @@ def check_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, slow
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", "100")
     (folder / "examples").symlink_to(ROOT / "examples")
-    for table in ("RULES", "WHOLE", "REGISTERED"):  # a page's own rules end with it
+    for table in ("RULES", "REPLICATED", "REGISTERED"):  # a page's own rules end with it
         monkeypatch.setattr(registry, table, getattr(registry, table).copy())
     text = PAGES[page]
     known = set(sys.modules)

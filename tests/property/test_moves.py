@@ -1,6 +1,6 @@
 """Random layouts turned into one another: values and gradients equal the dense tensor.
 
-A whole tensor lies on a mesh as layout A says; the planned moves run on a thread per rank with the
+A full tensor lies on a mesh as layout A says; the planned moves run on a thread per rank with the
 runtime's collectives; what arrives must be the same tensor as layout B says. Gradients are checked
 by their types: g(S)=S, g(P)=R, g(R)=R, g(R~)=P.
 """
@@ -17,13 +17,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardwise import runtime as rt
-from shardwise.layouts.costs import kind
-from shardwise.layouts.moves import Move, plan_moves
+from shardwise.layouts.moves import Move, kind, plan_moves
 from shardwise.program.lower import _Lowering
 from shardwise.runtime.splits import Split, take_local
 from shardwise.runtime.transport.threads import run_threads
 from shardwise.sharding import placements as pl
-from shardwise.sharding.dims import Structure, choices, length, merge, whole
+from shardwise.sharding.dims import Structure, choices, length, merge, unfactored
 from shardwise.sharding.placements import (
     PARTIAL,
     PARTIAL_GRAD,
@@ -59,7 +58,7 @@ def layouts(draw: Any, dims: tuple[Structure, ...], mesh: dict[str, int], held: 
     """A layout for a tensor of these dims that the candidates of one node could give."""
     cuts: list[Placement] = []
     for index, structure in enumerate(dims):
-        found = {merge(p) for p in choices(structure)} | set(choices(whole(length(structure))))
+        found = {merge(p) for p in choices(structure)} | set(choices(unfactored(length(structure))))
         cuts += [Shard(index, of) for of in sorted(found)]
     axes: list[tuple[str, Placement]] = []
     for name in mesh:
@@ -101,7 +100,7 @@ def gradient_layout(layout: Layout) -> Layout:
 
 
 def local(tensor: torch.Tensor, layout: Layout, mesh: rt.ProcessMesh, seed: int) -> torch.Tensor:
-    """What this rank holds of a whole tensor; terms of a partial sum are random."""
+    """What this rank holds of a full tensor; terms of a partial sum are random."""
     partial = [a for a, p in layout.axes if kind(p) == "P"]
     shape = [mesh.axes[a] for a in partial]
     made = torch.Generator().manual_seed(seed)

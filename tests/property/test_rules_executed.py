@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.sharding import rules  # noqa: F401 - registers the table
-from shardwise.sharding.registry import find_rule, whole_reason
+from shardwise.sharding.registry import find_rule, replicated_reason
 from shardwise.shares import Shares
 from tests.property.rule_examples import EXAMPLES, RANDOM, Arguments
 from tests.property.rule_examples_math import EXAMPLES as MATH
@@ -76,10 +76,10 @@ def zoo_operators() -> list[str]:
 
 def test_every_operator_of_the_zoo_has_a_rule_or_a_reason() -> None:
     known = [op for op in zoo_operators() if not is_removed(op)]
-    assert [op for op in known if not (find_rule(op) or whole_reason(op))] == []
+    assert [op for op in known if not (find_rule(op) or replicated_reason(op))] == []
 
 
 def test_every_rule_of_the_zoo_is_executed() -> None:
     known = [op for op in zoo_operators() if not is_removed(op)]
     executed = {*EXAMPLES, *RANDOM, *MATH}
-    assert [op for op in known if op not in executed and not whole_reason(op)] == []
+    assert [op for op in known if op not in executed and not replicated_reason(op)] == []

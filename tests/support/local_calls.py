@@ -20,7 +20,7 @@ from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.splits import Split, take_local
 from shardwise.runtime.transport.threads import run_threads
 from shardwise.sharding import rules as _registers_the_table  # noqa: F401
-from shardwise.sharding.candidates import Candidate, Cut, Pass
+from shardwise.sharding.candidates import Candidate, Pass, ShardAxis
 from shardwise.sharding.placements import (
     Layout,
     Partial,
@@ -254,14 +254,14 @@ def localized(call: Call, rule: NodeRule, arrangement: Arrangement, place: Coord
         for of, full in ((operands, call.operands), (results, call.results))
     ]
     if rule.localize is not None:
-        cuts: dict[str, tuple[str, ...]] = {}
+        sharded: dict[str, tuple[str, ...]] = {}
         for axis, candidate in arrangement.chosen.items():
-            if isinstance(candidate.choice, Cut):
+            if isinstance(candidate.choice, ShardAxis):
                 name = candidate.choice.axis
-                cuts[name] = (*cuts.get(name, ()), axis)
+                sharded[name] = (*sharded.get(name, ()), axis)
         passing = [a for a, c in arrangement.chosen.items() if isinstance(c.choice, Pass)]
         local = Local(
-            cuts=cuts,
+            sharded=sharded,
             operands=shapes[0],
             results=shapes[1],
             result_layouts=results,
@@ -271,7 +271,7 @@ def localized(call: Call, rule: NodeRule, arrangement: Arrangement, place: Coord
         )
         return rule.localize(call, local)
     if rule.size_arg is not None:
-        return replace_arguments(call.node, call.arguments, {rule.size_arg: shapes[1][0]})
+        return replace_arguments(call.node, {rule.size_arg: shapes[1][0]})
     return LocalCall(call.node.op, call.node.args, call.node.kwargs)
 
 

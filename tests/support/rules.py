@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.runtime.splits import assemble
 from shardwise.sharding import rules as _registers_the_table  # noqa: F401
-from shardwise.sharding.candidates import Candidate, Cut, axis_structures, candidates
+from shardwise.sharding.candidates import Candidate, ShardAxis, axis_structures, candidates
 from shardwise.sharding.dims import Structure
 from shardwise.sharding.placements import (
     Layout,
@@ -125,7 +125,7 @@ def check_rule(
 def is_legal(rule: NodeRule, arrangement: Arrangement) -> bool:
     """Whether two axes' candidates go together."""
     first, second = (c.choice for c in arrangement.chosen.values())
-    if isinstance(first, Cut) and isinstance(second, Cut) and first.axis == second.axis:
+    if isinstance(first, ShardAxis) and isinstance(second, ShardAxis) and first.axis == second.axis:
         axis = rule.axes[first.axis]
         if axis.once or not compatible(first.pattern, second.pattern):
             return False

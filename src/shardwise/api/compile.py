@@ -34,7 +34,7 @@ from shardwise.frontend.objective import LossFn, Model, Objective, StepFn, as_mo
 from shardwise.frontend.python_state import Reads
 from shardwise.frontend.sizes import GraphsBySize
 from shardwise.ir import Graph
-from shardwise.layouts.allowed import constant_values
+from shardwise.layouts.problem import constant_values
 from shardwise.plans import Plan, Precision, Resolved, resolve
 from shardwise.plans.execution import check_types
 from shardwise.runtime.loader import PipelineSources

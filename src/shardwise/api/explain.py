@@ -101,8 +101,8 @@ def _one_node(resolved: Resolved, name: str) -> str:
     lines = [f"{name} = {node.op}  {node.origin}"]
     if node.source_text:
         lines.append(f"  {node.source_text}")
-    if rule.whole:
-        lines.append(f"  left whole: {rule.whole}")
+    if rule.replicated_because:
+        lines.append(f"  left whole: {rule.replicated_because}")
     for assignment in resolved.assignments:
         lines.append(f"  {assignment.axis}={assignment.ranks}: {assignment.nodes[name].choice}")
     lines.append("  could be, with what it needs of its operands and gives:")

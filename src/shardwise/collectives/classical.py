@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.arrays import Ints
-from shardwise.collectives.chunking import rounds_s
-from shardwise.collectives.lower import Lowered, Message
+from shardwise.collectives.lower import Lowered, Message, rounds_s
 from shardwise.collectives.network import Network
 from shardwise.collectives.spec import Demand
 from shardwise.collectives.trees import Part, load_time

@@ -11,16 +11,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from shardwise.collectives.chunking import SMALLEST_CHUNK_BYTES
-from shardwise.collectives.lower import Lowered, Size, lower_parts
+from shardwise.collectives.lower import SMALLEST_CHUNK_BYTES, Lowered, Size, lower_parts
 from shardwise.collectives.network import NONE, Network
 from shardwise.collectives.spec import Demand
 from shardwise.collectives.trees import Part, load_time
 from shardwise.errors import PlanError, ProgramError
 from shardwise.messages import MessageProgram
 from shardwise.messages.check import check
-from shardwise.messages.choice import CollectiveChoice, format_groups
-from shardwise.messages.trees import Forest, Tree, Wire
+from shardwise.messages.choice import CollectiveChoice, Forest, Tree, Wire, format_groups
 
 WHOLE_CHUNK_BYTES = 16 << 20  # chunks reach their full size from this much data on
 MOST_CHUNKS = 4_000  # per program

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from shardwise.arrays import Floats, Ints
-from shardwise.collectives.chunking import SMALLEST_CHUNK_BYTES, WORTH, Load, Pace, most_chunks
 from shardwise.collectives.classical import (
     Rounds,
     best_ring,
@@ -24,11 +23,30 @@ from shardwise.collectives.classical import (
     halving_doubling,
     recursive_doubling,
 )
-from shardwise.collectives.lower import Lowered, Size, even_counts, lower_parts, lower_routes
+from shardwise.collectives.lower import (
+    SMALLEST_CHUNK_BYTES,
+    WORTH,
+    Load,
+    Lowered,
+    Pace,
+    Size,
+    even_counts,
+    lower_parts,
+    lower_routes,
+    most_chunks,
+)
 from shardwise.collectives.network import Network, Symmetry, find_symmetry
-from shardwise.collectives.routes import RouteProblem, Routing
 from shardwise.collectives.spec import Demand, cut_bound, demand_of, whole_number
-from shardwise.collectives.trees import SLACK, Packing, Part, TreeProblem, deepest, load_time
+from shardwise.collectives.trees import (
+    SLACK,
+    Packing,
+    Part,
+    RouteProblem,
+    Routing,
+    TreeProblem,
+    deepest,
+    load_time,
+)
 from shardwise.errors import ClusterError
 from shardwise.messages import MessageProgram
 

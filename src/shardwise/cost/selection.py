@@ -28,8 +28,7 @@ from shardwise.collectives.network import Network, find_symmetry
 from shardwise.collectives.solve import solve
 from shardwise.collectives.spec import cut_bound, demand_of
 from shardwise.cost.collectives import CollectiveModel, Line, collective_model
-from shardwise.messages.choice import OPERATIONS, REFERENCE_BYTES, Chooser, CollectiveChoice
-from shardwise.messages.trees import Forest
+from shardwise.messages.choice import OPERATIONS, REFERENCE_BYTES, Chooser, CollectiveChoice, Forest
 
 WORTH = 0.1  # fraction of the library's time that another implementation must save
 MAX_RANKS = 16  # of a group that is solved while plans are searched; larger ones on request

@@ -291,7 +291,7 @@ def keyed_random(graph: Graph, rng: rt.Rng) -> Callable[..., Any]:
             return function(*args, **kwargs)
         shapes = [graph.values[name].shape for name in node.outputs]
         local = Local(
-            cuts={},
+            sharded={},
             operands=call.operands,
             results=tuple(shapes),
             result_layouts=tuple(NOWHERE for _ in shapes),

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.errors import InfeasiblePlan
 from shardwise.ir import Graph, Node, Ref, TensorType
-from shardwise.layouts.allowed import Allowed, constant_values, leaves_room
-from shardwise.layouts.costs import (
+from shardwise.layouts.moves import (
     IMPOSSIBLE,
     PER_BYTE,
     PER_MADE_BYTE,
@@ -29,8 +28,8 @@ from shardwise.layouts.costs import (
     same_placement,
     work,
 )
-from shardwise.layouts.problem import Assignment, Task
-from shardwise.sharding.candidates import Candidate, Cut, Pass, Same, candidates
+from shardwise.layouts.problem import Allowed, Assignment, Task, constant_values, leaves_room
+from shardwise.sharding.candidates import Candidate, Pass, Same, ShardAxis, candidates
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import (
     PARTIAL_GRAD,
@@ -192,8 +191,11 @@ class Search:
         made = all(name in self.made for name in node.outputs)
         effort = (multiply_adds if made else work)(self.facts.calls[node.name], rule)
         cost = effort
-        if isinstance(candidate.choice, Cut):
-            cost = effort / task.ranks + rule.axes[candidate.choice.axis].talks * PER_TRANSFER
+        if isinstance(candidate.choice, ShardAxis):
+            cost = (
+                effort / task.ranks
+                + rule.axes[candidate.choice.axis].num_collectives * PER_TRANSFER
+            )
             cost += self._irregular(node) if task.split else 0.0
         elif isinstance(candidate.choice, Pass) and len(node.inputs) > 1:
             cost += PER_SLICE  # at a tie, sums are completed before they are added to others
@@ -350,7 +352,7 @@ def assign(
     )
 
 
-def cut_tables(
+def shard_tables(
     graph: Graph,
     facts: Facts,
     assignments: tuple[Assignment, ...],
@@ -406,7 +408,7 @@ def _as_used(
     if part is None:
         return known
     for candidate in candidates(facts.rules[node.name], facts.structures[node.name]):
-        fits = isinstance(candidate.choice, Cut) and same_placement(
+        fits = isinstance(candidate.choice, ShardAxis) and same_placement(
             candidate.results[0], part, assignment.ranks
         )
         summed = any(isinstance(p, Partial) for p in candidate.operands)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from shardwise.errors import InfeasiblePlan
 from shardwise.ir import Graph, Node
-from shardwise.layouts.costs import same_placement
+from shardwise.layouts.moves import same_placement
 from shardwise.layouts.problem import Assignment
-from shardwise.sharding.candidates import Candidate, Cut, candidates, pass_candidate
+from shardwise.sharding.candidates import Candidate, ShardAxis, candidates, pass_candidate
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import (
     PARTIAL,
@@ -33,7 +33,7 @@ SLICED, ONCE, PADDED, PRECOMPUTED = 1, 2, 3, 10  # what feeding an operand costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timed:
+class MicrobatchAssignment:
     """The assignment of the time axis, every value's placement, and what is precomputed.
 
     `precomputed` maps a node to those of its operands that it takes whole, although a micro-batch
@@ -45,9 +45,9 @@ class Timed:
     precomputed: Mapping[str, frozenset[int]]
 
 
-def assign_time(
+def assign_microbatches(
     graph: Graph, facts: Facts, axis: str, count: int, cuts: Mapping[str, Placement]
-) -> Timed:
+) -> MicrobatchAssignment:
     """Placements for `count` micro-batches; `cuts` says how inputs are cut."""
     held: dict[str, Placement] = dict.fromkeys(graph.values, PARTIAL_GRAD)
     held |= cuts
@@ -74,7 +74,7 @@ def assign_time(
         parameters={p.value: REPLICATE for p in graph.parameters},
         cost=0.0,
     )
-    return Timed(assignment=assignment, values=held, precomputed=precomputed)
+    return MicrobatchAssignment(assignment=assignment, values=held, precomputed=precomputed)
 
 
 def values_of_inputs(graph: Graph) -> frozenset[str]:
@@ -95,9 +95,9 @@ def _options(node: Node, facts: Facts, known: frozenset[str]) -> list[Candidate]
         found = (*found, pass_candidate(rule, frozenset({0})))  # terms are rounded one by one
     for candidate in found:
         choice = candidate.choice
-        if isinstance(choice, Cut):
+        if isinstance(choice, ShardAxis):
             axis = rule.axes[choice.axis]
-            if axis.talks or axis.reduce == "same":
+            if axis.num_collectives or axis.reduce == "same":
                 continue
         reduced = [p for p in candidate.results if isinstance(p, Partial) and p.op != "sum"]
         if reduced and not all(name in known for name in node.outputs):

@@ -28,11 +28,20 @@ from math import prod
 
 from shardwise.errors import InfeasiblePlan, PlanError
 from shardwise.ir import Graph, Node
-from shardwise.layouts.allowed import Allowed, constant_values, input_values, products
-from shardwise.layouts.costs import same_placement
-from shardwise.layouts.problem import Assignment, LayoutAxis, LayoutTask, Placements, Task
+from shardwise.layouts.moves import same_placement
+from shardwise.layouts.problem import (
+    Allowed,
+    Assignment,
+    LayoutAxis,
+    LayoutTask,
+    Placements,
+    Task,
+    constant_values,
+    input_values,
+    products,
+)
 from shardwise.layouts.tie_layers import roots_of
-from shardwise.sharding.candidates import Candidate, Cut, Pass, Same, candidates, written
+from shardwise.sharding.candidates import Candidate, Pass, Same, ShardAxis, candidates, match_choice
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import (
     PARTIAL_GRAD,
@@ -136,7 +145,7 @@ class _Fit(Allowed):
         )
         return self._fits(node, mine)
 
-    def splinters(self, node: Node, choice: Cut) -> bool:
+    def splinters(self, node: Node, choice: ShardAxis) -> bool:
         return self._splinters(node, choice)
 
 
@@ -205,7 +214,7 @@ class Options:
         found = candidates(rule, self.facts.structures[node.name])
         forced = self.task.nodes.get(node.name, {}).get(axis.name)
         if forced is not None:
-            chosen = list(written(rule, found, forced))
+            chosen = list(match_choice(rule, found, forced))
             if not chosen:
                 known = ", ".join(f"'{c.choice}'" for c in found)
                 raise PlanError(
@@ -275,7 +284,7 @@ class Options:
                 row[node.name] = [
                     c
                     for c in row[node.name]
-                    if not isinstance(c.choice, Cut)
+                    if not isinstance(c.choice, ShardAxis)
                     or any(
                         same_placement(given, need, axis.ranks)
                         for name, given in zip(node.outputs, c.results, strict=True)

@@ -35,10 +35,20 @@ from scipy.sparse import csr_array
 from shardwise.errors import InfeasiblePlan
 from shardwise.ir import Graph
 from shardwise.layouts.build import Built, build, check_feasible
-from shardwise.layouts.factor_graph import INF, Floats, Ints, Model, MultiUse, Solved, Use
+from shardwise.layouts.factor_graph import (
+    INF,
+    Floats,
+    Ints,
+    Model,
+    MultiUse,
+    Reducer,
+    Solved,
+    Use,
+    restore,
+    solve_by_elimination,
+)
 from shardwise.layouts.options import Option, Options
 from shardwise.layouts.problem import Assignment, LayoutSolution, LayoutTask, Prices
-from shardwise.layouts.reduce import Reducer, restore, solve_by_elimination
 from shardwise.sharding.candidates import Candidate
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import REPLICATE, Placement, Replicate
@@ -49,7 +59,7 @@ GAP = 1e-6  # relative: far below what prices are known to
 
 @dataclass(slots=True)
 class _Rows:
-    """A sparse matrix being written, row by row."""
+    """A sparse matrix that is built row by row."""
 
     entries: list[float] = field(default_factory=list)
     columns: list[int] = field(default_factory=list)

@@ -1,8 +1,7 @@
 """Collectives as lists of messages: data that are checked, interpreted, drawn and run."""
 
-from shardwise.messages.choice import CollectiveChoice
+from shardwise.messages.choice import CollectiveChoice, svg, trees_text
 from shardwise.messages.program import Chunk, Instruction, MessageProgram
-from shardwise.messages.trees import svg, trees_text
 
 __all__ = [
     "Chunk",

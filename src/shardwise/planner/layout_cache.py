@@ -18,7 +18,7 @@ from shardwise.arrays import Floats
 from shardwise.cluster import Device, Mesh
 from shardwise.cost import CallCost, Signature, adamw, call_cost, call_signature, kernel_seconds
 from shardwise.ir import Graph, Node, Parameter, TensorType
-from shardwise.layouts.beam import assign, cut_tables
+from shardwise.layouts.beam import assign, shard_tables
 from shardwise.layouts.build import Built, build
 from shardwise.layouts.moves import plan_moves
 from shardwise.layouts.options import Option, Options
@@ -285,7 +285,7 @@ class LayoutCache:
         if self._batch is None:
             task = Task(axis="dp", ranks=parts, inputs=shards)
             graph, facts = self.fold.graph, self.facts
-            (self._batch,) = cut_tables(graph, facts, (assign(graph, facts, task),), {})
+            (self._batch,) = shard_tables(graph, facts, (assign(graph, facts, task),), {})
         return {name: {"dp": str(c.choice)} for name, c in self._batch.nodes.items()}
 
     def _input_shards(self) -> dict[str, Placement]:

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from shardwise.errors import InfeasiblePlan, PlanError, did_you_mean
 from shardwise.ir import Graph, Node, TensorType, node_keys
 from shardwise.ir.interpret import is_random
-from shardwise.layouts.costs import work
 from shardwise.layouts.microbatch_axis import values_of_inputs
+from shardwise.layouts.moves import work
 from shardwise.sharding.factors import Facts
 
 SLACKS = (0.03, 0.1, 0.2, 0.3)

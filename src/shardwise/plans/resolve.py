@@ -11,8 +11,8 @@ from fnmatch import fnmatchcase
 
 from shardwise.errors import PlanError, RuleError
 from shardwise.ir import Graph
-from shardwise.layouts.beam import assign, cut_tables
-from shardwise.layouts.microbatch_axis import Timed
+from shardwise.layouts.beam import assign, shard_tables
+from shardwise.layouts.microbatch_axis import MicrobatchAssignment
 from shardwise.layouts.problem import Assignment, Task
 from shardwise.plans.plan import Plan
 from shardwise.sharding.factors import Facts, analyze
@@ -27,7 +27,9 @@ class Resolved:
     plan: Plan
     facts: Facts
     assignments: tuple[Assignment, ...]
-    timed: Timed | None = None  # of the first assignment, where that is of micro-batches
+    timed: MicrobatchAssignment | None = (
+        None  # of the first assignment, where that is of micro-batches
+    )
 
     def is_time(self, axis: str) -> bool:
         """Return whether the mesh axis is that of micro-batches."""
@@ -62,14 +64,16 @@ def resolve(graph: Graph, plan: Plan, facts: Facts | None = None) -> Resolved:
     return resolve_part(graph, plan, facts or analyze(graph))
 
 
-def resolve_part(graph: Graph, plan: Plan, facts: Facts, timed: Timed | None = None) -> Resolved:
+def resolve_part(
+    graph: Graph, plan: Plan, facts: Facts, timed: MicrobatchAssignment | None = None
+) -> Resolved:
     """Solve every mesh axis for a part of a graph, whose axis of micro-batches is solved."""
     done: tuple[Assignment, ...] = (timed.assignment,) if timed is not None else ()
     for axis, ranks in plan.mesh.axes:
         if plan.roles[axis] != "time":
             task = axis_task(graph, plan, axis, ranks)
             done = (*done, assign(graph, facts, task, done))
-    done = cut_tables(graph, facts, done, plan.choices(graph))
+    done = shard_tables(graph, facts, done, plan.choices(graph))
     return Resolved(graph=graph, plan=plan, facts=facts, assignments=done, timed=timed)
 
 

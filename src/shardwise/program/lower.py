@@ -28,7 +28,7 @@ from shardwise.program.program import (
 )
 from shardwise.program.recompute import deferred, mark_recompute, recompute_notes
 from shardwise.program.sources import Sources, find_sources, replicated_layout
-from shardwise.sharding.candidates import Choice, Cut, Pass
+from shardwise.sharding.candidates import Choice, Pass, ShardAxis
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import (
     PARTIAL,
@@ -60,15 +60,15 @@ def local_call(
         for name, layout in zip(node.outputs, gives, strict=True)
     )
     if rule.localize is not None:
-        cuts: dict[str, tuple[str, ...]] = {}
+        sharded: dict[str, tuple[str, ...]] = {}
         partial: list[str] = []
         for axis, choice in choices:
-            if isinstance(choice, Cut):
-                cuts[choice.axis] = (*cuts.get(choice.axis, ()), axis)
+            if isinstance(choice, ShardAxis):
+                sharded[choice.axis] = (*sharded.get(choice.axis, ()), axis)
             if isinstance(choice, Pass):
                 partial.append(axis)
         local = Local(
-            cuts=cuts,
+            sharded=sharded,
             operands=tuple(
                 local_shape(layout, types[name].shape, coordinate)
                 for name, layout in zip(node.inputs, needs, strict=True)
@@ -81,7 +81,7 @@ def local_call(
         )
         return rule.localize(call, local)
     if rule.size_arg is not None:
-        return replace_arguments(node, call.arguments, {rule.size_arg: results[0]})
+        return replace_arguments(node, {rule.size_arg: results[0]})
     return LocalCall(node.op, node.args, node.kwargs)
 
 
@@ -107,9 +107,9 @@ def lower(
         if rule.discovered
     ]
     notes += [
-        f"{node.op} at {node.origin} is not sharded: {rule.whole}"
+        f"{node.op} at {node.origin} is not sharded: {rule.replicated_because}"
         for node, rule in ruled
-        if rule.whole and resolved.facts.calls[node.name].operands
+        if rule.replicated_because and resolved.facts.calls[node.name].operands
     ]
     program = Program(
         graph=resolved.graph,

@@ -15,15 +15,15 @@ import torch
 from shardwise.dtypes import DTYPES, dtype_name
 from shardwise.ir import Graph, Input, Node, Ref, TensorType, iter_refs, map_refs
 from shardwise.ir.schema import bind
-from shardwise.layouts.microbatch_axis import Timed
+from shardwise.layouts.microbatch_axis import MicrobatchAssignment
 from shardwise.sharding.factors import Facts, node_rule
 from shardwise.sharding.placements import PARTIAL_GRAD
 from shardwise.sharding.rule import Call, replace_arguments
 
 
 def extract_precomputed(
-    graph: Graph, facts: Facts, timed: Timed
-) -> tuple[Graph, Facts, Timed, Graph | None]:
+    graph: Graph, facts: Facts, timed: MicrobatchAssignment
+) -> tuple[Graph, Facts, MicrobatchAssignment, Graph | None]:
     """Return the graph with precomputed values as inputs, and the graph that computes them.
 
     The latter is None if nothing is precomputed.
@@ -192,7 +192,7 @@ class _MeanLoss:
 
     def _summed(self, scores: Ref, kind: TensorType) -> Ref:
         changes = {"self": scores, "reduction": SUM}
-        call = replace_arguments(self.node, self.arguments, changes)
+        call = replace_arguments(self.node, changes)
         outputs = (f"{self.node.outputs[0]}_sum", *self.node.outputs[1:])
         changed = {"name": f"{self.node.name}_sum", "args": call.args, "kwargs": call.kwargs}
         return self._append(kind, outputs=outputs, **changed)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shardwise.cluster import Mesh
 from shardwise.errors import PlanError, ProgramError
 from shardwise.ir import Graph, Ref, TensorType
-from shardwise.layouts.microbatch_axis import Timed, assign_time
+from shardwise.layouts.microbatch_axis import MicrobatchAssignment, assign_microbatches
 from shardwise.plans import TIME, ParameterEntry, Plan, Resolved
 from shardwise.plans.resolve import input_cuts, resolve_part
 from shardwise.program.lower import lower
@@ -99,14 +99,14 @@ def build_pipeline(graph: Graph, plan: Plan) -> Pipeline:
     plan.check(graph)
     original = graph
     graph = with_keys(graph)  # nodes keep the keys that they have in the full graph
-    timed: Timed | None = None
+    timed: MicrobatchAssignment | None = None
     before: Graph | None = None
     if plan.splits_time:
         graph = separate_means(graph)
     facts, computed = analyze(graph), graph
     if plan.splits_time:
         cuts = input_cuts(graph, plan) or {}
-        timed = assign_time(graph, facts, TIME, plan.num_microbatches, cuts)
+        timed = assign_microbatches(graph, facts, TIME, plan.num_microbatches, cuts)
         graph, facts, timed, before = extract_precomputed(graph, facts, timed)
     schedule = plan_schedule(plan)
     parts = partition(graph, plan, facts, [node.key for node in with_keys(original).nodes])
@@ -153,7 +153,7 @@ def check_micro_batches(graph: Graph, plan: Plan) -> None:
     if plan.splits_time:
         graph = separate_means(graph)
         cuts = input_cuts(graph, plan) or {}
-        assign_time(graph, analyze(graph), TIME, plan.num_microbatches, cuts)
+        assign_microbatches(graph, analyze(graph), TIME, plan.num_microbatches, cuts)
 
 
 def plan_schedule(plan: Plan) -> Schedule:
@@ -184,7 +184,7 @@ def plan_schedule(plan: Plan) -> Schedule:
 
 
 def _resolve(
-    parts: tuple[Part, ...], plan: Plan, facts: Facts, timed: Timed | None
+    parts: tuple[Part, ...], plan: Plan, facts: Facts, timed: MicrobatchAssignment | None
 ) -> list[Resolved]:
     """Resolve stage by stage; stages on the same ranks store a parameter in one layout."""
     stages: list[Resolved] = []

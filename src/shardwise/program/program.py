@@ -15,7 +15,7 @@ import torch
 from shardwise.cluster import Mesh
 from shardwise.errors import ProgramError
 from shardwise.ir import Graph, TensorType, format_arg, iter_refs
-from shardwise.layouts.costs import kind, same_placement
+from shardwise.layouts.moves import kind, same_placement
 from shardwise.plans import Plan, Resolved
 from shardwise.program.sources import Sources
 from shardwise.redistribution import REDISTRIBUTIONS

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.ir import Input, Ref
-from shardwise.layouts.costs import same_placement
+from shardwise.layouts.moves import same_placement
 from shardwise.layouts.problem import Assignment
 from shardwise.plans import Resolved
 from shardwise.sharding.candidates import Same

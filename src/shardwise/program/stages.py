@@ -16,9 +16,9 @@ from itertools import pairwise
 from shardwise.errors import PlanError
 from shardwise.ir import Buffer, Graph, Input, Node, Parameter, iter_refs, node_keys
 from shardwise.ir.interpret import is_random
-from shardwise.layouts.allowed import constant_values
-from shardwise.layouts.costs import PER_BYTE, PER_TRANSFER, work
 from shardwise.layouts.microbatch_axis import values_of_inputs
+from shardwise.layouts.moves import PER_BYTE, PER_TRANSFER, work
+from shardwise.layouts.problem import constant_values
 from shardwise.plans import Plan
 from shardwise.sharding.factors import Facts
 

@@ -1,10 +1,7 @@
-"""What a node can do on one mesh axis, and the placements that follow.
+"""What a node can do on one mesh axis, and the placements that this needs and gives.
 
-Enters: a `NodeRule` and the structures of its axes. Leaves: `Candidate`s, each with what it needs
-of every operand and what it gives for every result.
-
-- `Same`: every rank does the same work on whole values.
-- `Cut(axis, pattern)`: an axis of the node is cut.
+- `Same`: every rank does the same work on full values.
+- `ShardAxis(axis, pattern)`: an axis of the node is sharded.
 - `Pass(operands)`: partial sums pass through a node that is linear in these operands.
 """
 
@@ -20,10 +17,10 @@ from shardwise.sharding.dims import (
     Structure,
     canonical,
     choices,
-    cut,
     merge,
     section,
-    whole,
+    split_at,
+    unfactored,
 )
 from shardwise.sharding.placements import (
     PARTIAL,
@@ -32,6 +29,7 @@ from shardwise.sharding.placements import (
     Partial,
     Placement,
     Shard,
+    format_pattern,
 )
 from shardwise.sharding.rule import Dim, Dims, NodeRule, Part
 
@@ -45,19 +43,14 @@ class Same:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """The node's axis `axis` is cut as `pattern`, in positions of the axis."""
+class ShardAxis:
+    """The node's axis `axis` is sharded by `pattern`, in positions of the axis."""
 
     axis: str
     pattern: Pattern
 
     def __str__(self) -> str:
-        if len(self.pattern) == 1 and self.pattern[0][0] == self.pattern[0][2] == 1:
-            return f"cut {self.axis}"
-        factors = "|".join(
-            f"{o}x" * (o != 1) + f"[{s}]" + f"x{i}" * (i != 1) for o, s, i in self.pattern
-        )
-        return f"cut {self.axis}:{factors}"
+        return f"cut {self.axis}{format_pattern(self.pattern)}"  # as plan files say
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +63,7 @@ class Pass:
         return f"pass {','.join(map(str, sorted(self.operands)))}"
 
 
-Choice = Same | Cut | Pass
+Choice = Same | ShardAxis | Pass
 _FACTORS = re.compile(r"(?:(\d+)x)?\[(\d+)\](?:x(\d+))?")  # of a segment: 3x[4]x16
 
 
@@ -87,52 +80,52 @@ def candidates(
     rule: NodeRule, structures: Mapping[str, Structure] | None = None
 ) -> tuple[Candidate, ...]:
     """Return all candidates, `Same` first. `structures` refine the node's axes (see `factors`)."""
-    found = [same(rule)]
+    result = [same(rule)]
     structures = axis_structures(rule) | dict(structures or {})
-    if rule.whole is None:
+    if rule.replicated_because is None:
         for axis in rule.axes.values():
             if axis.frozen or axis.size <= 1:
                 continue
             options = choices(structures[axis.name])
             if axis.outermost:
                 options = tuple(p for p in options if len(p) == 1 and p[0][0] == 1)[:1]
-            for pattern in options:
-                candidate = cut_candidate(rule, axis.name, merge(pattern))
-                if candidate is not None:
-                    found.append(candidate)
-        for operands in rule.linear:
-            found.append(pass_candidate(rule, operands))
-    return tuple(found)
+            sharded = (shard_candidate(rule, axis.name, merge(pattern)) for pattern in options)
+            result += [candidate for candidate in sharded if candidate is not None]
+        result += [pass_candidate(rule, operands) for operands in rule.linear]
+    return tuple(result)
 
 
-def written(rule: NodeRule, found: Sequence[Candidate], text: str) -> tuple[Candidate, ...]:
-    """The candidates whose choice is written so; else the one that is the same for other sizes.
+def match_choice(rule: NodeRule, options: Sequence[Candidate], text: str) -> tuple[Candidate, ...]:
+    """Return the candidates whose choice has this text; else those that match up to sizes.
 
-    A plan is used with other batches, too. Of "cut n0:[8]x128" then stays what is cut: the outer
-    factor of n0, of one element where there is no such factor. Of a reshape that has other axes
-    with these sizes all are meant.
+    A plan may be used with other batch sizes. Then "cut n0:[8]x128" stands for the outer factor of
+    n0, of one element if there is no such factor. A reshape that has other axes with these sizes
+    matches all its candidates.
     """
-    exact = tuple(c for c in found if str(c.choice) == text)
-    asked = _read_cut(text)
+    exact = tuple(c for c in options if str(c.choice) == text)
+    asked = _parse_shard_axis(text)
     if exact or asked is None:
         return exact
     if asked.axis not in rule.axes:
-        return tuple(found) if rule.by_size else ()
-    cuts = [(c, c.choice) for c in found if isinstance(c.choice, Cut)]
-    alike = [(c, cut) for c, cut in cuts if _places(cut) == _places(asked)]
-    for part in (2, 1, 0):  # inner sizes, those that are cut, outer ones
+        return tuple(options) if rule.by_size else ()
+    similar = [
+        (c, c.choice.pattern)
+        for c in options
+        if isinstance(c.choice, ShardAxis) and _up_to_sizes(c.choice) == _up_to_sizes(asked)
+    ]
+    for part in (2, 1, 0):  # prefer equal inner sizes, then sharded ones, then outer ones
         sizes = [factors[part] for factors in asked.pattern]
-        same = [(c, cut) for c, cut in alike if [f[part] for f in cut.pattern] == sizes]
-        alike = same or alike
-    if len(alike) == 1:
-        return (alike[0][0],)
-    single = _of_one(asked, rule.axes[asked.axis].size) if not alike else None
-    candidate = cut_candidate(rule, asked.axis, single) if single is not None else None
+        equal = [(c, of) for c, of in similar if [factors[part] for factors in of] == sizes]
+        similar = equal or similar
+    if len(similar) == 1:
+        return (similar[0][0],)
+    single = _single_element(asked, rule.axes[asked.axis].size) if not similar else None
+    candidate = shard_candidate(rule, asked.axis, single) if single is not None else None
     return (candidate,) if candidate is not None else ()
 
 
-def _of_one(asked: Cut, size: int) -> Pattern | None:
-    """Return the cut of a factor of one element, at the end of an axis at which it is asked for."""
+def _single_element(asked: ShardAxis, size: int) -> Pattern | None:
+    """Return the pattern of a factor of one, at the end of the axis that `asked` shards."""
     if len(asked.pattern) != 1:
         return None
     outer, _, inner = asked.pattern[0]
@@ -141,19 +134,19 @@ def _of_one(asked: Cut, size: int) -> Pattern | None:
     return ((size, 1, 1),) if inner == 1 else ((1, 1, size),) if outer == 1 else None
 
 
-def _places(cut: Cut) -> tuple[object, ...]:
-    """Return what is cut but for its sizes: the axis, and whether there are factors around it."""
-    return cut.axis, *((outer == 1, inner == 1) for outer, _, inner in cut.pattern)
+def _up_to_sizes(choice: ShardAxis) -> tuple[object, ...]:
+    """Return the axis, and on which sides of the sharded factor there are other factors."""
+    return choice.axis, *((outer == 1, inner == 1) for outer, _, inner in choice.pattern)
 
 
-def _read_cut(text: str) -> Cut | None:
-    """The cut that is written as `text`, if it is one; without sizes, that of a whole axis."""
+def _parse_shard_axis(text: str) -> ShardAxis | None:
+    """Return the choice with this text, if it shards an axis."""
     axis, _, factors = text.removeprefix("cut ").partition(":")
-    found = [_FACTORS.fullmatch(part) for part in (factors or "[1]").split("|")]
-    if not all(found):
+    matches = [_FACTORS.fullmatch(part) for part in (factors or "[1]").split("|")]
+    if not all(matches):
         return None
-    sizes = [[int(size or 1) for size in match.groups()] for match in found if match]
-    return Cut(axis, tuple((outer, size, inner) for outer, size, inner in sizes))
+    sizes = [[int(size or 1) for size in match.groups()] for match in matches if match]
+    return ShardAxis(axis, tuple((outer, size, inner) for outer, size, inner in sizes))
 
 
 def axis_structures(rule: NodeRule) -> dict[str, Structure]:
@@ -162,51 +155,43 @@ def axis_structures(rule: NodeRule) -> dict[str, Structure]:
     for dim in (dim for dims in (*rule.operands, *rule.results) for dim in dims):
         if isinstance(dim, Part):
             bounds[dim.axis] |= {dim.start, dim.stop}
-    found: dict[str, Structure] = {}
+    structures: dict[str, Structure] = {}
     for name, positions in bounds.items():
-        segments = cut(whole(rule.axes[name].size), tuple(sorted(positions)))
-        assert segments is not None, "an axis of one factor can be cut anywhere"
-        found[name] = canonical(segments)
-    return found
+        segments = split_at(unfactored(rule.axes[name].size), tuple(sorted(positions)))
+        assert segments is not None, "an axis of one factor can be split anywhere"
+        structures[name] = canonical(segments)
+    return structures
 
 
 def same(rule: NodeRule) -> Candidate:
-    """Every rank does the same work on whole values."""
-    return Candidate(
-        Same(),
-        tuple(REPLICATE for _ in rule.operands),
-        tuple(REPLICATE for _ in rule.results),
-    )
+    """Return the candidate in which every rank does the same work on full values."""
+    return Candidate(Same(), (REPLICATE,) * len(rule.operands), (REPLICATE,) * len(rule.results))
 
 
 def pass_candidate(rule: NodeRule, operands: frozenset[int]) -> Candidate:
-    """Partial sums of these operands pass; the others are used for different work."""
+    """Return the candidate that passes partial sums of these operands; others are R~."""
     needs = tuple(PARTIAL if i in operands else PARTIAL_GRAD for i in range(len(rule.operands)))
-    return Candidate(Pass(operands), needs, tuple(PARTIAL for _ in rule.results))
+    return Candidate(Pass(operands), needs, (PARTIAL,) * len(rule.results))
 
 
-def cut_candidate(rule: NodeRule, axis: str, pattern: Pattern) -> Candidate | None:
-    """Return the placements when `axis` is cut; None where a dim cannot express the cut."""
+def shard_candidate(rule: NodeRule, axis: str, pattern: Pattern) -> Candidate | None:
+    """Return the candidate that shards `axis`; None if a dim cannot express the pattern."""
+    needs = [_place(rule, dims, axis, pattern) for dims in rule.operands]
+    gives = [_place(rule, dims, axis, pattern) for dims in rule.results]
+    if None in needs or None in gives:
+        return None
     reduce = rule.axes[axis].reduce
-    needs: list[Placement] = []
-    gives: list[Placement] = []
-    for dims in rule.results:
-        shard = _place(rule, dims, axis, pattern)
-        if shard is None:
-            return None
-        if shard is PARTIAL_GRAD:
-            gives.append(REPLICATE if reduce == "same" else Partial(reduce))
-        else:
-            gives.append(shard)
-    partial = any(isinstance(p, Partial) for p in gives)
-    for index, dims in enumerate(rule.operands):
-        shard = _place(rule, dims, axis, pattern)
-        if shard is None:
-            return None
-        needs.append(
-            PARTIAL if shard is PARTIAL_GRAD and partial and index in rule.additive else shard
-        )
-    return Candidate(Cut(axis, pattern), tuple(needs), tuple(gives))
+    reduced = REPLICATE if reduce == "same" else Partial(reduce)
+    partial = isinstance(reduced, Partial) and PARTIAL_GRAD in gives
+    return Candidate(
+        ShardAxis(axis, pattern),
+        tuple(
+            PARTIAL if p == PARTIAL_GRAD and partial and i in rule.additive else p
+            for i, p in enumerate(needs)
+            if p is not None
+        ),
+        tuple(reduced if p == PARTIAL_GRAD else p for p in gives if p is not None),
+    )
 
 
 def _place(rule: NodeRule, dims: Dims, axis: str, pattern: Pattern) -> Placement | None:
@@ -215,11 +200,12 @@ def _place(rule: NodeRule, dims: Dims, axis: str, pattern: Pattern) -> Placement
         if isinstance(dim, Part):
             if dim.axis != axis:
                 continue
-            inside = section_pattern(pattern, dim.start, dim.stop)
-            return None if inside is None else Shard(index, inside)
-        if axis in dim:
+            placed = section_pattern(pattern, dim.start, dim.stop)
+        elif axis in dim:
             placed = _in_product(rule, dim, axis, pattern)
-            return None if placed is None else Shard(index, placed)
+        else:
+            continue
+        return None if placed is None else Shard(index, placed)
     return PARTIAL_GRAD
 
 
@@ -238,23 +224,23 @@ def _in_product(
 
 
 def section_pattern(pattern: Pattern, start: int, stop: int) -> Pattern | None:
-    """Return the cut of positions `start:stop` of an axis cut as `pattern`.
+    """Return the pattern of positions `start:stop` of an axis that `pattern` shards.
 
     >>> section_pattern(((3, 4, 16),), 64, 128)
     ((1, 4, 16),)
     >>> section_pattern(((1, 8, 16), (1, 2, 16), (1, 2, 16)), 128, 160)
     ((1, 2, 16),)
     """
-    found, position = [], 0
+    pieces, position = [], 0
     for outer, size, inner in pattern:
         row = size * inner
         first, last = max(start, position), min(stop, position + outer * row)
         if first < last:
             if (first - position) % row or (last - first) % row:
                 return None
-            found.append(((last - first) // row, size, inner))
+            pieces.append(((last - first) // row, size, inner))
         position += outer * row
-    return merge(tuple(found)) if found else None
+    return merge(tuple(pieces)) if pieces else None
 
 
 def compose(dim: Dim, structures: Mapping[str, Structure]) -> Structure | None:

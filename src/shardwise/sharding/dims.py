@@ -5,7 +5,7 @@ A dim is a concatenation of segments, each a product of factor sizes, outermost 
 `[8 heads | 2 key heads | 2 value heads]` of 16. Equal segments are written as one product with
 their number in front, and factors of one are left out, so that equal structures are equal tuples.
 
-Enters and leaves: plain tuples; every function is pure and returns None where no answer exists.
+All functions work on plain tuples and return None where no answer exists.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from math import prod
 
 Segment = tuple[int, ...]
 Structure = tuple[Segment, ...]
-Pattern = tuple[tuple[int, int, int], ...]  # per segment: (outer, size, inner); `size` is cut
+Pattern = tuple[tuple[int, int, int], ...]  # per segment: (outer, size, inner); `size` is sharded
 
 MAX_SEGMENTS = 8
 MAX_FACTORS = 7
 
 
-def whole(size: int) -> Structure:
-    """Return a dim of which nothing is known: one segment, one factor.
+def unfactored(size: int) -> Structure:
+    """Return a dim without known factors: one segment, one factor.
 
-    >>> whole(12), whole(1)
+    >>> unfactored(12), unfactored(1)
     (((12,),), ((),))
     """
     return ((size,),) if size != 1 else ((),)
@@ -41,7 +41,7 @@ def length(structure: Structure) -> int:
 
 
 def canonical(segments: Structure) -> Structure:
-    """Equal segments as one product; no factors of one.
+    """Write equal segments as one product, without factors of one.
 
     >>> canonical(((4, 16), (4, 16), (4, 16)))
     ((3, 4, 16),)
@@ -79,19 +79,19 @@ def _strides(segment: Segment) -> set[int]:
     return strides
 
 
-def cut(structure: Structure, positions: tuple[int, ...]) -> Structure | None:
+def split_at(structure: Structure, positions: tuple[int, ...]) -> Structure | None:
     """Return the segments with further boundaries at `positions`; not canonical on purpose.
 
-    >>> cut(((3, 4),), (4,))
+    >>> split_at(((3, 4),), (4,))
     ((4,), (2, 4))
-    >>> cut(((3, 4),), (5,)) is None
+    >>> split_at(((3, 4),), (5,)) is None
     True
     """
     pieces: list[Segment] = []
     start = 0
     for segment in structure:
         inside = [p - start for p in positions if start < p < start + prod(segment)]
-        rows = _cut_segment(segment, inside)
+        rows = _split_segment(segment, inside)
         if rows is None:
             return None
         pieces += rows
@@ -99,7 +99,7 @@ def cut(structure: Structure, positions: tuple[int, ...]) -> Structure | None:
     return tuple(pieces)
 
 
-def _cut_segment(segment: Segment, inside: list[int]) -> list[Segment] | None:
+def _split_segment(segment: Segment, inside: list[int]) -> list[Segment] | None:
     if not inside:
         return [segment]
     inner = prod(segment[1:])
@@ -131,10 +131,10 @@ def refine(a: Structure, b: Structure) -> Structure | None:
     >>> refine(((2,), (2, 2)), ((2, 2), (2,))) is None
     True
     """
-    found = _common(a, b)
+    common = _common(a, b)
     # Equal segments are written as one product, which forgets where they end: 2|2x2 and 2x2|2
     # would give 3x2, and 3x2 with 2|2x2 would give 2|2x2 again, without end.
-    return found if found is None or _common(found, a) == found else None
+    return common if common is None or _common(common, a) == common else None
 
 
 def _common(a: Structure, b: Structure) -> Structure | None:
@@ -142,7 +142,7 @@ def _common(a: Structure, b: Structure) -> Structure | None:
         return a
     if length(a) != length(b):
         return None
-    left, right = cut(a, boundaries(b)), cut(b, boundaries(a))
+    left, right = split_at(a, boundaries(b)), split_at(b, boundaries(a))
     if left is None or right is None or len(left) != len(right) or len(left) > MAX_SEGMENTS:
         return None
     refined = []
@@ -160,7 +160,7 @@ def section(structure: Structure, start: int, stop: int) -> Structure | None:
     >>> section(((3, 4),), 4, 8)
     ((4,),)
     """
-    pieces = cut(structure, (start, stop))
+    pieces = split_at(structure, (start, stop))
     if pieces is None:
         return None
     chosen: list[Segment] = []
@@ -174,7 +174,7 @@ def section(structure: Structure, start: int, stop: int) -> Structure | None:
 
 
 def replace_section(structure: Structure, start: int, stop: int, part: Structure) -> Structure:
-    """The dim with the positions `start:stop` structured as `part`, where that refines it."""
+    """Return the dim with positions `start:stop` structured as `part`, if that refines it."""
     before: Structure = ((start,),) if start else ()
     after: Structure = ((length(structure) - stop,),) if stop < length(structure) else ()
     refined = refine(structure, canonical((*before, *part, *after)))
@@ -182,10 +182,10 @@ def replace_section(structure: Structure, start: int, stop: int, part: Structure
 
 
 def choices(structure: Structure) -> tuple[Pattern, ...]:
-    """Return the ways to cut a dim: one factor of a product, or one factor of every segment.
+    """Return the patterns that shard a dim: one factor of a product, or one of every segment.
 
-    Segments may also be cut as if they were one: what is shifted by one position has a segment of
-    that one, which no factor divides. Only dims that are used whole can express this.
+    Segments may also be sharded as if they were one: a dim shifted by one position has a segment of
+    one element, which no factor divides. Only dims that are used in full can express this.
 
     >>> choices(((3, 4, 16),))
     (((1, 3, 64),), ((3, 4, 16),), ((12, 16, 1),))
@@ -195,26 +195,24 @@ def choices(structure: Structure) -> tuple[Pattern, ...]:
     (((1, 2048, 1),),)
     """
     if len(structure) == 1:
-        return tuple((cut_at(structure[0], i),) for i in range(len(structure[0])))
+        return tuple((_factor_at(structure[0], i),) for i in range(len(structure[0])))
     common = set(structure[0]).intersection(*structure[1:])
-    found = [
-        tuple(cut_at(segment, segment.index(size)) for segment in structure)
+    patterns = [
+        tuple(_factor_at(segment, segment.index(size)) for segment in structure)
         for size in sorted(common, reverse=True)
     ]
     if all(structure):
-        leading = tuple(cut_at(segment, 0) for segment in structure)
-        if leading not in found:
-            found.append(leading)
-    return (*found, ((1, length(structure), 1),))
+        patterns.append(tuple(_factor_at(segment, 0) for segment in structure))
+    return (*dict.fromkeys(patterns), ((1, length(structure), 1),))
 
 
-def cut_at(segment: Segment, index: int) -> tuple[int, int, int]:
-    """`(outer, size, inner)` of the factor at `index`."""
+def _factor_at(segment: Segment, index: int) -> tuple[int, int, int]:
+    """Return `(outer, size, inner)` of the factor at `index`."""
     return prod(segment[:index]), segment[index], prod(segment[index + 1 :])
 
 
 def merge(pattern: Pattern) -> Pattern:
-    """Equal segments' cuts as one, with their number in the outer size.
+    """Write the factors of equal segments as one, with their number in the outer size.
 
     >>> merge(((1, 4, 16), (1, 4, 16)))
     ((2, 4, 16),)

@@ -2,9 +2,9 @@
 
 For every dim of every operand: shard it, together with dims of the same size of the other operands
 or alone, and see whether the results are shards along one of their dims, or partial sums, forward
-and, where the operator is differentiable, backward. What holds in all trials becomes an axis;
-everything else is frozen. An operator that cannot be tried is left replicated, with the reason.
-Discovery never raises, and the same call gives the same rule in every process.
+and, where the operator is differentiable, backward. A hypothesis that holds in all trials becomes
+an axis; all other dims are frozen. An operator that cannot be tried stays replicated, with the
+reason. Discovery never raises, and the same call gives the same rule in every process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwise.ir import Ref, format_arg, map_refs
 from shardwise.ir.schema import operator
-from shardwise.sharding.rule import Axis, Call, Dim, NodeRule, whole_rule
+from shardwise.sharding.rule import Axis, Call, Dim, NodeRule, replicated_rule
 
 Run = Callable[..., Any]
 SMALL = (5, 7, 11, 13, 17, 19, 23, 29)  # distinct and prime: no size is a product by chance
@@ -43,7 +43,7 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One set of inputs with the whole call's results and gradients."""
+    """One set of inputs with the results and gradients of the unsharded call."""
 
     call: Call
     run: Run
@@ -54,7 +54,7 @@ class Trial:
     tolerance: float
 
     def holds(self, hypothesis: Hypothesis) -> bool:
-        """Whether the call cut this way equals the whole one: 2 shards, 3 uneven, one empty."""
+        """Return whether sharding gives the same: in 2 shards, 3 uneven ones, one empty."""
         sizes = {
             t.shape[d]
             for tensors, dims in (
@@ -68,9 +68,9 @@ class Trial:
             return False
         size = sizes.pop()
         half, third = size // 2, size // 3
-        cuts = ((size - half, half), (size - third - 1, third, 1), (size, 0))
+        splits = ((size - half, half), (size - third - 1, third, 1), (size, 0))
         try:
-            return all(self._equal(hypothesis, lengths) for lengths in cuts if min(lengths) >= 0)
+            return all(self._equal(hypothesis, lengths) for lengths in splits if min(lengths) >= 0)
         except Exception:  # an operator may fail in any way on shapes it does not expect
             return False
 
@@ -92,22 +92,21 @@ class Trial:
             ):
                 return False
             outcomes.append((results, backward(results, seeds, leaves)))
-        whole = (self.results, self.gradients)
+        expected = (self.results, self.gradients)
         dims = (hypothesis.results, hypothesis.operands)
-        for kind in (0, 1):
-            for i, expected in enumerate(whole[kind]):
-                parts = [outcome[kind][i] for outcome in outcomes]
-                if not self._same(parts, expected, dims[kind][i]):
-                    return False
-        return True
+        return all(
+            self._same([outcome[kind][i] for outcome in outcomes], full, dims[kind][i])
+            for kind in (0, 1)
+            for i, full in enumerate(expected[kind])
+        )
 
-    def _same(self, parts: list[Any], whole: Tensor | None, dim: int | None) -> bool:
-        if whole is None or any(part is None for part in parts):
-            return whole is None and all(part is None for part in parts)
-        found = torch.cat(parts, dim) if dim is not None else torch.stack(parts).sum(0)
-        if found.shape != whole.shape or found.dtype != whole.dtype:
+    def _same(self, parts: list[Any], full: Tensor | None, dim: int | None) -> bool:
+        if full is None or any(part is None for part in parts):
+            return full is None and all(part is None for part in parts)
+        joined = torch.cat(parts, dim) if dim is not None else torch.stack(parts).sum(0)
+        if joined.shape != full.shape or joined.dtype != full.dtype:
             return False
-        return torch.allclose(found, whole, self.tolerance, self.tolerance, equal_nan=True)
+        return torch.allclose(joined, full, self.tolerance, self.tolerance, equal_nan=True)
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -137,19 +136,19 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def backward(
     results: tuple[Tensor, ...], seeds: list[Tensor | None], leaves: list[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the operands; None where there are none."""
+    """Return the gradients of the operands, None for those without."""
     pairs = [(r, s) for r, s in zip(results, seeds, strict=True) if s is not None]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     if not pairs or not wanted:
         return tuple(None for _ in leaves)
-    found = iter(
+    gradients = iter(
         torch.autograd.grad([r for r, _ in pairs], wanted, [s for _, s in pairs], allow_unused=True)
     )
-    return tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
+    return tuple(next(gradients) if leaf.requires_grad else None for leaf in leaves)
 
 
 def make_trials(call: Call, run: Run, num: int = 3) -> list[Trial]:
-    """Trials on small shapes, or on the call's own where the operator rejects those."""
+    """Return trials on small shapes, or on the call's own if the operator rejects those."""
     reason = "it has no tensor operands"
     for shapes in dict.fromkeys((shrink(call.operands), call.operands)):
         if not shapes or sum(torch.Size(s).numel() for s in shapes) > MAX_ELEMENTS:
@@ -167,7 +166,7 @@ def make_trials(call: Call, run: Run, num: int = 3) -> list[Trial]:
 
 
 def shrink(shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Equal sizes become equal small ones, distinct sizes distinct ones, in the same order.
+    """Replace equal sizes by equal small ones, distinct sizes by distinct ones, in the same order.
 
     >>> shrink(((8, 128, 1), (128, 64)))
     ((5, 11, 1), (11, 7))
@@ -234,7 +233,7 @@ def _random(
     seed: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Random numbers; the last trials use large ones, which cross thresholds."""
+    """Return random numbers; the last trials use large ones, which cross thresholds."""
     if dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
     if dtype.is_complex:
@@ -246,26 +245,25 @@ def _random(
 
 
 MAX_HYPOTHESES = 400
-Dims = tuple[int | None, ...]
 
-_FOUND: dict[tuple[str, ...], tuple[Hypothesis, ...] | str] = {}
+_DISCOVERED: dict[tuple[str, ...], tuple[Hypothesis, ...] | str] = {}  # or why it cannot be tried
 
 
 def discover(call: Call, run: Run | None = None) -> NodeRule:
-    """The rule of an operator that the table does not know; `run` where torch does not know it."""
+    """Return the rule of an operator without one; `run` executes it if torch does not know it."""
     key = signature_of(call)
-    if key not in _FOUND:
-        _FOUND[key] = _search(call, run if run is not None else operator(call.node.op))
-    found = _FOUND[key]
-    if isinstance(found, str):
-        return whole_rule(call, found)
-    if not found:
-        return whole_rule(call, f"no dim of {call.node.op} could be cut in experiments")
-    return as_rule(call, found)
+    if key not in _DISCOVERED:
+        _DISCOVERED[key] = _search(call, run if run is not None else operator(call.node.op))
+    discovered = _DISCOVERED[key]
+    if isinstance(discovered, str):
+        return replicated_rule(call, discovered)
+    if not discovered:
+        return replicated_rule(call, f"no dim of {call.node.op} could be sharded in experiments")
+    return as_rule(call, discovered)
 
 
 def signature_of(call: Call) -> tuple[str, ...]:
-    """Return what decides a call's rule: operator, constants, types."""
+    """Return the key of a call's rule: operator, constants, types."""
     names = (*call.node.inputs, *call.node.outputs)
     label = {name: Ref(str(i)) for i, name in enumerate(dict.fromkeys(names))}
     given = map_refs((call.node.args, call.node.kwargs), lambda ref: label[ref.name])
@@ -289,20 +287,19 @@ def _search(call: Call, run: Run | None) -> tuple[Hypothesis, ...] | str:
 
 
 def hypotheses(call: Call, trial: Trial) -> Iterator[Hypothesis]:
-    """All that sizes allow: first those that cut every result, then those that leave sums."""
-    found: dict[Hypothesis, None] = {}
+    """Yield all that sizes allow: first those that shard every result, then partial sums."""
+    possible: dict[Hypothesis, None] = {}
     sizes = dict.fromkeys(size for t in trial.inputs for size in t.shape if size > 1)
     for size in sizes:
         operands = [_matching(tuple(t.shape), size) for t in trial.inputs]
         results = []
-        for t, whole in zip(trial.results, call.results, strict=True):
-            sums = t.dtype.is_floating_point or t.dtype.is_complex
-            same = [d for d in _matching(tuple(t.shape), size) if d is None or whole[d] != 1]
-            results.append([d for d in same if d is not None or sums])
+        for t, shape in zip(trial.results, call.results, strict=True):
+            same = [d for d in _matching(tuple(t.shape), size) if d is None or shape[d] != 1]
+            results.append([d for d in same if d is not None or _is_float(t)])
         for left in product(*operands):
             if any(d is not None for d in left):
-                found |= {Hypothesis(left, right): None for right in product(*results)}
-    return iter(sorted(found, key=_order))
+                possible |= {Hypothesis(left, right): None for right in product(*results)}
+    return iter(sorted(possible, key=_order))
 
 
 def _matching(shape: tuple[int, ...], size: int) -> list[int | None]:
@@ -310,32 +307,29 @@ def _matching(shape: tuple[int, ...], size: int) -> list[int | None]:
 
 
 def _order(hypothesis: Hypothesis) -> tuple[int, int, str]:
-    """Few partial results, then many cut operands, then any fixed order."""
+    """Order by few partial results, then by many sharded operands, then in any fixed order."""
     partial = sum(d is None for d in hypothesis.results)
-    whole = sum(d is None for d in hypothesis.operands)
-    return partial, whole, str(hypothesis)
+    replicated = sum(d is None for d in hypothesis.operands)
+    return partial, replicated, str(hypothesis)
 
 
 def _overlaps(hypothesis: Hypothesis, chosen: list[Hypothesis]) -> bool:
-    """Return whether a dim already belongs to an axis that was found."""
+    """Return whether a dim already belongs to a discovered axis."""
+    dims = (*hypothesis.operands, *hypothesis.results)
     return any(
         d is not None and d == taken
         for other in chosen
-        for mine, theirs in (
-            (hypothesis.operands, other.operands),
-            (hypothesis.results, other.results),
-        )
-        for d, taken in zip(mine, theirs, strict=True)
+        for d, taken in zip(dims, (*other.operands, *other.results), strict=True)
     )
 
 
-def as_rule(call: Call, found: tuple[Hypothesis, ...]) -> NodeRule:
+def as_rule(call: Call, discovered: tuple[Hypothesis, ...]) -> NodeRule:
     """Return the rule: an axis for each hypothesis, frozen axes for all other dims."""
-    frozen = whole_rule(call, "")
+    frozen = replicated_rule(call, "")
     axes = dict(frozen.axes)
     operands = [list(dims) for dims in frozen.operands]
     results = [list(dims) for dims in frozen.results]
-    for number, hypothesis in enumerate(found):
+    for number, hypothesis in enumerate(discovered):
         name = f"a{number}"
         for dims, shapes, chosen in (
             (operands, call.operands, hypothesis.operands),
@@ -345,7 +339,7 @@ def as_rule(call: Call, found: tuple[Hypothesis, ...]) -> NodeRule:
                 if d is not None:
                     size = shapes[index][d]
                     if name in axes and axes[name].size != size:
-                        return whole_rule(call, "sizes that differ only in the call itself")
+                        return replicated_rule(call, "sizes that differ only in the call itself")
                     axes[name] = Axis(name, size)
                     dims[index][d] = (name,)
     used: set[str] = {
@@ -356,7 +350,7 @@ def as_rule(call: Call, found: tuple[Hypothesis, ...]) -> NodeRule:
         axes={name: axis for name, axis in axes.items() if name in used},
         operands=tuple(tuple(dims) for dims in operands),
         results=tuple(tuple(dims) for dims in results),
-        whole=None,
+        replicated_because=None,
         discovered=True,
     )
 

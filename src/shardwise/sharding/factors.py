@@ -1,8 +1,8 @@
-"""What is known of a graph before any decision: rules, factors of dims, where gradients flow.
+"""Facts about a graph that hold for every plan: rules, factors of dims, where gradients flow.
 
-Enters: a `Graph`. Leaves: `Facts`. Factorizations are refined across edges to a fixed point, so
-that a weight used only by `linear` knows that a later `view` reads its rows as 3 x heads x 16.
-Factorizations without a common refinement end the propagation; that edge redistributes.
+Factorizations are refined across edges to a fixed point, so that a weight used only by `linear`
+knows that a later `view` reads its rows as 3 x heads x 16. Factorizations without a common
+refinement end the propagation; that edge redistributes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from shardwise.errors import RuleError
 from shardwise.ir import Graph, Node
 from shardwise.sharding import discovery, rules  # noqa: F401 - rules registers the table
 from shardwise.sharding.candidates import axis_structures, compose
-from shardwise.sharding.dims import Structure, refine, replace_section, whole
+from shardwise.sharding.dims import Structure, refine, replace_section, unfactored
 from shardwise.sharding.registry import require_operators, rule_for
-from shardwise.sharding.rule import Call, Dim, NodeRule, Part, whole_rule
+from shardwise.sharding.rule import Call, Dim, NodeRule, Part, replicated_rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Facts:
 
 
 def analyze(graph: Graph) -> Facts:
-    """Rules and the fixed point of factorizations."""
+    """Return the rules of all nodes and the fixed point of factorizations."""
     require_operators()
     calls = {node.name: Call.of(node, graph.values) for node in graph.nodes}
     table = {name: node_rule(graph, call) for name, call in calls.items()}
@@ -49,25 +49,25 @@ def analyze(graph: Graph) -> Facts:
 
 
 def node_rule(graph: Graph, call: Call) -> NodeRule:
-    """Return the registered rule; for an unknown operator the one found by experiment."""
+    """Return the registered rule, or the one that experiments show for an unknown operator."""
     try:
-        found = rule_for(call)
+        rule = rule_for(call)
     except RuleError:
         raise
     except Exception as error:
         raise RuleError(
             f"the rule of {call.node.op} failed: {error}", where=call.node.origin
         ) from error
-    if found is None:
+    if rule is None:
         run = graph.functions.get(call.node.op)
-        found = discovery.discover(call, run.apply if run is not None else None)
-    if len(found.operands) != len(call.operands) or len(found.results) != len(call.results):
-        return whole_rule(call, f"its rule describes {len(found.operands)} operands")
-    return found
+        rule = discovery.discover(call, run.apply if run is not None else None)
+    if len(rule.operands) != len(call.operands) or len(rule.results) != len(call.results):
+        return replicated_rule(call, f"its rule describes {len(rule.operands)} operands")
+    return rule
 
 
 def gradient_carriers(graph: Graph) -> frozenset[str]:
-    """Values through which a gradient reaches a parameter."""
+    """Return the values through which a gradient reaches a parameter."""
     carriers = {p.value for p in graph.parameters if p.requires_grad}
     for node in graph.nodes:
         if not node.grad_enabled or node.op.startswith("aten.detach."):
@@ -81,13 +81,13 @@ def gradient_carriers(graph: Graph) -> frozenset[str]:
 
 
 class _Refiner:
-    """The fixed point: a work list of nodes whose dims or axes changed."""
+    """Refines to a fixed point, with a work list of nodes whose dims or axes changed."""
 
     def __init__(self, graph: Graph, table: Mapping[str, NodeRule]) -> None:
         self.table = table
         self.nodes = {node.name: node for node in graph.nodes}
         self.dims: dict[str, list[Structure]] = {
-            name: [whole(size) for size in value.shape] for name, value in graph.values.items()
+            name: [unfactored(size) for size in value.shape] for name, value in graph.values.items()
         }
         self.axes: dict[str, dict[str, Structure]] = {
             name: axis_structures(rule) for name, rule in table.items()
@@ -113,7 +113,7 @@ class _Refiner:
                 self.queue.append(name)
 
     def _visit(self, node: Node) -> bool:
-        """Unify a node's axes with its values' dims; whether an axis changed."""
+        """Unify a node's axes with its values' dims; return whether an axis changed."""
         rule, axes = self.table[node.name], self.axes[node.name]
         changed = False
         tensors = (
@@ -136,7 +136,7 @@ class _Refiner:
 
 
 def _narrow(dim: Dim, structure: Structure, axes: dict[str, Structure], rule: NodeRule) -> bool:
-    """Give the axes of a dim what is known of the dim; whether that changed any."""
+    """Refine the axes of a dim by the dim's structure; return whether any changed."""
     if isinstance(dim, Part):
         new = {dim.axis: replace_section(axes[dim.axis], dim.start, dim.stop, structure)}
     elif len(dim) == 1:
@@ -145,8 +145,8 @@ def _narrow(dim: Dim, structure: Structure, axes: dict[str, Structure], rule: No
         split = _divide(structure, [rule.axes[a].size for a in dim])
         new = dict(zip(dim, split, strict=True)) if split else {}
     changed = False
-    for name, found in new.items():
-        refined = refine(axes[name], found)
+    for name, known in new.items():
+        refined = refine(axes[name], known)
         if refined is not None and refined != axes[name]:
             axes[name] = refined
             changed = True

@@ -1,8 +1,7 @@
-"""Where the parts of a value are: one placement per mesh axis, together a layout.
+"""Placements of a value: one per mesh axis, which together are a layout.
 
-Enters: structures and patterns of `dims`. Leaves: `Replicate | Partial | Shard`, `Layout`, and
-the local sizes and index sets that follow from them. What each rank holds of a cut follows from
-`shares`: even parts, or by weights; a rank may hold nothing.
+Local sizes and index sets follow from a layout. Which part of a shard each rank has follows from
+`shares`: even parts, or parts by weight; a rank may have none.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The factor `size` of every segment `(outer, size, inner)` of dim `dim` is cut.
+    """The factor `size` of every segment `(outer, size, inner)` of dim `dim` is sharded.
 
     >>> str(Shard(0, ((3, 4, 16),)))
     'S(0:3x[4]x16)'
@@ -59,7 +58,7 @@ class Shard:
 
 
 Placement = Replicate | Partial | Shard
-Cuts = tuple[tuple[str, Pattern], ...]  # of one dim: mesh axis and pattern, in mesh order
+DimShards = tuple[tuple[str, Pattern], ...]  # of one dim: mesh axes and patterns, in mesh order
 SEGMENT = re.compile(r"((?:\d+x)*)\[(\d+)\]((?:x\d+)*)")  # 3x[4]x16
 REPLICATE = Replicate()
 PARTIAL_GRAD = Replicate(partial_grad=True)
@@ -67,14 +66,18 @@ PARTIAL = Partial()
 
 
 def format_shard(shard: Shard) -> str:
-    """`0` for a plain contiguous cut, `0:3x[4]x16` for a factor, `|` between segments."""
-    if len(shard.of) == 1 and shard.of[0][0] == 1 and shard.of[0][2] == 1:
-        return f"{shard.dim}"
-    parts = []
-    for outer, size, inner in shard.of:
-        text = f"{outer}x" * (outer != 1) + f"[{size}]" + f"x{inner}" * (inner != 1)
-        parts.append(text)
-    return f"{shard.dim}:{'|'.join(parts)}"
+    """Return `0` for plain contiguous shards, `0:3x[4]x16` for a factor, `|` between segments."""
+    return f"{shard.dim}{format_pattern(shard.of)}"
+
+
+def format_pattern(pattern: Pattern) -> str:
+    """Return `:3x[4]x16` for a factor, nothing for plain contiguous shards."""
+    if len(pattern) == 1 and pattern[0][0] == pattern[0][2] == 1:
+        return ""
+    return ":" + "|".join(
+        f"{outer}x" * (outer != 1) + f"[{size}]" + f"x{inner}" * (inner != 1)
+        for outer, size, inner in pattern
+    )
 
 
 def parse_shard(text: str, shape: tuple[int, ...]) -> Shard:
@@ -90,7 +93,7 @@ def parse_shard(text: str, shape: tuple[int, ...]) -> Shard:
     if not re.fullmatch(r"-?\d+", head) or not all(segments):
         raise RuleError(
             f"layout {text!r} is not understood",
-            hint="a dim such as '0', or '0:3x[4]x16', which cuts the 4 of 3*4*16",
+            hint="a dim such as '0', or '0:3x[4]x16', which shards the 4 of 3*4*16",
         )
     dim = int(head)
     if not -len(shape) <= dim < len(shape):
@@ -101,10 +104,8 @@ def parse_shard(text: str, shape: tuple[int, ...]) -> Shard:
     of = []
     for segment in segments:
         assert segment is not None
-        before, size, after = (
-            prod(int(f) for f in group.split("x") if f) for group in segment.groups()
-        )
-        of.append((before, size, after))
+        sizes = [prod(int(f) for f in group.split("x") if f) for group in segment.groups()]
+        of.append((sizes[0], sizes[1], sizes[2]))
     total = sum(prod(segment) for segment in of)
     if total != shape[dim]:
         raise RuleError(
@@ -137,8 +138,8 @@ class Layout:
     def shards(self) -> tuple[tuple[str, Shard], ...]:
         return tuple((n, p) for n, p in self.axes if isinstance(p, Shard))
 
-    def cuts(self, dim: int) -> Cuts:
-        """Return the mesh axes that cut a dim, in mesh order, with their patterns."""
+    def dim_shards(self, dim: int) -> DimShards:
+        """Return the mesh axes that shard a dim, in mesh order, with their patterns."""
         return tuple((n, s.of) for n, s in self.shards if s.dim == dim)
 
     def __str__(self) -> str:
@@ -151,7 +152,7 @@ Coordinate = Mapping[str, tuple[int, int]]  # mesh axis -> (this rank's index, a
 def factor_range(
     layout: Layout, dim: int, segment: int, factor: tuple[int, int, int], coordinate: Coordinate
 ) -> tuple[int, int]:
-    """Start and length of this rank's part of a factor that one or more mesh axes cut, nested."""
+    """Return start and length of this rank's part of a factor that several mesh axes may shard."""
     start, size = 0, factor[1]
     for axis, shard in layout.shards:
         if shard.dim == dim and segment < len(shard.of) and shard.of[segment] == factor:
@@ -162,16 +163,15 @@ def factor_range(
 
 
 def local_dim(layout: Layout, dim: int, size: int, coordinate: Coordinate) -> int:
-    """This rank's length of a dim of global length `size`."""
-    cuts = [shard.of for _, shard in layout.shards if shard.dim == dim]
-    if not cuts:
+    """Return this rank's length of a dim of global length `size`."""
+    patterns = [of for _, of in layout.dim_shards(dim)]
+    if not patterns:
         return size
     total = 0
-    for i in range(len(cuts[0])):
-        segment = prod(cuts[0][i])
-        for factor in dict.fromkeys(of[i] for of in cuts):
-            _, kept = factor_range(layout, dim, i, factor, coordinate)
-            segment = segment // factor[1] * kept if factor[1] else 0
+    for i, segment in enumerate(map(prod, patterns[0])):
+        for factor in dict.fromkeys(of[i] for of in patterns):
+            _, local = factor_range(layout, dim, i, factor, coordinate)
+            segment = segment // factor[1] * local if factor[1] else 0
         total += segment
     return total
 
@@ -185,9 +185,9 @@ def local_shape(layout: Layout, shape: tuple[int, ...], coordinate: Coordinate) 
 
 
 def local_pattern(layout: Layout, axis: str, coordinate: Coordinate) -> Pattern:
-    """Return the cut of `axis` in terms of the tensor as the other axes leave it.
+    """Return the pattern of `axis` in terms of the tensor as the other axes leave it.
 
-    Outer and inner sizes shrink by the other axes' cuts of the same dim; the size is what the
+    Outer and inner sizes shrink by the other axes' shards of the same dim; the size is what the
     axes before this one leave of the factor.
     """
     shard = layout[axis]
@@ -200,21 +200,21 @@ def local_pattern(layout: Layout, axis: str, coordinate: Coordinate) -> Pattern:
         for other in dict.fromkeys(s.of[i] for _, s in others.shards if s.dim == shard.dim):
             if other == factor:
                 continue
-            _, kept = factor_range(others, shard.dim, i, other, coordinate)
+            _, local = factor_range(others, shard.dim, i, other, coordinate)
             if other[0] * other[1] <= outer:
-                outer = outer // other[1] * kept
+                outer = outer // other[1] * local
             else:
-                inner = inner // other[1] * kept
+                inner = inner // other[1] * local
         _, extent = factor_range(before, shard.dim, i, factor, coordinate)
         result.append((outer, extent, inner))
     return tuple(result)
 
 
 @lru_cache(maxsize=100_000)
-def same_cut(a: Pattern, b: Pattern, parts: int) -> bool:
+def same_pattern(a: Pattern, b: Pattern, parts: int) -> bool:
     """Return whether two patterns give every rank the same elements in the same order.
 
-    >>> same_cut(((1, 4, 16),), ((1, 64, 1),), 2), same_cut(((1, 3, 16),), ((1, 48, 1),), 2)
+    >>> same_pattern(((1, 4, 16),), ((1, 64, 1),), 2), same_pattern(((1, 3, 16),), ((1, 48, 1),), 2)
     (True, False)
     """
     if a == b:
@@ -224,12 +224,9 @@ def same_cut(a: Pattern, b: Pattern, parts: int) -> bool:
         return x * i == y * j and all(
             part(x, parts, r)[0] * i == part(y, parts, r)[0] * j for r in range(parts)
         )
-    return all(_intervals(a, parts, r) == _intervals(b, parts, r) for r in range(parts))
-
-
-def _intervals(pattern: Pattern, parts: int, index: int) -> list[tuple[int, int]]:
-    """Return the maximal ranges of positions that rank `index` holds."""
-    return _ranges(pattern, [part(size, parts, index) for _, size, _ in pattern])
+    return all(
+        _intervals((a,), (parts,), (r,)) == _intervals((b,), (parts,), (r,)) for r in range(parts)
+    )
 
 
 def _ranges(pattern: Pattern, parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -250,44 +247,44 @@ def _ranges(pattern: Pattern, parts: Sequence[tuple[int, int]]) -> list[tuple[in
     return ranges
 
 
-def same_cuts(a: Cuts, b: Cuts, sizes: Mapping[str, int]) -> bool:
-    """Whether mesh axes that cut one dim as `a` and as `b` give every rank the same elements.
+def same_shards(a: DimShards, b: DimShards, sizes: Mapping[str, int]) -> bool:
+    """Return whether mesh axes that shard a dim as `a` and as `b` give ranks the same elements.
 
     >>> nested = (("dp", ((1, 2, 16),)), ("tp", ((1, 2, 16),)))
-    >>> same_cuts(nested, (("dp", ((1, 32, 1),)), ("tp", ((1, 32, 1),))), {"dp": 2, "tp": 2})
+    >>> same_shards(nested, (("dp", ((1, 32, 1),)), ("tp", ((1, 32, 1),))), {"dp": 2, "tp": 2})
     False
     """
     if a == b or [name for name, _ in a] != [name for name, _ in b]:
         return a == b
     if len(a) == 1:
-        return same_cut(a[0][1], b[0][1], sizes[a[0][0]])
-    mine, theirs = (tuple(of for _, of in cuts) for cuts in (a, b))
-    return _same_nested(mine, theirs, tuple(sizes[name] for name, _ in a))
+        return same_pattern(a[0][1], b[0][1], sizes[a[0][0]])
+    first, second = (tuple(of for _, of in shards) for shards in (a, b))
+    return _same_nested(first, second, tuple(sizes[name] for name, _ in a))
 
 
 def same_on_axis(a: Layout, b: Layout, axis: str, sizes: Mapping[str, int]) -> bool:
-    """Whether two layouts agree on a mesh axis; cuts of one dim by several axes count together."""
-    mine, theirs = a[axis], b[axis]
-    if isinstance(mine, Shard) and isinstance(theirs, Shard) and mine.dim == theirs.dim:
-        return same_cuts(a.cuts(mine.dim), b.cuts(mine.dim), sizes)
-    return mine == theirs
+    """Return whether two layouts agree on a mesh axis; nested shards of a dim count together."""
+    first, second = a[axis], b[axis]
+    if isinstance(first, Shard) and isinstance(second, Shard) and first.dim == second.dim:
+        return same_shards(a.dim_shards(first.dim), b.dim_shards(first.dim), sizes)
+    return first == second
 
 
 @lru_cache(maxsize=100_000)
 def _same_nested(a: tuple[Pattern, ...], b: tuple[Pattern, ...], sizes: tuple[int, ...]) -> bool:
     return all(
-        _nested_intervals(a, sizes, place) == _nested_intervals(b, sizes, place)
+        _intervals(a, sizes, place) == _intervals(b, sizes, place)
         for place in product(*(range(size) for size in sizes))
     )
 
 
-def _nested_intervals(
-    cuts: tuple[Pattern, ...], sizes: tuple[int, ...], place: tuple[int, ...]
+def _intervals(
+    patterns: tuple[Pattern, ...], sizes: tuple[int, ...], place: tuple[int, ...]
 ) -> list[tuple[int, int]]:
-    """The maximal ranges of positions at one place, each axis cutting what earlier ones left."""
-    kept: list[tuple[int, int]] | None = None
-    for pattern in dict.fromkeys(cuts):
-        axes = [i for i, of in enumerate(cuts) if of == pattern]
+    """Return the maximal ranges of positions at one place, each axis sharding what is left."""
+    local: list[tuple[int, int]] | None = None
+    for pattern in dict.fromkeys(patterns):
+        axes = [i for i, of in enumerate(patterns) if of == pattern]
         parts = []
         for _, size, _ in pattern:
             start, count = 0, size
@@ -296,26 +293,26 @@ def _nested_intervals(
                 start += offset
             parts.append((start, count))
         ranges = _ranges(pattern, parts)
-        kept = ranges if kept is None else _common(kept, ranges)
-    return kept or []
+        local = ranges if local is None else _common(local, ranges)
+    return local or []
 
 
 def _common(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    found = []
+    common = []
     i = j = 0
     while i < len(a) and j < len(b):
         first, last = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
         if first < last:
-            found.append((first, last))
+            common.append((first, last))
         if a[i][1] < b[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return common
 
 
 def compatible(a: Pattern, b: Pattern) -> bool:
-    """Return whether two mesh axes may cut one dim like this: the same factor, or disjoint ones."""
+    """Return whether two mesh axes may shard a dim so: the same factor, or disjoint ones."""
     if a == b:
         return True
     if len(a) != len(b):

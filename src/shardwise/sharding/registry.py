@@ -1,21 +1,219 @@
-"""The table of rules: which function describes which operator.
+"""The registry of rules, which are functions or one line of notation.
 
-Enters: registrations of the rule families and of users. Leaves: `rule_for(call)`.
+    "b... k+, n k+, n -> b... n"      a linear layer: k is summed over, b... is any number of dims
+    "b t (c h e) -> b t c h e"        a dim may be a product of axes
+    "... s^ -> ... s^"                an axis that may not be sharded
+    "b k+, 1 k+ -> b"                 `1` is a dim without an axis
+
+Operands are the call's tensor arguments in order; a call may omit operands at the end. `+` before
+an operand says that it is added to the result (a bias). `~` before an operand says that the node is
+linear in it, `~~` that it is linear in all operands so marked together: then partial sums may pass
+through.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from math import prod
 from typing import overload
 
 import torch
 
 from shardwise.errors import RuleError, did_you_mean
-from shardwise.sharding.notation import from_notation
-from shardwise.sharding.rule import Call, Localize, NodeRule, RuleFunction, whole_rule
+from shardwise.sharding.rule import (
+    Axis,
+    Call,
+    NodeRule,
+    RuleFunction,
+    replicated_rule,
+)
+
+TOKEN = re.compile(r"\s*(\(|\)|1|(?:[A-Za-z]\w*)?\.\.\.[+^]*|[A-Za-z]\w*[+^]*)")
+
+
+AxisNames = tuple[tuple[str, ...], ...]  # of each dim
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One parsed operand or result: dims, each a tuple of axis tokens; one may be an ellipsis."""
+
+    dims: AxisNames
+    marks: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A parsed rule."""
+
+    text: str
+    operands: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+
+
+@cache
+def parse(text: str) -> Pattern:
+    """Parse a rule; the error of a malformed one shows the text and the place."""
+    left, arrow, right = text.partition("->")
+    if not arrow:
+        raise RuleError(f"rule {text!r} has no '->'", hint='"b k+, n k+ -> b n"')
+    operands = tuple(_tensor(part, text) for part in left.split(","))
+    results = tuple(_tensor(part, text) for part in right.split(","))
+    known = {_name(a) for t in operands for dim in t.dims for a in dim}
+    for tensor in results:
+        for axis in (a for dim in tensor.dims for a in dim):
+            if _name(axis) not in known:
+                raise RuleError(f"rule {text!r}: axis {_name(axis)!r} is in no operand")
+    return Pattern(text, operands, results)
+
+
+def _name(token: str) -> str:
+    return token.rstrip("+^")
+
+
+def _tensor(part: str, text: str) -> Tensor:
+    body = part.strip()
+    marks = body[: len(body) - len(body.lstrip("~+"))]
+    body = body.lstrip("~+")
+    dims: list[tuple[str, ...]] = []
+    group: list[str] | None = None
+    position = 0
+    while body[position:].strip():
+        match = TOKEN.match(body, position)
+        if not match:
+            raise RuleError(f"rule {text!r}: cannot read {body[position:].strip()!r}")
+        token, position = match.group(1), match.end()
+        if token == "(":
+            if group is not None:
+                raise RuleError(f"rule {text!r}: '(' inside '('")
+            group = []
+        elif token == ")":
+            if group is None:
+                raise RuleError(f"rule {text!r}: ')' without '('")
+            dims.append(tuple(group))
+            group = None
+        elif group is not None:
+            group.append(token)
+        else:
+            dims.append(() if token == "1" else (token,))
+    if group is not None:
+        raise RuleError(f"rule {text!r}: '(' without ')'")
+    return Tensor(tuple(dims), marks)
+
+
+def from_notation(text: str) -> RuleFunction:
+    """Return a rule function that applies the notation to a call."""
+    return partial(apply, parse(text))
+
+
+def apply(pattern: Pattern, call: Call) -> NodeRule:
+    """Match the pattern with a call's shapes."""
+    shapes = call.operands
+    if len(shapes) > len(pattern.operands):
+        raise RuleError(
+            f"rule {pattern.text!r} has {len(pattern.operands)} operands, "
+            f"{call.node.op} was called with {len(shapes)} tensors",
+            where=call.node.origin,
+        )
+    marks: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    operands = [
+        _match(tensor, shape, sizes, marks, pattern, call)
+        for tensor, shape in zip(pattern.operands, shapes, strict=False)
+    ]
+    results = [
+        _match(tensor, shape, sizes, marks, pattern, call)
+        for tensor, shape in zip(pattern.results, call.results, strict=True)
+    ]
+    axes: dict[str, Axis] = {}
+    for name, size in sizes.items():
+        summed = not all(any(name in dim for dim in dims) for dims in results)
+        frozen = "^" in marks[name] or (summed and "+" not in marks[name])
+        axes[name] = Axis(name, size, frozen=frozen)
+    return NodeRule(
+        axes=axes,
+        operands=tuple(_drop_broadcast(o, s, axes) for o, s in zip(operands, shapes, strict=True)),
+        results=tuple(results),
+        linear=_linear(pattern, len(shapes)),
+        additive=frozenset(i for i, t in enumerate(pattern.operands) if "+" in t.marks),
+    )
+
+
+def _linear(pattern: Pattern, count: int) -> tuple[frozenset[int], ...]:
+    given = pattern.operands[:count]
+    added = frozenset(i for i, t in enumerate(given) if "+" in t.marks)
+    single = [frozenset({i}) | added for i, t in enumerate(given) if t.marks == "~"]
+    joint = frozenset(i for i, t in enumerate(given) if t.marks == "~~")
+    return (*single, joint | added) if joint else tuple(single)
+
+
+def _drop_broadcast(dims: AxisNames, shape: tuple[int, ...], axes: dict[str, Axis]) -> AxisNames:
+    """Return the dims without the axes of broadcast ones, which have one element of many."""
+    return tuple(
+        () if size == 1 and prod(axes[a].size for a in dim) != 1 else dim
+        for dim, size in zip(dims, shape, strict=True)
+    )
+
+
+def _match(
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    sizes: dict[str, int],
+    marks: dict[str, str],
+    pattern: Pattern,
+    call: Call,
+) -> AxisNames:
+    """Return the tensor's dims by axis name, filling in sizes."""
+    expanded: list[tuple[str, ...]] = []
+    for dim in tensor.dims:
+        if len(dim) == 1 and "..." in dim[0]:
+            stem = _name(dim[0]).removesuffix("...") or "_"
+            flags = dim[0][len(_name(dim[0])) :]
+            count = len(shape) - len(tensor.dims) + 1
+            aligned = range(count, 0, -1)  # named from the right, as broadcasting aligns
+            expanded += [(f"{stem}{number}{flags}",) for number in aligned]
+        else:
+            expanded.append(dim)
+    if len(expanded) != len(shape):
+        raise RuleError(
+            f"rule {pattern.text!r}: an operand has {len(expanded)} dims, the tensor's shape is "
+            f"{shape}",
+            where=call.node.origin,
+        )
+    result: list[tuple[str, ...]] = []
+    for dim, size in zip(expanded, shape, strict=True):
+        names = tuple(_name(token) for token in dim)
+        for name, token in zip(names, dim, strict=True):
+            marks[name] = marks.get(name, "") + token[len(name) :]
+        _solve(names, size, sizes, pattern, call)
+        result.append(names)
+    return tuple(result)
+
+
+def _solve(
+    names: tuple[str, ...], size: int, sizes: dict[str, int], pattern: Pattern, call: Call
+) -> None:
+    unknown = [name for name in names if name not in sizes]
+    known = prod(sizes[name] for name in names if name in sizes)
+    if len(unknown) == 1 and known and size % known == 0:
+        sizes[unknown[0]] = size // known
+    elif len(names) == 1 and sizes.get(names[0]) == 1:
+        sizes[names[0]] = size  # an earlier operand was broadcast
+    elif unknown or (known != size and size != 1):
+        raise RuleError(
+            f"rule {pattern.text!r}: dim {' '.join(names) or '1'} has size {size}, "
+            f"expected {known}" + (f" with {', '.join(unknown)} unknown" if unknown else ""),
+            where=call.node.origin,
+        )
+
+
+# ---------------------------------------------------------------- the registry
 
 RULES: dict[str, RuleFunction] = {}
-WHOLE: dict[str, str] = {}
+REPLICATED: dict[str, str] = {}  # operators that are never sharded, with the reason
 REGISTERED: list[str] = []  # by users, in order
 _BUILT_IN = ("aten", "prims", "prim", "quantized")  # namespaces that are complete with torch
 
@@ -31,16 +229,14 @@ def rule(*names: str) -> Callable[[RuleFunction], RuleFunction]:
     return register
 
 
-def notation(text: str, *names: str, localize: Localize | None = None) -> None:
+def notation(text: str, *names: str) -> None:
     """Register one line of notation for operators."""
-    for name in names:
-        RULES[name] = from_notation(text, localize=localize)
+    rule(*names)(from_notation(text))
 
 
-def keep_whole(reason: str, *names: str) -> None:
-    """Mark operators that are never cut, with the reason that plans show."""
-    for name in names:
-        WHOLE[name] = reason
+def keep_replicated(reason: str, *names: str) -> None:
+    """Mark operators that are never sharded, with the reason that plans show."""
+    REPLICATED.update(dict.fromkeys(names, reason))
 
 
 @overload
@@ -50,18 +246,18 @@ def register_rule(op: str, pattern: None = None) -> Callable[[RuleFunction], Rul
 def register_rule(
     op: str, pattern: str | None = None
 ) -> Callable[[RuleFunction], RuleFunction] | None:
-    """Tell how a user's own operator may be split.
+    """Register how a user's own operator may be sharded.
 
-    One line, `register_rule("mylib::op", "b k+, n k+ -> b n")`, or as a decorator of a function
-    from `Call` to `NodeRule`. It replaces any rule there was. An operator of PyTorch's own must
-    exist now, one of another library when a plan is made.
+    Pass one line of notation, `register_rule("mylib::op", "b k+, n k+ -> b n")`, or decorate a
+    function from `Call` to `NodeRule`. It replaces any existing rule. An operator of PyTorch itself
+    must exist now, one of another library when a plan is made.
     """
     name = op.replace("::", ".")
     if not name or "." not in name:
         raise RuleError(f"operator {op!r} has no namespace", hint="register_rule('mylib::op', …)")
     if name.split(".")[0] in _BUILT_IN:
         require_operator(name)
-    WHOLE.pop(name, None)
+    REPLICATED.pop(name, None)
     REGISTERED.append(name)
     if pattern is None:
         return rule(name)
@@ -70,15 +266,15 @@ def register_rule(
 
 
 def require_operator(name: str) -> None:
-    """Raise unless there is an operator, or an overload of one, of this name."""
+    """Raise unless an operator, or an overload of one, has this name."""
     namespace, packet, *overload = name.split(".")
     if name.startswith(("autograd_function.", "shardwise.")):
-        return  # not of torch.ops
-    found = getattr(getattr(torch.ops, namespace), packet, None)
-    if found is not None and (not overload or overload[0] in found.overloads()):
+        return  # not in torch.ops
+    overloads = getattr(getattr(torch.ops, namespace), packet, None)
+    if overloads is not None and (not overload or overload[0] in overloads.overloads()):
         return
-    if found is not None:
-        known = [f"{namespace}::{packet}.{other}" for other in found.overloads()]
+    if overloads is not None:
+        known = [f"{namespace}::{packet}.{other}" for other in overloads.overloads()]
     else:
         known = [f"{namespace}::{other}" for other in dir(getattr(torch.ops, namespace))]
         known += [rule.replace(".", "::", 1) for rule in RULES if rule.startswith(f"{namespace}.")]
@@ -98,7 +294,7 @@ def require_operators() -> None:
 
 
 def rules_revision() -> int:
-    """A number that changes with every rule of a user: programs made before knew other rules."""
+    """Return a number that changes whenever a user registers a rule, to invalidate programs."""
     return len(REGISTERED)
 
 
@@ -107,16 +303,16 @@ def find_rule(op: str) -> RuleFunction | None:
     return RULES.get(op) or RULES.get(op.rsplit(".", 1)[0])
 
 
-def whole_reason(op: str) -> str | None:
-    """Why an operator is never cut, if it is not."""
-    return WHOLE.get(op) or WHOLE.get(op.rsplit(".", 1)[0])
+def replicated_reason(op: str) -> str | None:
+    """Return why an operator is never sharded, if so."""
+    return REPLICATED.get(op) or REPLICATED.get(op.rsplit(".", 1)[0])
 
 
 def rule_for(call: Call) -> NodeRule | None:
     """Return the rule applied to this call; None when the operator is not known."""
     op = call.node.op
-    reason = whole_reason(op)
+    reason = replicated_reason(op)
     if reason:
-        return whole_rule(call, reason)
+        return replicated_rule(call, reason)
     function = find_rule(op)
     return function(call) if function else None

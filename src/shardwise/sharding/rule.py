@@ -1,11 +1,8 @@
-"""What a rule says of a node: its axes, how tensor dims are made of them, what a cut does.
-
-Enters: a `Call` (a node with its types). Leaves: a `NodeRule`, from which candidates, layouts and
-local calls follow.
+"""The rule of a node: its axes, how tensor dims are made of them, and what sharding one does.
 
 A node has an iteration space of named axes. A tensor dim is a product of axes `("c", "h", "e")`,
-a `Part` of a concatenated axis, or `()` for a broadcast dim of one. Cutting an axis over a mesh
-axis cuts every dim that contains it; results that lack it become what `Axis.reduce` says;
+a `Part` of a concatenated axis, or `()` for a broadcast dim of one. Sharding an axis over a mesh
+axis shards every dim that contains it; results that lack it become what `Axis.reduce` says;
 operands that lack it are used for different work on every rank (R~).
 """
 
@@ -38,11 +35,11 @@ Dims = tuple[Dim, ...]
 class Axis:
     """One axis of a node's iteration space.
 
-    `reduce` is what results without this axis become when it is cut: "sum", "max" or "min" for a
-    partial result, "same" when the local implementation already gives every rank the whole result.
-    `frozen` axes may not be cut. `outermost` axes may only be cut at their outermost factor, so
-    that a shard is one contiguous range. `once` axes may be cut by one mesh axis only. `talks` is
-    the number of transfers, forward and backward, inside the local implementation of a cut.
+    `reduce` is what results without this axis become when it is sharded: "sum", "max" or "min" for
+    a partial result, "same" if the local implementation already gives every rank the full result.
+    `frozen` axes may not be sharded. `outermost` axes may only be sharded at their outermost
+    factor, so that a shard is one contiguous range. Only one mesh axis may shard a `once` axis.
+    `num_collectives` counts those, forward and backward, inside the local implementation.
     """
 
     name: str
@@ -51,7 +48,7 @@ class Axis:
     frozen: bool = False
     outermost: bool = False
     once: bool = False
-    talks: int = 0
+    num_collectives: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +60,7 @@ class MeshAxis:
 
 @dataclass(frozen=True, slots=True)
 class LocalCall:
-    """What one rank runs for a node: an ATen operator, or `rt.<function>` of the runtime."""
+    """The call that one rank runs for a node: an ATen operator, or `rt.<function>`."""
 
     fn: str
     args: tuple[Any, ...]
@@ -72,9 +69,9 @@ class LocalCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
-    """What a local call may depend on: which axes are cut by which mesh axes, and local sizes."""
+    """The context of a local call: which mesh axes shard which node axes, and local sizes."""
 
-    cuts: Mapping[str, tuple[str, ...]]  # node axis -> mesh axes that cut it, in mesh order
+    sharded: Mapping[str, tuple[str, ...]]  # node axis -> mesh axes that shard it, in mesh order
     operands: tuple[tuple[int, ...], ...]  # local shapes, in `node.inputs` order
     results: tuple[tuple[int, ...], ...]
     result_layouts: tuple[Layout, ...]
@@ -83,8 +80,8 @@ class Local:
     partial: tuple[str, ...] = ()  # mesh axes on which partial sums pass through this node
 
     def axis(self, name: str) -> MeshAxis | None:
-        """Return the run-time axis over which node axis `name` is cut, or None."""
-        names = self.cuts.get(name, ())
+        """Return the run-time axis over which node axis `name` is sharded, or None."""
+        names = self.sharded.get(name, ())
         return MeshAxis(names) if names else None
 
 
@@ -95,12 +92,12 @@ Localize = Callable[["Call", Local], LocalCall]
 class NodeRule:
     """A rule applied to one node.
 
-    `operands` follow `node.inputs` (repeats kept), `results` follow `node.outputs`. `linear` lists
-    sets of operand positions: the node is linear in those operands together while the others are
-    held, so partial sums may pass through. `additive` operands (a bias) are added to the result:
-    where the result is partial they are needed as partial too, so that they count once. `localize`
-    rewrites the call for local sizes; without it the call stays as it is, but for size arguments.
-    `whole` says why nothing may be cut. `by_size`: with other sizes there are other axes.
+    `operands` follow `node.inputs` (with repetitions), `results` follow `node.outputs`. `linear`
+    lists sets of operand positions: the node is linear in those operands together while the others
+    are fixed, so partial sums may pass through. `additive` operands (a bias) are added to the
+    result: if it is partial, they must be partial too, so that they count once. `localize` rewrites
+    the call for local sizes; without it only size arguments change. `replicated_because` is the
+    reason if nothing may be sharded. With `by_size`, other sizes give other axes.
     """
 
     axes: Mapping[str, Axis]
@@ -110,7 +107,7 @@ class NodeRule:
     additive: frozenset[int] = frozenset()
     localize: Localize | None = None
     size_arg: str | None = None  # schema name of an argument that is the result's shape
-    whole: str | None = None
+    replicated_because: str | None = None
     discovered: bool = False
     by_size: bool = False
 
@@ -149,7 +146,7 @@ class Call:
         return tuple(self.types[name].shape for name in self.node.outputs)
 
     def position(self, name: str) -> int:
-        """The index in `node.inputs` of the tensor argument `name` (the first, for a list)."""
+        """Return the index in `node.inputs` of a tensor argument (of the first, for a list)."""
         names = [n for n, _ in signature(self.node.op) or ()]
         given = [(names[i] if names else str(i), arg) for i, arg in enumerate(self.node.args)]
         seen = 0
@@ -161,12 +158,10 @@ class Call:
 
     def replace(self, **changes: Any) -> LocalCall:
         """Return the same call with some arguments, by schema name, replaced."""
-        return replace_arguments(self.node, self.arguments, changes)
+        return replace_arguments(self.node, changes)
 
 
-def replace_arguments(
-    node: Node, arguments: Mapping[str, Any], changes: Mapping[str, Any]
-) -> LocalCall:
+def replace_arguments(node: Node, changes: Mapping[str, Any]) -> LocalCall:
     """Return the node's call with some arguments, by schema name, replaced."""
     names = [name for name, _ in signature(node.op) or ()]
     args = list(node.args)
@@ -183,8 +178,8 @@ def replace_arguments(
 RuleFunction = Callable[[Call], NodeRule]
 
 
-def whole_rule(call: Call, reason: str) -> NodeRule:
-    """The node is left whole: every axis is frozen, and the plan says why."""
+def replicated_rule(call: Call, reason: str) -> NodeRule:
+    """Return the rule that freezes every axis; plans show the reason."""
     axes: dict[str, Axis] = {}
 
     def freeze(prefix: str, shape: tuple[int, ...]) -> Dims:
@@ -197,4 +192,4 @@ def whole_rule(call: Call, reason: str) -> NodeRule:
 
     operands = tuple(freeze(f"o{i}_", s) for i, s in enumerate(call.operands))
     results = tuple(freeze(f"r{i}_", s) for i, s in enumerate(call.results))
-    return NodeRule(axes=axes, operands=operands, results=results, whole=reason)
+    return NodeRule(axes=axes, operands=operands, results=results, replicated_because=reason)

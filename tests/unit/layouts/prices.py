@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import prod
 
 from shardwise.ir import Graph, Node
-from shardwise.layouts.costs import kind
+from shardwise.layouts.moves import kind
 from shardwise.layouts.problem import LayoutTask, Placements
-from shardwise.sharding.candidates import Candidate, Cut
+from shardwise.sharding.candidates import Candidate, ShardAxis
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import Layout, Partial, Replicate, Shard, local_shape
 
@@ -57,9 +57,9 @@ class LinkPrices:
         work = 2.0 * prod(axis.size for axis in rule.axes.values())
         talks = 0
         for axis, candidate in zip(self.task.axes, choice, strict=True):
-            if isinstance(candidate.choice, Cut):
+            if isinstance(candidate.choice, ShardAxis):
                 work /= axis.ranks
-                talks += rule.axes[candidate.choice.axis].talks
+                talks += rule.axes[candidate.choice.axis].num_collectives
         names = (*node.inputs, *node.outputs)
         sides = [(*c.operands, *c.results) for c in choice]
         traffic = sum(
@@ -142,4 +142,4 @@ class RandomPrices:
         return 16.0 / 2 ** sum(isinstance(p, Shard) for p in stored)
 
     def saved_bytes(self, node: Node, choice: tuple[Candidate, ...]) -> float:
-        return 4.0 / 2 ** sum(isinstance(c.choice, Cut) for c in choice)
+        return 4.0 / 2 ** sum(isinstance(c.choice, ShardAxis) for c in choice)

@@ -7,14 +7,14 @@ import math
 
 import pytest
 
-from shardwise.sharding.candidates import Cut, candidates, written
+from shardwise.sharding.candidates import ShardAxis, candidates, match_choice
 from shardwise.sharding.rule import Axis, NodeRule
 
 
 def cuts(axis: Axis, structure: tuple[tuple[int, ...], ...]) -> list[str]:
     rule = NodeRule(axes={"v": axis}, operands=((("v",),),), results=((("v",),),))
     found = candidates(rule, {"v": structure})
-    return [str(c.choice) for c in found if isinstance(c.choice, Cut)]
+    return [str(c.choice) for c in found if isinstance(c.choice, ShardAxis)]
 
 
 def test_an_outermost_axis_is_cut_as_one_range() -> None:
@@ -50,13 +50,13 @@ def test_a_choice_is_found_again_with_other_sizes(
     axis = Axis("v", math.prod(sizes))
     rule = NodeRule(axes={"v": axis}, operands=((("v",),),), results=((("v",),),))
     found = candidates(rule, {"v": (sizes,)})
-    assert [str(c.choice) for c in written(rule, found, text)] == chosen
+    assert [str(c.choice) for c in match_choice(rule, found, text)] == chosen
 
 
 def test_axes_of_a_reshape_that_are_gone_leave_it_free() -> None:
     axes = {"g0_0": Axis("g0_0", 16)}
     rule = NodeRule(axes=axes, operands=(((), ("g0_0",)),), results=((("g0_0",),),), by_size=True)
     found = candidates(rule)
-    assert written(rule, found, "cut g0_1") == found
+    assert match_choice(rule, found, "cut g0_1") == found
     other = dataclasses.replace(rule, by_size=False)
-    assert written(other, found, "cut g0_1") == ()
+    assert match_choice(other, found, "cut g0_1") == ()

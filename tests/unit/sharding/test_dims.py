@@ -22,8 +22,8 @@ from shardwise.sharding.placements import (
     local_pattern,
     parse_shard,
     part,
-    same_cut,
-    same_cuts,
+    same_pattern,
+    same_shards,
 )
 
 factors = st.lists(st.sampled_from([2, 2, 3, 4, 5]), max_size=3).map(tuple)
@@ -92,7 +92,7 @@ def test_heads_of_three_parts_are_found_one_after_the_other() -> None:
 
 @given(structures)
 def test_refining_with_nothing_known_changes_nothing(a: dims.Structure) -> None:
-    assert dims.refine(a, dims.whole(dims.length(a))) in (a, dims.canonical(a))
+    assert dims.refine(a, dims.unfactored(dims.length(a))) in (a, dims.canonical(a))
     assert dims.canonical(dims.canonical(a)) == dims.canonical(a)
 
 
@@ -110,7 +110,7 @@ def test_choices_cut_the_whole_dim(a: dims.Structure) -> None:
     for pattern in dims.choices(a):
         assert sum(prod(segment) for segment in pattern) == dims.length(a)
         merged = dims.merge(pattern)
-        assert same_cut(pattern, merged, 3)
+        assert same_pattern(pattern, merged, 3)
 
 
 @given(patterns(), st.integers(1, 6))
@@ -140,7 +140,7 @@ def pairs(draw: Any) -> tuple[dims.Pattern, dims.Pattern]:
 def test_same_cut_is_the_same_elements(pair: tuple[dims.Pattern, dims.Pattern], ranks: int) -> None:
     a, b = pair
     equal = all(splits.runs(a, ranks, i) == splits.runs(b, ranks, i) for i in range(ranks))
-    assert same_cut(a, b, ranks) == equal
+    assert same_pattern(a, b, ranks) == equal
 
 
 @given(patterns(), st.integers(0, 2))
@@ -173,7 +173,7 @@ def test_two_axes_on_one_dim(
             assert sum(map(prod, inner)) == local_dim(outer, 0, size, place)
             total += here
     assert total == size
-    assert same_cuts(layout.cuts(0), layout.cuts(0), mesh)
+    assert same_shards(layout.dim_shards(0), layout.dim_shards(0), mesh)
 
 
 @given(st.integers(0, 50), st.integers(1, 9))

@@ -110,7 +110,7 @@ def cuts(rule: NodeRule) -> list[tuple[list[str], list[str]]]:
 def test_elementwise() -> None:
     rule = found("discovery_test.swish.default", f(8, 6), f(6))
     assert rule.discovered
-    assert rule.whole is None
+    assert rule.replicated_because is None
     assert cuts(rule) == [(["S(0)", "R~"], ["S(0)"]), (["S(1)", "S(0)"], ["S(1)"])]
 
 
@@ -141,8 +141,8 @@ def test_permutation_and_equal_sizes() -> None:
 @pytest.mark.parametrize("op", ["tangled", "clipped"])
 def test_coupled_elements_are_left_whole(op: str) -> None:
     rule = found(f"discovery_test.{op}.default", f(6))
-    assert rule.whole
-    assert "could be cut" in rule.whole
+    assert rule.replicated_because
+    assert op in rule.replicated_because
 
 
 def test_integer_operands_stay_in_range() -> None:
@@ -167,8 +167,8 @@ def test_an_operator_that_cannot_be_tried_is_left_whole(op: str, reason: str) ->
     )
     types = {name: TensorType((4, 6), torch.float64) for name in ("x0", "y0")}
     rule = discover(Call.of(node, types))
-    assert rule.whole
-    assert reason in rule.whole
+    assert rule.replicated_because
+    assert reason in rule.replicated_because
 
 
 def test_shapes_that_cannot_shrink_are_tried_as_they_are() -> None:
@@ -181,7 +181,7 @@ def test_autograd_functions_are_judged_by_their_backward() -> None:
     assert len(cuts(cube)) == 2
     check_rule("autograd_function.m.Cube", (f(4, 6),), run=Cube.apply, rule=cube)
     coupled = found("autograd_function.m.Coupled", f(4, 6), run=CoupledBackward.apply)
-    assert coupled.whole
+    assert coupled.replicated_because
 
 
 def test_found_rules_pass_the_check() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.errors import RuleError
 from shardwise.ir import Node, Ref, TensorType
-from shardwise.sharding.notation import from_notation, parse
+from shardwise.sharding.registry import from_notation, parse
 from shardwise.sharding.rule import Call
 
 

@@ -35,7 +35,14 @@ from shardwise.layouts.problem import Assignment
 from shardwise.plans import ParameterEntry, Plan, Resolved, model_fingerprint, resolve
 from shardwise.plans.plan import block_constraints
 from shardwise.program import Pipeline, Program, build_pipeline, lower
-from shardwise.sharding.candidates import Candidate, Cut, Pass, cut_candidate, pass_candidate, same
+from shardwise.sharding.candidates import (
+    Candidate,
+    Pass,
+    ShardAxis,
+    pass_candidate,
+    same,
+    shard_candidate,
+)
 from shardwise.sharding.factors import Facts, analyze
 from shardwise.sharding.placements import Placement, Shard, format_shard, parse_shard
 
@@ -143,10 +150,10 @@ def _choose(graph: Graph, facts: Facts, name: str, old: Candidate, sizes: Sizes)
     rule, choice = facts.rules[name], old.choice
     if isinstance(choice, Pass):
         return pass_candidate(rule, choice.operands)
-    if not isinstance(choice, Cut):
+    if not isinstance(choice, ShardAxis):
         return same(rule)
     pattern = sizes.pattern(("axis", name, choice.axis), choice.pattern)
-    found = cut_candidate(rule, choice.axis, pattern) if choice.axis in rule.axes else None
+    found = shard_candidate(rule, choice.axis, pattern) if choice.axis in rule.axes else None
     if found is None:
         node = next(n for n in graph.nodes if n.name == name)
         raise Unscalable(size_keys(node, graph), f"{name} cannot {choice} in new sizes")

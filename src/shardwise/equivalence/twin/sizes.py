@@ -403,7 +403,7 @@ def _rewrite_node(
     changes = {k: v for k, v in changes.items() if given.get(k) != v}
     if not changes:
         return node
-    written = replace_arguments(node, given, changes)
+    written = replace_arguments(node, changes)
     return dataclasses.replace(node, args=written.args, kwargs=written.kwargs)
 
 

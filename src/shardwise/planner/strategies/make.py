@@ -449,6 +449,6 @@ def notes(resolved: Resolved) -> list[str]:
         rule = resolved.facts.rules[node.name]
         if rule.discovered:
             texts.setdefault(f"{node.op}: rule found by experiment ({node.origin})")
-        elif rule.whole and resolved.facts.calls[node.name].operands:
-            texts.setdefault(f"{node.op} is left whole: {rule.whole}")
+        elif rule.replicated_because and resolved.facts.calls[node.name].operands:
+            texts.setdefault(f"{node.op} is left whole: {rule.replicated_because}")
     return [*texts, *resolved.graph.warnings]

@@ -1,7 +1,7 @@
-"""Pieces of which rules and their local calls are built.
+"""Building blocks of rules and local calls.
 
-Named axes of a shape, operands in the node's order, linear sets, local positions and lengths, and
-the shard patterns that local calls take as arguments.
+Axes and dims of a shape, operands in the node's order, linear operands, local positions and
+lengths, and the shard patterns that local calls take as arguments.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from shardwise.sharding.rule import (
     Part,
 )
 
+# ---------------------------------------------------------------- axes and dims
+
 
 def normalize(dim: int, rank: int) -> int:
     """Return a dim counted from the front; a scalar counts as having one dim.
@@ -38,110 +40,18 @@ def normalize(dim: int, rank: int) -> int:
 
 
 def axes_of(
-    shape: tuple[int, ...], prefix: str = "d", frozen: Iterable[int] = ()
+    shape: Sequence[int], prefix: str = "d", frozen: Iterable[int] = ()
 ) -> tuple[dict[str, Axis], Dims]:
-    """One axis for every dim, `d0, d1, …`, and the dims made of them."""
-    kept = set(frozen)
-    axes = {
-        f"{prefix}{i}": Axis(f"{prefix}{i}", size, frozen=i in kept) for i, size in enumerate(shape)
-    }
-    return axes, tuple((name,) for name in axes)
+    """Return one axis for every dim, `d0, d1, …`, and the dims made of them."""
+    fixed = set(frozen)
+    names = [f"{prefix}{i}" for i in range(len(shape))]
+    axes = {n: Axis(n, shape[i], frozen=i in fixed) for i, n in enumerate(names)}
+    return axes, each(names)
 
 
-def passes(call: Call, *positions: int) -> tuple[frozenset[int], ...]:
-    """Partial sums may pass from these operands, all together; never integers and booleans."""
-    names = (*(call.node.inputs[i] for i in positions), *call.node.outputs)
-    dtypes = [call.types[name].dtype for name in names]
-    floating = all(d.is_floating_point or d.is_complex for d in dtypes)
-    return (frozenset(positions),) if floating and positions else ()
-
-
-def part(axes: dict[str, Axis], axis: str, start: int, stop: int) -> Dim:
-    """Positions `start:stop` of an axis as a dim; an empty part has a frozen axis of its own."""
-    if (start, stop) == (0, axes[axis].size):
-        return (axis,)
-    if start >= stop:
-        axes["nothing"] = Axis("nothing", 0, frozen=True)
-        return ("nothing",)
-    return Part(axis, start, stop)
-
-
-def local_position(layout: Layout, dim: int, position: int, coordinate: Coordinate) -> int:
-    """Return how many of the dim's first `position` elements this rank holds."""
-    if position == 0:
-        return 0
-    pieces = []
-    for name, shard in layout.shards:
-        if shard.dim == dim:
-            inside = section_pattern(shard.of, 0, position)
-            assert inside is not None, f"{shard} has no boundary at {position}"
-            pieces.append((name, Shard(0, inside)))
-    return local_dim(Layout(tuple(pieces)), 0, position, coordinate)
-
-
-def axis_length(axis: Axis, local: Local, layout: Layout, dim: int, shape: tuple[int, ...]) -> int:
-    """This rank's length of a node axis that is a factor of dim `dim` of a tensor of `shape`."""
-    names = local.cuts.get(axis.name, ())
-    if not names or not prod(shape[dim : dim + 1]):
-        return axis.size
-    own = Layout(tuple((name, p) for name, p in layout.axes if name in names))
-    return local_dim(own, dim, shape[dim], local.coordinate) * axis.size // shape[dim]
-
-
-def broadcast_dims(shape: tuple[int, ...], result: tuple[int, ...]) -> Dims:
-    """Dims of an operand aligned at the right with the result; a dim of one has no axis.
-
-    >>> broadcast_dims((4, 1), (2, 4, 8))
-    (('d1',), ())
-    """
-    offset = len(result) - len(shape)
-    return tuple(
-        (f"d{i + offset}",) if size != 1 or result[i + offset] == 1 else ()
-        for i, size in enumerate(shape)
-    )
-
-
-def broadcastable(shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
-    """Return whether the shape broadcasts to the result's."""
-    offset = len(result) - len(shape)
-    return offset >= 0 and all(s in (1, result[i + offset]) for i, s in enumerate(shape))
-
-
-def only_cut(local: Local, layout: Layout, axis: str, dim: int) -> tuple[Pattern, MeshAxis] | None:
-    """The cut of dim `dim` by a `once` axis, and the mesh axis that cuts it; None: it is whole."""
-    mesh_axis = local.axis(axis)
-    if mesh_axis is None:
-        return None
-    shards = [shard for name, shard in layout.shards if name in mesh_axis.names]
-    return next(shard.of for shard in shards if shard.dim == dim), mesh_axis
-
-
-def named_arguments(call: Call) -> list[tuple[str, Any]]:
-    """Return the given arguments with their schema names, in the order of `node.inputs`."""
-    schema = signature(call.node.op)
-    names = [name for name, _ in schema] if schema else list(map(str, range(len(call.node.args))))
-    return [*zip(names, call.node.args, strict=False), *call.node.kwargs]
-
-
-def operand_dims(call: Call, dims: Mapping[str, Dims | Sequence[Dims]]) -> tuple[Dims, ...]:
-    """Dims by argument name as the rule's operands; a list argument has a list of dims."""
-    found: list[Dims] = []
-    for name, value in named_arguments(call):
-        if isinstance(value, Ref):
-            found.append(dims[name])  # type: ignore[arg-type]
-        elif any(True for _ in iter_refs(value)):
-            found.extend(dims[name])  # type: ignore[arg-type]
-    return tuple(found)
-
-
-def positions(call: Call, *names: str) -> frozenset[int]:
-    """Return the positions in `node.inputs` of those of the tensor arguments that are given."""
-    return frozenset(call.position(name) for name in names if call.has(name))
-
-
-def free_axes(prefix: str, shape: Sequence[int], *, frozen: bool = False) -> dict[str, Axis]:
-    """One axis for each dim: `b0`, `b1`, …"""
-    return {f"{prefix}{i}": Axis(f"{prefix}{i}", n, frozen=frozen) for i, n in enumerate(shape)}
+def frozen_axes(sizes: Mapping[str, int]) -> dict[str, Axis]:
+    """Return axes of these names and sizes that may not be sharded."""
+    return {name: Axis(name, size, frozen=True) for name, size in sizes.items()}
 
 
 def each(names: Iterable[str]) -> Dims:
@@ -153,8 +63,23 @@ def each(names: Iterable[str]) -> Dims:
     return tuple((name,) for name in names)
 
 
+def with_dim(dims: Dims, at: int, *new: Dim) -> Dims:
+    """Return the dims with the one at position `at` replaced; by nothing, it is removed."""
+    return (*dims[:at], *new, *dims[at + 1 :])
+
+
+def part(axes: dict[str, Axis], axis: str, start: int, stop: int) -> Dim:
+    """Return positions `start:stop` of an axis as a dim; an empty part gets a frozen axis."""
+    if (start, stop) == (0, axes[axis].size):
+        return (axis,)
+    if start >= stop:
+        axes["nothing"] = Axis("nothing", 0, frozen=True)
+        return ("nothing",)
+    return Part(axis, start, stop)
+
+
 def aligned(shape: Sequence[int], full: Sequence[int], names: Dims) -> Dims:
-    """Dims of a tensor that is broadcast to `full`; `names` are the axes of each full dim.
+    """Return the dims of a tensor that is broadcast to `full`, whose dims are `names`.
 
     >>> aligned((4, 1), (2, 4, 8), each("bhs"))
     (('h',), ())
@@ -164,6 +89,21 @@ def aligned(shape: Sequence[int], full: Sequence[int], names: Dims) -> Dims:
         names[i + offset] if size != 1 or full[i + offset] == 1 else ()
         for i, size in enumerate(shape)
     )
+
+
+def broadcast_dims(shape: Sequence[int], result: Sequence[int]) -> Dims:
+    """Return the dims of an operand that is broadcast to a result with the axes `d0, d1, …`.
+
+    >>> broadcast_dims((4, 1), (2, 4, 8))
+    (('d1',), ())
+    """
+    return aligned(shape, result, each(f"d{i}" for i in range(len(result))))
+
+
+def broadcastable(shape: Sequence[int], result: Sequence[int]) -> bool:
+    """Return whether the shape broadcasts to the result's."""
+    offset = len(result) - len(shape)
+    return offset >= 0 and all(s in (1, result[i + offset]) for i, s in enumerate(shape))
 
 
 def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
@@ -177,35 +117,107 @@ def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))
 
 
+# ---------------------------------------------------------------- operands
+
+
+def op_name(call: Call) -> str:
+    """Return the operator's name without namespace and overload."""
+    return call.node.op.split(".")[1]
+
+
+def operand_dims(call: Call, dims: Mapping[str, Dims | Sequence[Dims]]) -> tuple[Dims, ...]:
+    """Return dims by argument name as the rule's operands; a list argument has a list of dims."""
+    schema = signature(call.node.op)
+    names = [name for name, _ in schema] if schema else list(map(str, range(len(call.node.args))))
+    operands: list[Dims] = []
+    for name, value in (*zip(names, call.node.args, strict=False), *call.node.kwargs):
+        if isinstance(value, Ref):
+            operands.append(dims[name])  # type: ignore[arg-type]
+        elif any(True for _ in iter_refs(value)):
+            operands.extend(dims[name])  # type: ignore[arg-type]
+    return tuple(operands)
+
+
+def positions(call: Call, *names: str) -> tuple[int, ...]:
+    """Return the positions in `node.inputs` of those of the arguments that are tensors."""
+    return tuple(call.position(name) for name in names if call.has(name))
+
+
+def passes(call: Call, *operands: int) -> tuple[frozenset[int], ...]:
+    """Let partial sums pass from these operands, all together; never integers and booleans."""
+    names = (*(call.node.inputs[i] for i in operands), *call.node.outputs)
+    return (frozenset(operands),) if operands and _are_float(call, names) else ()
+
+
 def is_float(call: Call) -> bool:
     """Return whether all operands and results can carry partial sums."""
-    dtypes = [call.types[n].dtype for n in (*call.node.inputs, *call.node.outputs)]
+    return _are_float(call, (*call.node.inputs, *call.node.outputs))
+
+
+def _are_float(call: Call, names: Iterable[str]) -> bool:
+    dtypes = [call.types[name].dtype for name in names]
     return all(d.is_floating_point or d.is_complex for d in dtypes)
 
 
-def dtype_change(call: Call) -> tuple[tuple[str, Any], ...]:
-    """`dtype=` where the first result's dtype is not the first operand's (autocast, `dtype`)."""
-    dtype = call.types[call.node.outputs[0]].dtype
-    return () if dtype == call.types[call.node.inputs[0]].dtype else (("dtype", dtype),)
+# ---------------------------------------------------------------- local calls
 
 
-def over(local: Local, names: Iterable[str]) -> MeshAxis | None:
-    """Return the run-time axis of all mesh axes that cut any of these node axes, in mesh order."""
-    cutting = {mesh for name in names for mesh in local.cuts.get(name, ())}
-    if not cutting:
+def local_position(layout: Layout, dim: int, position: int, coordinate: Coordinate) -> int:
+    """Return how many of the dim's first `position` elements are on this rank."""
+    if position == 0:
+        return 0
+    pieces = []
+    for name, shard in layout.shards:
+        if shard.dim == dim:
+            inside = section_pattern(shard.of, 0, position)
+            assert inside is not None, f"{shard} has no boundary at {position}"
+            pieces.append((name, Shard(0, inside)))
+    return local_dim(Layout(tuple(pieces)), 0, position, coordinate)
+
+
+def axis_length(axis: Axis, local: Local, layout: Layout, dim: int, shape: tuple[int, ...]) -> int:
+    """Return this rank's length of an axis that is a factor of dim `dim` of a tensor of `shape`."""
+    names = local.sharded.get(axis.name, ())
+    if not names or not prod(shape[dim : dim + 1]):
+        return axis.size
+    own = Layout(tuple((name, p) for name, p in layout.axes if name in names))
+    return local_dim(own, dim, shape[dim], local.coordinate) * axis.size // shape[dim]
+
+
+def single_shard(
+    local: Local, layout: Layout, axis: str, dim: int
+) -> tuple[Pattern, MeshAxis] | None:
+    """Return how a `once` axis shards dim `dim`, and over which mesh axis; None if it does not."""
+    mesh_axis = local.axis(axis)
+    if mesh_axis is None:
         return None
-    layout = (*local.result_layouts, *local.operand_layouts)[0]
-    return MeshAxis(tuple(mesh for mesh, _ in layout.axes if mesh in cutting))
+    shards = [shard for name, shard in layout.shards if name in mesh_axis.names]
+    return next(shard.of for shard in shards if shard.dim == dim), mesh_axis
 
 
-def cut_of(local: Local, name: str, operand: int) -> int | Pattern:
-    """How the (once cut) node axis `name` is cut on an operand: a plain size, or the pattern."""
-    (mesh,) = local.cuts[name]
+def shard_argument(local: Local, name: str, operand: int) -> int | Pattern:
+    """Return how a `once` axis is sharded on an operand: a plain size, or the pattern."""
+    (mesh,) = local.sharded[name]
     shard = local.operand_layouts[operand][mesh]
     assert isinstance(shard, Shard)
     if len(shard.of) == 1 and shard.of[0][0] == shard.of[0][2] == 1:
         return shard.of[0][1]
     return shard.of
+
+
+def over(local: Local, names: Iterable[str]) -> MeshAxis | None:
+    """Return the run-time axis of all mesh axes that shard any of these axes, in mesh order."""
+    sharding = {mesh for name in names for mesh in local.sharded.get(name, ())}
+    if not sharding:
+        return None
+    layout = (*local.result_layouts, *local.operand_layouts)[0]
+    return MeshAxis(tuple(mesh for mesh, _ in layout.axes if mesh in sharding))
+
+
+def dtype_change(call: Call) -> tuple[tuple[str, Any], ...]:
+    """Return `dtype=` if the first result's dtype is not the first operand's (autocast)."""
+    dtype = call.types[call.node.outputs[0]].dtype
+    return () if dtype == call.types[call.node.inputs[0]].dtype else (("dtype", dtype),)
 
 
 def guard_empty(call: Call, local: Local) -> LocalCall | None:
@@ -220,7 +232,7 @@ def guard_empty(call: Call, local: Local) -> LocalCall | None:
 
 
 def guarded(localize: Localize | None = None) -> Localize:
-    """`localize` (the plain call by default), but for ranks whose results are empty."""
+    """Return `localize` (the plain call by default), except on ranks whose results are empty."""
 
     def run(call: Call, local: Local) -> LocalCall:
         empty = guard_empty(call, local)

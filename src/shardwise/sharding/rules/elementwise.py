@@ -1,4 +1,4 @@
-"""Operators that act on each element: any axis may be cut; linear ones pass partial sums."""
+"""Operators that act on each element: every axis is free, and linear ones pass partial sums."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ from collections.abc import Callable
 
 from shardwise.ir import Ref
 from shardwise.sharding.registry import rule
-from shardwise.sharding.rule import Axis, Call, Dims, NodeRule, whole_rule
-from shardwise.sharding.rules.building_blocks import broadcast_dims, broadcastable, passes
+from shardwise.sharding.rule import Call, Dims, NodeRule, replicated_rule
+from shardwise.sharding.rules.building_blocks import (
+    aligned,
+    axes_of,
+    broadcastable,
+    op_name,
+    passes,
+    positions,
+)
 
 UNARY = """
     abs absolute neg negative exp log sqrt rsqrt reciprocal sin cos tanh sigmoid relu gelu silu erf
@@ -17,8 +24,7 @@ UNARY = """
     tan atan sinh cosh asin acos asinh acosh atanh arctan arcsin arccos threshold hardshrink
     softshrink logit erfc erfinv special_expit special_erf trunc fix frac sgn angle conj
     conj_physical resolve_conj resolve_neg real imag digamma lgamma sinc deg2rad rad2deg clone
-    contiguous detach alias to _to_copy float double half bool int long positive lift_fresh_copy
-    lift fill i0
+    contiguous detach alias to _to_copy positive lift_fresh_copy lift fill i0
 """
 BINARY = """
     add sub subtract mul multiply div divide true_divide rsub remainder fmod floor_divide maximum
@@ -29,10 +35,10 @@ BINARY = """
     logaddexp logaddexp2 expand_as polar complex isclose heaviside copysign nextafter gcd lcm
     float_power
 """
-# Linear in all tensor operands together, or in the first one while the others are held.
+# Linear in all tensor operands together, or in the first one while the others are fixed.
 TOGETHER = """
-    add sub subtract rsub neg negative clone contiguous to _to_copy alias detach positive float
-    double complex conj conj_physical resolve_conj resolve_neg real imag deg2rad rad2deg
+    add sub subtract rsub neg negative clone contiguous to _to_copy alias detach positive
+    complex conj conj_physical resolve_conj resolve_neg real imag deg2rad rad2deg
     lift_fresh_copy lift
 """
 FIRST = ("div", "divide", "true_divide", "expand_as")
@@ -40,22 +46,22 @@ LinearSets = Callable[[Call], tuple[frozenset[int], ...]]
 
 
 def elementwise_rule(call: Call, linear: tuple[frozenset[int], ...] = ()) -> NodeRule:
-    """Axes are the dims of the first result; operands are broadcast to it."""
+    """Return the rule whose axes are the first result's dims; operands are broadcast to it."""
     result = call.results[0]
     if not all(broadcastable(shape, result) for shape in (*call.operands, *call.results)):
-        return whole_rule(call, f"operands do not broadcast to {result}")
-    axes = {f"d{i}": Axis(f"d{i}", size) for i, size in enumerate(result)}
+        return replicated_rule(call, f"operands do not broadcast to {result}")
+    axes, dims = axes_of(result)
     return NodeRule(
         axes=axes,
-        operands=tuple(broadcast_dims(shape, result) for shape in call.operands),
-        results=tuple(broadcast_dims(shape, result) for shape in call.results),
+        operands=tuple(aligned(shape, result, dims) for shape in call.operands),
+        results=tuple(aligned(shape, result, dims) for shape in call.results),
         linear=linear,
     )
 
 
 def linear_sets(call: Call) -> tuple[frozenset[int], ...]:
-    """In which operands the call is linear."""
-    name = call.node.op.split(".")[1]
+    """Return the sets of operands in which the call is linear."""
+    name = op_name(call)
     count = len(call.operands)
     if name in TOGETHER.split():
         tensors = sum(isinstance(call.get(a), Ref) for a in ("self", "other"))
@@ -70,29 +76,30 @@ def linear_sets(call: Call) -> tuple[frozenset[int], ...]:
 
 
 def _narrows(call: Call) -> bool:
-    """A sum is rounded once, its terms one by one: partial sums stay in the wider type."""
+    """Return whether the result is narrower than an operand.
+
+    Partial sums stay in the wider dtype: a sum would be rounded once, its terms one by one.
+    """
     sizes = [call.types[n].dtype.itemsize for n in call.node.inputs]
-    real = call.node.op.split(".")[1] in ("real", "imag")
+    real = op_name(call) in ("real", "imag")
     return not real and call.types[call.node.outputs[0]].dtype.itemsize < max(sizes, default=0)
 
 
-def _tensors(call: Call, *names: str) -> tuple[int, ...]:
-    return tuple(call.position(name) for name in names if call.has(name))
+def _selects(*names: str) -> LinearSets:
+    """Return the sets of an operator that selects elements of these arguments.
 
+    It is linear in the tensors among them if all others are zero.
+    """
 
-def _where(call: Call) -> tuple[frozenset[int], ...]:
-    constants = [call.get(name) for name in ("self", "other") if not call.has(name)]
-    return passes(call, *_tensors(call, "self", "other")) if not any(constants) else ()
+    def sets(call: Call) -> tuple[frozenset[int], ...]:
+        constants = [call.get(name) for name in names if not call.has(name)]
+        return () if any(constants) else passes(call, *positions(call, *names))
 
-
-def _masked_fill(call: Call) -> tuple[frozenset[int], ...]:
-    if not call.has("value") and call.get("value") != 0:
-        return ()
-    return passes(call, *_tensors(call, "self", "value"))
+    return sets
 
 
 def _overwrite(source: str) -> LinearSets:
-    """The result is the source alone: the overwritten operand's values do not matter."""
+    """Return the sets of an operator whose result is the source, whatever it overwrites."""
 
     def sets(call: Call) -> tuple[frozenset[int], ...]:
         if not call.has(source):
@@ -103,57 +110,48 @@ def _overwrite(source: str) -> LinearSets:
     return sets
 
 
-def _lerp(call: Call) -> tuple[frozenset[int], ...]:
-    return passes(call, 0, 1)
-
-
-def _addcmul(call: Call) -> tuple[frozenset[int], ...]:
-    return (*passes(call, 0, 1), *passes(call, 0, 2))
-
-
 SPECIAL: dict[str, LinearSets] = {
-    "where": _where,
-    "masked_fill": _masked_fill,
+    "where": _selects("self", "other"),
+    "masked_fill": _selects("self", "value"),
     "copy": _overwrite("src"),
     "fill": _overwrite("value"),
-    "lerp": _lerp,
-    "addcmul": _addcmul,
-    "addcdiv": _lerp,
+    "lerp": lambda call: passes(call, 0, 1),
+    "addcmul": lambda call: (*passes(call, 0, 1), *passes(call, 0, 2)),
+    "addcdiv": lambda call: passes(call, 0, 1),
 }
 
 
 @rule(*(f"aten.{name}" for name in (*UNARY.split(), *BINARY.split())))
 def elementwise(call: Call) -> NodeRule:
-    """Broadcasting element-wise operators."""
+    """Broadcast the operands."""
     return elementwise_rule(call, linear_sets(call))
 
 
 @rule("aten.type_as", "aten.to.other")
 def type_as(call: Call) -> NodeRule:
-    """Only the dtype of `other` is used: it is cut like the result where its shape allows."""
-    result = call.results[0]
-    axes = {f"d{i}": Axis(f"d{i}", size) for i, size in enumerate(result)}
-    other = call.shape("other")
-    dims: Dims = broadcast_dims(other, result) if broadcastable(other, result) else ()
-    if not dims:
-        axes |= {f"o{i}": Axis(f"o{i}", size, frozen=True) for i, size in enumerate(other)}
-        dims = tuple((f"o{i}",) for i in range(len(other)))
+    """Use only the dtype of `other`, which is sharded like the result if its shape allows it."""
+    result, other = call.results[0], call.shape("other")
+    axes, own = axes_of(result)
+    if broadcastable(other, result):
+        dims: Dims = aligned(other, result, own)
+    else:
+        more, dims = axes_of(other, "o", frozen=range(len(other)))
+        axes |= more
     return NodeRule(
         axes=axes,
-        operands=(broadcast_dims(result, result), dims),
-        results=(broadcast_dims(result, result),),
+        operands=(own, dims),
+        results=(own,),
         linear=() if _narrows(call) else passes(call, 0),
     )
 
 
 @rule("aten.prelu", "aten._prelu_kernel")
 def prelu(call: Call) -> NodeRule:
-    """One slope for all, or one for each channel (dim 1)."""
+    """Use one slope for all elements, or one for each channel (dim 1)."""
     shape, slope = call.operands
-    axes = {f"d{i}": Axis(f"d{i}", size) for i, size in enumerate(shape)}
-    own = broadcast_dims(shape, shape)
+    axes, own = axes_of(shape)
     if len(slope) == len(shape):
-        dims: Dims = broadcast_dims(slope, shape)
+        dims: Dims = aligned(slope, shape, own)
     else:
         dims = tuple(("d1",) if size != 1 and len(shape) > 1 else () for size in slope)
     return NodeRule(axes=axes, operands=(own, dims), results=(own,))

@@ -1,48 +1,65 @@
-"""Lookups: embedding tables, and reading and writing by index tensors, `x[i, :, j]`.
+"""Read and write by index: embeddings, `x[i, :, j]`, gather and scatter.
 
-Of embedding tables, features and indices are free; rows are sharded with a mask and a partial sum.
-Index tensors are broadcast together; their dims are where the first of them was, or in front if a
-slice separates them. Indexed dims stay full and all others are free; sharding the index tensors
-gives every rank other rows to read.
+Indexed dims are frozen and all others free; sharding the index tensors gives every rank other rows
+to read. Rows of embedding tables are sharded with a mask and a partial sum. Where values are added
+(`scatter_add`, `index_add`), the source may be sharded: every rank adds its part, and the results
+are partial sums.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shardwise.ir import Ref
-from shardwise.sharding.registry import keep_whole, rule
-from shardwise.sharding.rule import Axis, Call, Dim, Dims, Local, LocalCall, NodeRule, whole_rule
+from shardwise.sharding.registry import keep_replicated, rule
+from shardwise.sharding.rule import (
+    Axis,
+    Call,
+    Dim,
+    Dims,
+    Local,
+    LocalCall,
+    NodeRule,
+    replicated_rule,
+)
 from shardwise.sharding.rules.building_blocks import (
+    aligned,
+    axes_of,
     broadcastable,
-    cut_of,
     each,
+    frozen_axes,
+    normalize,
     operand_dims,
+    part,
     passes,
+    shard_argument,
+    single_shard,
+    with_dim,
 )
 
 
 @rule("aten.embedding")
 def embedding(call: Call) -> NodeRule:
-    """`embedding(weight, indices)`; a rank that does not hold a row adds zeros."""
+    """Add zeros on ranks that do not have a row."""
     rows, features = call.shape("weight")
     indices = call.shape("indices")
     counts = bool(call.get("scale_grad_by_freq")) or bool(call.get("sparse"))
+    lookups, batch = axes_of(indices, "b", frozen=range(len(indices)) if counts else ())
     axes = {
         "v": Axis("v", rows, outermost=True, once=True, frozen=counts),
         "e": Axis("e", features),
-        **{f"b{i}": Axis(f"b{i}", n, frozen=counts) for i, n in enumerate(indices)},
+        **lookups,
     }
-    batch = each(f"b{i}" for i in range(len(indices)))
 
     def localize(call: Call, local: Local) -> LocalCall:
         axis = local.axis("v")
         if axis is None:
             return call.replace()
-        of = cut_of(local, "v", call.position("weight"))
+        of = shard_argument(local, "v", call.position("weight"))
         padding = call.get("padding_idx", -1)
         options = (("padding_idx", padding),) if padding >= 0 else ()
         return LocalCall(
@@ -60,34 +77,29 @@ def embedding(call: Call) -> NodeRule:
 
 @rule("aten.embedding_bag", "aten._embedding_bag", "aten._embedding_bag_forward_only")
 def embedding_bag(call: Call) -> NodeRule:
-    """Sums of rows: features are free; bags are ragged ranges of the indices and stay whole."""
+    """Leave only features free: bags are ragged ranges of the indices."""
     rows, features = call.shape("weight")
     if call.get("sparse") or call.get("scale_grad_by_freq"):
-        return whole_rule(call, "sparse gradients or counts over the whole batch")
-    axes = {
-        "v": Axis("v", rows, frozen=True),
-        "e": Axis("e", features, reduce="same"),
-    }
+        return replicated_rule(call, "sparse gradients or counts over the full batch")
+    axes = {"v": Axis("v", rows, frozen=True), "e": Axis("e", features, reduce="same")}
     results: list[Dims] = []
     for index, shape in enumerate(call.results):
-        names = [f"r{index}_{d}" for d in range(len(shape))]
-        if index == 0 or (len(shape) == 2 and shape[1] == features):
-            names[-1] = "e"
-        axes |= {n: Axis(n, s, frozen=True) for n, s in zip(names, shape, strict=True) if n != "e"}
-        results.append(each(names))
+        last = index == 0 or (len(shape) == 2 and shape[1] == features)
+        own = shape[:-1] if last else shape
+        more, names = axes_of(own, f"r{index}_", frozen=range(len(own)))
+        axes |= more
+        results.append((*names, ("e",)) if last else names)
     dims: dict[str, Dims] = {"weight": (("v",), ("e",))}
     for name in ("indices", "offsets", "per_sample_weights"):
         if call.has(name):
-            labels = [f"{name}{d}" for d in range(len(call.shape(name)))]
-            sizes = zip(labels, call.shape(name), strict=True)
-            axes |= {n: Axis(n, s, frozen=True) for n, s in sizes}
-            dims[name] = each(labels)
+            more, dims[name] = axes_of(call.shape(name), name, frozen=range(2))
+            axes |= more
     return NodeRule(axes=axes, operands=operand_dims(call, dims), results=tuple(results))
 
 
 @dataclass(frozen=True, slots=True)
 class Indexing:
-    """What `x[indices]` means for a tensor of some shape, in terms of axes."""
+    """The meaning of `x[indices]` for a tensor of some shape, in terms of axes."""
 
     axes: dict[str, Axis]
     source: Dims  # of the indexed tensor
@@ -97,14 +109,16 @@ class Indexing:
 
 
 def is_mask(call: Call, index: Ref) -> bool:
-    """Whether an index tensor selects by true and false."""
+    """Return whether an index tensor selects by true and false."""
     return call.types[index.name].dtype in (torch.bool, torch.uint8)
 
 
 def indexing(call: Call, indices: tuple[Any, ...], *, mask_length: int = -1) -> Indexing | None:
-    """Axes `d*` are the tensor's dims, `i*` those of the broadcast indices, `m*` of masks.
+    """Return the axes: `d*` are the tensor's dims, `i*` those of the broadcast indices.
 
-    A mask of k dims indexes k dims and gives one of data-dependent length: `mask_length`.
+    The dims of the indices are where the first of them was, or in front if a slice separates them.
+    A mask of k dims indexes k dims and gives one of data-dependent length: `mask_length`. None if
+    a mask is among several index tensors.
     """
     source = call.shape("self")
     slots = [i for i in indices if isinstance(i, Ref)]
@@ -116,11 +130,7 @@ def indexing(call: Call, indices: tuple[Any, ...], *, mask_length: int = -1) -> 
     else:
         shapes = [call.shape(i) for i in slots]
         common = tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
-    axes: dict[str, Axis] = {}
-    block: list[Dim] = []
-    for i, size in enumerate(common):
-        axes[f"i{i}"] = Axis(f"i{i}", size, frozen=bool(masked))
-        block.append((f"i{i}",))
+    axes, block = axes_of(common, "i", frozen=range(len(common)) if masked else ())
     dims: list[Dim] = []
     sliced: list[tuple[Dim, int]] = []
     used: list[int] = []  # positions in the list of indices that hold a tensor
@@ -157,92 +167,78 @@ def _index_dims(
     if masked:
         start = next(i for i, slot in enumerate(call.get("indices")) if slot == index)
         return source[start : start + len(shape)]
-    offset = len(common) - len(shape)
-    return tuple(
-        (f"i{d + offset}",) if size != 1 or common[d + offset] == 1 else ()
-        for d, size in enumerate(shape)
-    )
+    return aligned(shape, common, each(f"i{d}" for d in range(len(common))))
 
 
 @rule("aten.index", "aten._unsafe_index")
 def index(call: Call) -> NodeRule:
-    """`x[indices]`."""
+    """Read `x[indices]`."""
     indices = tuple(call.get("indices"))
     masks = [i for i in indices if isinstance(i, Ref) and is_mask(call, i)]
     length = -1
     if masks:  # the length of a mask's dim is known from the result alone
         length = call.results[0][sum(i is None for i in indices[: indices.index(masks[0])])]
-    found = indexing(call, indices, mask_length=length)
-    if found is None or found.shape != call.results[0]:
-        return whole_rule(call, "a mask among several index tensors")
+    read = indexing(call, indices, mask_length=length)
+    if read is None or read.shape != call.results[0]:
+        return replicated_rule(call, "a mask among several index tensors")
     return NodeRule(
-        axes=found.axes,
-        operands=(found.source, *found.indices),
-        results=(found.result,),
+        axes=read.axes,
+        operands=(read.source, *read.indices),
+        results=(read.result,),
         linear=passes(call, 0),
     )
 
 
 @rule("aten.index_put", "aten._unsafe_index_put", "aten._index_put_impl")
 def index_put(call: Call) -> NodeRule:
-    """`x[indices] = values`, or `+=`: then rows may be cut, each rank adding its own."""
+    """Write `x[indices] = values`, or `+=`: then rows may be sharded, each rank adding its own."""
     indices = tuple(call.get("indices"))
     slots = [i for i in indices if isinstance(i, Ref)]
     values = call.shape("values")
     if any(is_mask(call, i) for i in slots):
         return _masked_put(call, indices, slots, values)
-    found = indexing(call, indices)
-    if found is None or not broadcastable(values, found.shape):
-        return whole_rule(call, "index tensors that do not fit the values")
+    write = indexing(call, indices)
+    if write is None or not broadcastable(values, write.shape):
+        return replicated_rule(call, "index tensors that do not fit the values")
     adds = bool(call.get("accumulate")) and call.types[call.node.outputs[0]].dtype != torch.bool
     axes = {
         name: Axis(name, axis.size, frozen=axis.frozen or (name[0] == "i" and not adds))
-        for name, axis in found.axes.items()
+        for name, axis in write.axes.items()
     }
     return NodeRule(
         axes=axes,
-        operands=(found.source, *found.indices, _aligned(values, found.result, found.shape)),
-        results=(found.source,),
+        operands=(write.source, *write.indices, aligned(values, write.shape, write.result)),
+        results=(write.source,),
         linear=passes(call, 0, len(slots) + 1),
         additive=frozenset({0}) if adds else frozenset(),
-    )
-
-
-def _aligned(values: tuple[int, ...], dims: Dims, shape: tuple[int, ...]) -> Dims:
-    """The dims of values that are broadcast to `shape`."""
-    offset = len(shape) - len(values)
-    return tuple(
-        () if size == 1 and shape[i + offset] != 1 else dims[i + offset]
-        for i, size in enumerate(values)
     )
 
 
 def _masked_put(
     call: Call, indices: tuple[Any, ...], slots: list[Ref], values: tuple[int, ...]
 ) -> NodeRule:
-    """`x[mask] = value` acts on each element where the value has no dim along the mask."""
+    """Write `x[mask] = value` element by element if the value has no dim along the mask."""
     source = call.shape("self")
     if len(slots) != 1:
-        return whole_rule(call, "a mask among several index tensors")
+        return replicated_rule(call, "a mask among several index tensors")
     start = indices.index(slots[0])
     width = len(call.shape(slots[0]))
-    axes = {f"d{i}": Axis(f"d{i}", size) for i, size in enumerate(source)}
-    dims: Dims = tuple((name,) for name in axes)
+    axes, dims = axes_of(source)
     after = dims[start + width :]
-    trailing = len(values) - len(after)  # dims of the values at and before the mask's
-    if trailing > 0 and any(size != 1 for size in values[:trailing]):
-        return whole_rule(call, "values that are given for each element of a mask")
-    shape = (*(1 for _ in range(max(trailing, 0))), *source[start + width :])
-    filled: Dims = (*(() for _ in range(max(trailing, 0))), *after)
+    leading = max(len(values) - len(after), 0)  # dims of the values at and before the mask's
+    if any(size != 1 for size in values[:leading]):
+        return replicated_rule(call, "values that are given for each element of a mask")
+    shape = (*(1 for _ in range(leading)), *source[start + width :])
+    filled: Dims = (*(() for _ in range(leading)), *after)
     return NodeRule(
         axes=axes,
-        operands=(dims, dims[start : start + width], _aligned(values, filled, shape)),
+        operands=(dims, dims[start : start + width], aligned(values, shape, filled)),
         results=(dims,),
         linear=passes(call, 0, 2),
     )
 
 
-keep_whole(
+keep_replicated(
     "the shape of the result depends on data",
     "aten.masked_select",
     "aten.nonzero",
@@ -250,4 +246,156 @@ keep_whole(
     "aten.where.default",
     "aten.nonzero_numpy",
 )
-keep_whole("values are consumed in the order of the mask", "aten.masked_scatter")
+keep_replicated("values are consumed in the order of the mask", "aten.masked_scatter")
+
+
+@rule("aten.index_select")
+def index_select(call: Call) -> NodeRule:
+    """Freeze the dim whose rows are selected; the index may be sharded."""
+    source = call.operands[0]
+    dim = normalize(call.get("dim"), len(source))
+    axes, dims = axes_of(source, frozen=(dim,))
+    axes["i"] = Axis("i", call.results[0][dim] if source else 1)
+    return NodeRule(
+        axes=axes,
+        operands=(dims, each("i" for _ in call.shape("index"))),
+        results=(with_dim(dims, dim, ("i",)) if source else (),),
+        linear=passes(call, 0),
+    )
+
+
+def matched(
+    axes: dict[str, Axis], shape: Sequence[int], dim: int, along: Dim, source: Sequence[int]
+) -> Dims | None:
+    """Return the dims of an index: `along` at `dim`, else the first positions of the tensor's.
+
+    None if the index is larger than the tensor.
+    """
+    if any(size > source[d] for d, size in enumerate(shape) if d != dim):
+        return None
+    return tuple(
+        along if d == dim else part(axes, f"d{d}", 0, size) for d, size in enumerate(shape)
+    )
+
+
+@rule("aten.gather")
+def gather(call: Call) -> NodeRule:
+    """Freeze the gathered dim of x: `out[i][j] = x[index[i][j]][j]`."""
+    source, target = call.operands[0], call.results[0]
+    dim = normalize(call.get("dim"), len(source))
+    axes, dims = axes_of(source, frozen=(dim,))
+    axes["i"] = Axis("i", target[dim] if target else 1)
+    index = matched(axes, target, dim, ("i",), source)
+    if index is None or not source:
+        return replicated_rule(call, "a scalar, or an index larger than the tensor")
+    return NodeRule(axes=axes, operands=(dims, index), results=(index,), linear=passes(call, 0))
+
+
+@rule("aten.take_along_dim")
+def take_along_dim(call: Call) -> NodeRule:
+    """Gather with the other dims broadcast."""
+    source, index, target = call.operands[0], call.shape("indices"), call.results[0]
+    if call.get("dim") is None or len(source) != len(index):
+        return replicated_rule(call, "taken from the flattened tensor")
+    dim = normalize(call.get("dim"), len(source))
+    axes, dims = axes_of(target)
+    axes["full"] = Axis("full", source[dim], frozen=True)
+    table = with_dim(aligned(source, target, dims), dim, ("full",))
+    lookup = with_dim(aligned(index, target, dims), dim, dims[dim])
+    return NodeRule(axes=axes, operands=(table, lookup), results=(dims,), linear=passes(call, 0))
+
+
+@rule("aten.take")
+def take(call: Call) -> NodeRule:
+    """Freeze all dims of the tensor, which is read as if flattened."""
+    axes, dims = axes_of(call.results[0], prefix="i")
+    more, source = axes_of(call.operands[0], frozen=range(len(call.operands[0])))
+    return NodeRule(
+        axes=axes | more, operands=(source, dims), results=(dims,), linear=passes(call, 0)
+    )
+
+
+@rule("aten.scatter", "aten.scatter_add", "aten.scatter_reduce")
+def scatter(call: Call) -> NodeRule:
+    """Write `x[index[i][j]][j] = src[i][j]`, or `+=`."""
+    source, index = call.operands[0], call.shape("index")
+    if not source or not index:
+        return replicated_rule(call, "a scalar")
+    dim = normalize(call.get("dim"), len(source))
+    dtype = call.types[call.node.outputs[0]].dtype
+    mode = call.get("reduce")
+    sums = call.node.op.startswith("aten.scatter_add") or mode in ("sum", "add")
+    adds = sums and call.get("include_self", True)
+    axes, dims = axes_of(source, frozen=(dim,))
+    axes["i"] = Axis("i", index[dim], frozen=not adds or dtype == torch.bool)
+    operands: list[Dims | None] = [dims, matched(axes, index, dim, ("i",), source)]
+    linear = passes(call, 0) if call.get("value") == 0 else ()
+    if call.has("src"):
+        shape, name = call.shape("src"), "i"
+        if shape[dim] != index[dim]:
+            name = "longer"
+            axes |= frozen_axes({"i": index[dim], name: shape[dim]})
+        operands.append(matched(axes, shape, dim, (name,), source))
+        linear = passes(call, 0, call.position("src"))
+    if None in operands:
+        return replicated_rule(call, "an index or source larger than the tensor")
+    return NodeRule(
+        axes=axes,
+        operands=tuple(o for o in operands if o is not None),
+        results=(dims,),
+        linear=linear if mode is None or adds else (),
+        additive=frozenset({0}) if adds else frozenset(),
+    )
+
+
+@rule("aten.index_add", "aten.index_copy", "aten.index_fill")
+def index_add(call: Call) -> NodeRule:
+    """Write rows of a source to the rows that an index names."""
+    source = call.operands[0]
+    if not source:
+        return replicated_rule(call, "a scalar")
+    dim = normalize(call.get("dim"), len(source))
+    adds = call.node.op.startswith("aten.index_add")
+    dtype = call.types[call.node.outputs[0]].dtype
+    axes, dims = axes_of(source, frozen=(dim,))
+    rows = call.shape("index")
+    axes["i"] = Axis("i", rows[0] if rows else 1, frozen=not adds or dtype == torch.bool)
+    operands: list[Dims] = [dims, each("i" for _ in rows)]
+    linear = passes(call, 0) if call.get("value") == 0 else ()
+    if call.has("source"):
+        shape = call.shape("source")
+        if len(shape) != len(source):
+            return replicated_rule(call, "a scalar source")
+        operands.append(with_dim(dims, dim, ("i",)))
+        linear = passes(call, 0, call.position("source"))
+    elif call.has("value"):
+        operands.append(())
+        linear = passes(call, 0, call.position("value"))
+    return NodeRule(
+        axes=axes,
+        operands=tuple(operands),
+        results=(dims,),
+        linear=linear,
+        additive=frozenset({0}) if adds else frozenset(),
+    )
+
+
+@rule("aten.one_hot")
+def one_hot(call: Call) -> NodeRule:
+    """Add a last dim of classes; a shard of it compares with its own class numbers."""
+    target = call.results[0]
+    last = len(target) - 1
+    axes, dims = axes_of(target)
+    axes[f"d{last}"] = Axis(f"d{last}", target[last], once=True)
+
+    def localize(call: Call, local: Local) -> LocalCall:
+        shard = single_shard(local, local.result_layouts[0], f"d{last}", last)
+        if shard is None:
+            return call.replace(num_classes=target[last])
+        return LocalCall("rt.one_hot", (call.get("self"), *shard))
+
+    return NodeRule(axes=axes, operands=(dims[:-1],), results=(dims,), localize=localize)
+
+
+keep_replicated("the length of the result depends on data", "aten.bincount")
+keep_replicated("elements of the flattened tensor are written", "aten.put")

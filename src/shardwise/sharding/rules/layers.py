@@ -1,15 +1,14 @@
-"""Convolution, pooling, resampling, transforms and recurrent layers.
+"""Convolution, pooling, resampling and recurrent layers.
 
-Of convolutions, batch and output channels are free and input channels are summed over; with groups
-the channel dims are products `groups x channels`. Space is not sharded. Pooling, resampling and
-transforms keep their dims full and leave batch and channels free. Of recurrent layers only the
-batch is free.
+Batch and output channels of a convolution are free, and input channels are summed over; with groups
+the channel dims are products `groups x channels`. Spatial dims are never sharded. Pooling and
+resampling leave batch and channels free, recurrent layers only the batch.
 """
 
 from __future__ import annotations
 
 from shardwise.ir import Ref, iter_refs
-from shardwise.sharding.registry import keep_whole, rule
+from shardwise.sharding.registry import keep_replicated, rule
 from shardwise.sharding.rule import (
     Axis,
     Call,
@@ -18,10 +17,12 @@ from shardwise.sharding.rule import (
     LocalCall,
     NodeRule,
     RuleFunction,
-    whole_rule,
+    replicated_rule,
 )
 from shardwise.sharding.rules.building_blocks import (
+    axes_of,
     each,
+    frozen_axes,
     guard_empty,
     guarded,
     is_float,
@@ -33,43 +34,41 @@ from shardwise.sharding.rules.building_blocks import (
 @rule("aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.convolution")
 @rule("aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d")
 def convolution(call: Call) -> NodeRule:
-    """All convolutions; a transposed one has the weight's channel dims the other way round."""
+    """Apply to all convolutions; a transposed one has the weight's channel dims in reverse."""
     source, weight, result = call.shape("input"), call.shape("weight"), call.results[0]
     rank = len(weight)
     if len(source) not in (rank, rank - 1):
-        return whole_rule(call, "an input of unexpected rank")
+        return replicated_rule(call, "an input of unexpected rank")
     groups = int(call.get("groups", 1))
     transposed = _is_transposed(call)
     space = rank - 2
     batched = len(source) == rank
     incoming = (weight[0] // groups) if transposed else weight[1]
     outgoing = weight[1] if transposed else weight[0] // groups
-    axes = {
-        "g": Axis("g", groups),
-        "i": Axis("i", incoming),
-        "o": Axis("o", outgoing),
-        **{f"x{d}": Axis(f"x{d}", n, frozen=True) for d, n in enumerate(source[-space:])},
-        **{f"k{d}": Axis(f"k{d}", n, frozen=True) for d, n in enumerate(weight[2:])},
-        **{f"y{d}": Axis(f"y{d}", n, frozen=True) for d, n in enumerate(result[-space:])},
-    }
+    axes = {"g": Axis("g", groups), "i": Axis("i", incoming), "o": Axis("o", outgoing)}
+    spaces: list[Dims] = []
+    for prefix, sizes in (("x", source[-space:]), ("k", weight[2:]), ("y", result[-space:])):
+        more, names = axes_of(sizes, prefix, frozen=range(space))
+        axes |= more
+        spaces.append(names)
     if batched:
         axes["n"] = Axis("n", source[0])
     lead: Dims = (("n",),) if batched else ()
-    inner, outer = _channels(groups, "i"), _channels(groups, "o")
+    inner, outer = (("g", name) if groups > 1 else (name,) for name in "io")
     channels: Dims = (inner, ("o",)) if transposed else (outer, ("i",))
     dims: dict[str, Dims] = {
-        "input": (*lead, inner, *each(f"x{d}" for d in range(space))),
-        "weight": (*channels, *each(f"k{d}" for d in range(space))),
+        "input": (*lead, inner, *spaces[0]),
+        "weight": (*channels, *spaces[1]),
         "bias": (outer,),
     }
-    added = positions(call, "bias")
+    added = frozenset(positions(call, "bias"))
     return NodeRule(
         axes=axes,
         operands=operand_dims(call, dims),
-        results=((*lead, outer, *each(f"y{d}" for d in range(space))),),
+        results=((*lead, outer, *spaces[2]),),
         linear=tuple(frozenset({call.position(n)}) | added for n in ("input", "weight")),
         additive=added,
-        localize=_localize,
+        localize=_local_convolution,
     )
 
 
@@ -77,24 +76,20 @@ def _is_transposed(call: Call) -> bool:
     return "transpose" in call.node.op or bool(call.get("transposed", False))
 
 
-def _channels(groups: int, name: str) -> tuple[str, ...]:
-    return ("g", name) if groups > 1 else (name,)
-
-
-def _localize(call: Call, local: Local) -> LocalCall:
-    """Fewer groups where they are cut; a rank without channels adds nothing."""
+def _local_convolution(call: Call, local: Local) -> LocalCall:
+    """Pass the local number of groups; a rank without channels adds nothing."""
     empty = guard_empty(call, local)
     if empty is not None:
         return empty
     weight = local.operands[call.position("weight")]
     result = local.results[0]
     channel_dim = len(result) - len(weight) + 1
-    if 0 in weight:  # no input channels: what other ranks give, and the bias's own term
+    if 0 in weight:  # without input channels a rank adds at most its term of the bias
         args = (result, call.types[call.node.outputs[0]].dtype, call.get("input"))
         options = (("bias", call.get("bias")),) if isinstance(call.get("bias"), Ref) else ()
         return LocalCall("rt.no_channels", (*args, call.get("weight")), options)
     groups = int(call.get("groups", 1))
-    if "g" not in local.cuts:
+    if "g" not in local.sharded:
         return call.replace()
     if _is_transposed(call):
         own = result[channel_dim] // weight[1]
@@ -103,28 +98,28 @@ def _localize(call: Call, local: Local) -> LocalCall:
     return call.replace(groups=own) if own != groups else call.replace()
 
 
-keep_whole("its size argument has the batch size", "aten.affine_grid_generator")
-keep_whole("pools at random places", "aten.fractional_max_pool2d", "aten.fractional_max_pool3d")
-keep_whole("frames of a whole signal", "aten.stft", "aten.istft")
+keep_replicated("its size argument has the batch size", "aten.affine_grid_generator")
+keep_replicated(
+    "pools at random places", "aten.fractional_max_pool2d", "aten.fractional_max_pool3d"
+)
+keep_replicated("frames of a full signal", "aten.stft", "aten.istft")
 
 
 def trailing(count: int, *, linear: bool) -> RuleFunction:
-    """A rule that keeps the last `count` dims whole and leaves the others free."""
+    """Return a rule that freezes the last `count` dims and leaves the others free."""
 
     def apply(call: Call) -> NodeRule:
         shape = call.operands[0]
-        kept = len(shape) - count
-        if len(call.operands) > 1 or any(s[:kept] != shape[:kept] for s in call.results):
-            return whole_rule(call, "operands of unexpected shapes")
-        axes = {f"d{i}": Axis(f"d{i}", n) for i, n in enumerate(shape[:kept])}
-        lead = each(axes)
-        inside = {f"x{i}": n for i, n in enumerate(shape[kept:])}
-        outside = {f"y{i}": n for i, n in enumerate(call.results[0][kept:])}
-        axes |= {name: Axis(name, n, frozen=True) for name, n in (inside | outside).items()}
+        free = len(shape) - count
+        if len(call.operands) > 1 or any(s[:free] != shape[:free] for s in call.results):
+            return replicated_rule(call, "operands of unexpected shapes")
+        axes, lead = axes_of(shape[:free])
+        source, before = axes_of(shape[free:], "x", frozen=range(count))
+        target, after = axes_of(call.results[0][free:], "y", frozen=range(count))
         return NodeRule(
-            axes=axes,
-            operands=((*lead, *each(inside)),),
-            results=tuple((*lead, *each(outside)) for _ in call.results),
+            axes=axes | source | target,
+            operands=((*lead, *before),),
+            results=tuple((*lead, *after) for _ in call.results),
             linear=(frozenset({0}),) if linear and is_float(call) else (),
             localize=guarded(),
         )
@@ -132,46 +127,38 @@ def trailing(count: int, *, linear: bool) -> RuleFunction:
     return apply
 
 
-for _n in (1, 2, 3):
-    rule(f"aten.avg_pool{_n}d", f"aten.adaptive_avg_pool{_n}d", f"aten._adaptive_avg_pool{_n}d")(
-        trailing(_n, linear=True)
-    )
-    rule(f"aten.max_pool{_n}d", f"aten.adaptive_max_pool{_n}d")(trailing(_n, linear=False))
-    rule(f"aten.max_pool{_n}d_with_indices")(trailing(_n, linear=False))
-    rule(f"aten.upsample_nearest{_n}d", f"aten._upsample_nearest_exact{_n}d")(
-        trailing(_n, linear=True)
-    )
-    rule(f"aten.reflection_pad{_n}d", f"aten.replication_pad{_n}d")(trailing(_n, linear=True))
-rule("aten.upsample_linear1d")(trailing(1, linear=True))
-rule("aten.upsample_trilinear3d")(trailing(3, linear=True))
-rule(
-    "aten.upsample_bilinear2d",
-    "aten.upsample_bicubic2d",
-    "aten._upsample_bilinear2d_aa",
-    "aten._upsample_bicubic2d_aa",
-)(trailing(2, linear=True))
+LINEAR = """
+    avg_pool{0}d adaptive_avg_pool{0}d _adaptive_avg_pool{0}d upsample_nearest{0}d
+    _upsample_nearest_exact{0}d reflection_pad{0}d replication_pad{0}d
+"""
+MAXIMA = "max_pool{0}d adaptive_max_pool{0}d max_pool{0}d_with_indices"
+INTERPOLATIONS = {
+    1: "upsample_linear1d",
+    2: "upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
+    3: "upsample_trilinear3d",
+}
+for _n, _names in INTERPOLATIONS.items():
+    _linear = (*LINEAR.format(_n).split(), *_names.split())
+    rule(*(f"aten.{name}" for name in _linear))(trailing(_n, linear=True))
+    rule(*(f"aten.{name}" for name in MAXIMA.format(_n).split()))(trailing(_n, linear=False))
 
 
 @rule("aten.grid_sampler", "aten.grid_sampler_2d", "aten.grid_sampler_3d")
 def grid_sampler(call: Call) -> NodeRule:
-    """Samples a plane at the grid's points: batch, channels and points are free."""
+    """Sample a plane at the grid's points: batch, channels and points are free."""
     source, grid = call.shape("input"), call.shape("grid")
-    points = [f"p{i}" for i in range(len(grid) - 2)]
-    axes = {
-        "n": Axis("n", source[0]),
-        "c": Axis("c", source[1]),
-        **{f"x{i}": Axis(f"x{i}", n, frozen=True) for i, n in enumerate(source[2:])},
-        **{p: Axis(p, n) for p, n in zip(points, grid[1:-1], strict=True)},
-        "q": Axis("q", grid[-1], frozen=True),
-    }
+    space, plane = axes_of(source[2:], "x", frozen=range(len(source)))
+    samples, points = axes_of(grid[1:-1], "p")
+    axes = {"n": Axis("n", source[0]), "c": Axis("c", source[1]), **space, **samples}
+    axes["q"] = Axis("q", grid[-1], frozen=True)
     dims: dict[str, Dims] = {
-        "input": (("n",), ("c",), *each(f"x{i}" for i in range(len(source) - 2))),
-        "grid": (("n",), *each(points), ("q",)),
+        "input": (("n",), ("c",), *plane),
+        "grid": (("n",), *points, ("q",)),
     }
     return NodeRule(
         axes=axes,
         operands=operand_dims(call, dims),
-        results=((("n",), ("c",), *each(points)),),
+        results=((("n",), ("c",), *points),),
         linear=(frozenset({call.position("input")}),),
         localize=guarded(),
     )
@@ -179,19 +166,14 @@ def grid_sampler(call: Call) -> NodeRule:
 
 @rule("aten.pixel_shuffle", "aten.pixel_unshuffle")
 def pixel_shuffle(call: Call) -> NodeRule:
-    """`(c r q) h w -> c (h r) (w q)`, or back."""
+    """Rearrange `(c r q) h w -> c (h r) (w q)`, or back."""
     small = call.operands[0] if "unshuffle" not in call.node.op else call.results[0]
     factor = call.get("upscale_factor") or call.get("downscale_factor")
     *lead, channels, height, width = small
-    axes = {f"b{i}": Axis(f"b{i}", n) for i, n in enumerate(lead)}
-    batch = each(axes)
-    axes |= {
-        "c": Axis("c", channels // factor**2),
-        "h": Axis("h", height),
-        "w": Axis("w", width),
-        "r": Axis("r", factor, frozen=True),
-        "q": Axis("q", factor, frozen=True),
-    }
+    axes, batch = axes_of(lead, "b")
+    sizes = {"c": channels // factor**2, "h": height, "w": width}
+    axes |= {name: Axis(name, size) for name, size in sizes.items()}
+    axes |= frozen_axes({"r": factor, "q": factor})
     deep: Dims = (*batch, ("c", "r", "q"), ("h",), ("w",))
     wide: Dims = (*batch, ("c",), ("h", "r"), ("w", "q"))
     source, result = (deep, wide) if small is call.operands[0] else (wide, deep)
@@ -206,7 +188,7 @@ def pixel_shuffle(call: Call) -> NodeRule:
 
 @rule("aten.channel_shuffle")
 def channel_shuffle(call: Call) -> NodeRule:
-    """`n (g c) … -> n (c g) …`: the channels of a group are free."""
+    """Rearrange `n (g c) … -> n (c g) …`: the channels of a group are free."""
     shape, groups = call.operands[0], call.get("groups")
     axes = {f"d{i}": Axis(f"d{i}", n) for i, n in enumerate(shape) if i != 1}
     axes |= {"g": Axis("g", groups, frozen=True), "c": Axis("c", shape[1] // groups)}
@@ -222,19 +204,18 @@ def channel_shuffle(call: Call) -> NodeRule:
 
 @rule("aten.im2col", "aten.col2im")
 def columns(call: Call) -> NodeRule:
-    """Patches of a plane as columns `(c k)`, or back: batch and channels are free."""
+    """Leave batch and channels free of patches as columns: `c h w -> (c k) y`, or back."""
     plane, table = call.operands[0], call.results[0]
-    if "col2im" in call.node.op:
+    back = "col2im" in call.node.op
+    if back:
         plane, table = table, plane
-    lead = plane[:-3]
-    axes = {f"b{i}": Axis(f"b{i}", n) for i, n in enumerate(lead)}
-    batch = each(axes)
-    frozen = {"k": table[-2] // max(plane[-3], 1), "y": table[-1], "h": plane[-2], "w": plane[-1]}
-    axes |= {name: Axis(name, n, frozen=True) for name, n in frozen.items()}
+    axes, batch = axes_of(plane[:-3], "b")
+    axes |= frozen_axes(
+        {"k": table[-2] // max(plane[-3], 1), "y": table[-1], "h": plane[-2], "w": plane[-1]}
+    )
     axes["c"] = Axis("c", plane[-3])
     flat: Dims = (*batch, ("c", "k"), ("y",))
     full: Dims = (*batch, ("c",), ("h",), ("w",))
-    back = "col2im" in call.node.op
     return NodeRule(
         axes=axes,
         operands=(flat if back else full,),
@@ -244,52 +225,25 @@ def columns(call: Call) -> NodeRule:
     )
 
 
-FOURIER = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
-MANY_DIMS = ("fft2", "ifft2", "rfft2", "irfft2", "fftn", "ifftn", "rfftn", "irfftn")
-
-
-@rule(*(f"aten.fft_{name}" for name in (*FOURIER, *MANY_DIMS, "fftshift", "ifftshift")))
-def fourier(call: Call) -> NodeRule:
-    """Transformed dims stay whole; the transform is linear."""
-    shape = call.operands[0]
-    rank = len(shape)
-    given = call.get("dim")
-    if given is None:
-        sizes = call.get("s")
-        given = range(rank - len(sizes), rank) if sizes else range(rank)
-    dims = {d % rank for d in (given if not isinstance(given, int) else (given,))}
-    names = [f"d{i}" for i in range(rank)]
-    outputs = [f"y{i}" if i in dims else f"d{i}" for i in range(rank)]
-    axes = {n: Axis(n, shape[i], frozen=i in dims) for i, n in enumerate(names)}
-    axes |= {outputs[i]: Axis(outputs[i], call.results[0][i], frozen=True) for i in dims}
-    return NodeRule(
-        axes=axes,
-        operands=(each(names),),
-        results=(each(outputs),),
-        linear=(frozenset({0}),),
-        localize=guarded(),
-    )
-
-
 LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-keep_whole("packed sequences of different lengths", *(f"aten.{name}.data" for name in LAYERS))
+keep_replicated("packed sequences of different lengths", *(f"aten.{name}.data" for name in LAYERS))
 
 
 @rule(*(f"aten.{name}.input" for name in LAYERS))
 def recurrent(call: Call) -> NodeRule:
-    """`(input, hx, params, …) -> (output, h, c)`."""
+    """Freeze all but the batch of `(input, hx, params, …) -> (output, h, c)`."""
     source = call.shape("input")
     if len(source) != 3:
-        return whole_rule(call, "a sequence without a batch")
+        return replicated_rule(call, "a sequence without a batch")
     if call.get("dropout") and call.get("train"):
-        return whole_rule(call, "draws its dropout inside the operator")
+        return replicated_rule(call, "draws its dropout inside the operator")
     batch_dim = 0 if call.get("batch_first") else 1
     axes = {"b": Axis("b", source[batch_dim])}
 
-    def frozen(prefix: str, shape: tuple[int, ...], cut: int | None) -> Dims:
+    def frozen(prefix: str, shape: tuple[int, ...], batch_dim: int | None) -> Dims:
         names = [f"{prefix}{d}" for d in range(len(shape))]
-        if cut is not None:
-            names[cut] = "b"
+        if batch_dim is not None:
+            names[batch_dim] = "b"
         for name, size in zip(names, shape, strict=True):
             axes.setdefault(name, Axis(name, size, frozen=True))
         return each(names)

@@ -1,8 +1,8 @@
-"""Reductions: a cut reduced axis gives a partial sum, or is combined inside the operator.
+"""Reductions, and operators that work along dims: sorting, scanning, Fourier transforms.
 
-Sums and means stay partial. Variances, norms, extremes and logical reductions talk to the other
-ranks inside a runtime operator and give every rank the whole result. What picks an index along a
-dim is frozen there.
+Sums and means over a sharded axis stay partial. Variances, norms, extremes and logical reductions
+communicate inside a runtime operator and give every rank the full result. An operator that needs
+a full dim at once, or picks an index along it, freezes that dim and leaves all others free.
 """
 
 from __future__ import annotations
@@ -13,32 +13,45 @@ from typing import Any
 
 import torch
 
-from shardwise.sharding.registry import keep_whole, rule
+from shardwise.sharding.registry import keep_replicated, rule
 from shardwise.sharding.rule import (
     Axis,
     Call,
+    Dim,
     Dims,
     Local,
     LocalCall,
     Localize,
     NodeRule,
-    whole_rule,
+    replicated_rule,
 )
 from shardwise.sharding.rules.building_blocks import (
     aligned,
+    axes_of,
     broadcast,
+    broadcast_dims,
     dtype_change,
     each,
+    frozen_axes,
+    guarded,
     is_float,
+    normalize,
+    op_name,
     over,
+    passes,
+    with_dim,
 )
 
-keep_whole(
-    "counts over the whole tensor",
-    *("aten.histc", "aten.bincount", "aten.histogram"),
+keep_replicated("counts over the full tensor", "aten.histc", "aten.histogram")
+keep_replicated("a norm of full matrices", "aten.nuclear_norm", "aten.linalg_matrix_norm")
+keep_replicated("a norm over all elements", "aten.dist", "aten.renorm")
+keep_replicated("ranks over all elements", "aten.median.default", "aten.nanmedian.default")
+keep_replicated(
+    "the shape of the result depends on data",
+    *("aten.unique_consecutive", "aten._unique2", "aten._unique", "aten.unique_dim"),
 )
-keep_whole("a norm of whole matrices", "aten.nuclear_norm", "aten.linalg_matrix_norm")
-keep_whole("a norm over all elements", "aten.dist", "aten.renorm")
+
+# ---------------------------------------------------------------- reductions
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,169 +72,275 @@ class Reduction:
 
     @property
     def result(self) -> Dims:
-        kept = [() if d in self.dims else (f"d{d}",) for d in range(len(self.shape))]
-        return tuple(k for d, k in enumerate(kept) if self.keepdim or d not in self.dims)
+        remaining = (d for d in range(len(self.shape)) if self.keepdim or d not in self.dims)
+        return tuple(() if d in self.dims else (f"d{d}",) for d in remaining)
 
 
 def reduction_of(call: Call) -> Reduction:
     """Read `dim` and `keepdim` of any reduction; no dim, or an empty list, means all."""
     shape = call.operands[0]
-    given = call.get("dim")
-    dims = given if isinstance(given, tuple | list) else () if given is None else (given,)
-    rank = max(len(shape), 1)
-    found = tuple(sorted({d % rank for d in dims})) if dims and shape else tuple(range(len(shape)))
-    return Reduction(shape, found, bool(call.get("keepdim", False)))
+    return Reduction(
+        shape, tuple(sorted(dims_argument(call))) if shape else (), bool(call.get("keepdim", False))
+    )
+
+
+def dims_argument(call: Call, name: str = "dim") -> set[int]:
+    """Return the dims that an argument names; all of them if it is missing or empty."""
+    rank = len(call.operands[0])
+    given = call.get(name)
+    if given is None or given == () or given == []:
+        return set(range(rank))
+    return {normalize(d, rank) for d in ([given] if isinstance(given, int) else given)}
 
 
 def reduction_rule(
     call: Call,
-    found: Reduction,
+    reduction: Reduction,
     *,
     reduce: str = "sum",
     frozen: bool = False,
     localize: Localize | None = None,
     linear: bool = False,
-    talks: int = 0,
+    num_collectives: int = 0,
 ) -> NodeRule:
-    """The rule of a reduction; `frozen` forbids to cut the reduced dims."""
-    axes = {f"d{i}": Axis(f"d{i}", size) for i, size in enumerate(found.shape)}
-    axes |= {
-        name: Axis(name, axes[name].size, reduce=reduce, frozen=frozen, talks=talks)
-        for name in found.names
-    }
+    """Return the rule of a reduction; `frozen` forbids sharding the reduced dims."""
+    axes, dims = axes_of(reduction.shape)
+    for name in reduction.names:
+        size = axes[name].size
+        axes[name] = Axis(name, size, reduce=reduce, frozen=frozen, num_collectives=num_collectives)
     return NodeRule(
         axes=axes,
-        operands=(each(axes),),
-        results=tuple(found.result for _ in call.results),
+        operands=(dims,),
+        results=tuple(reduction.result for _ in call.results),
         linear=(frozenset({0}),) if linear and is_float(call) else (),
         localize=localize,
     )
 
 
-def combine(fn: str, found: Reduction, *args: Any) -> Localize:
-    """Call `fn(x, axis, dims, keepdim, …)` where a reduced axis is cut."""
+def combined(
+    call: Call, fn: str, *args: Any, num_collectives: int, frozen: bool = False
+) -> NodeRule:
+    """Return the rule that calls `fn(x, axis, dims, keepdim, …)` if a reduced axis is sharded."""
+    reduction = reduction_of(call)
 
     def localize(call: Call, local: Local) -> LocalCall:
-        axis = over(local, found.names)
+        axis = over(local, reduction.names)
         if axis is None:
             return call.replace()
-        x = call.node.args[0]
         options = dtype_change(call) if is_float(call) else ()
-        return LocalCall(fn, (x, axis, found.dims, found.keepdim, *args), options)
+        given = (call.node.args[0], axis, reduction.dims, reduction.keepdim, *args)
+        return LocalCall(fn, given, options)
 
-    return localize
+    return reduction_rule(
+        call,
+        reduction,
+        reduce="same",
+        frozen=frozen,
+        localize=localize,
+        num_collectives=num_collectives,
+    )
 
 
 @rule("aten.sum", "aten.nansum", "aten.count_nonzero")
 def total(call: Call) -> NodeRule:
-    """Sums: partial along a cut axis."""
-    found = reduction_of(call)
-    return reduction_rule(call, found, linear=call.node.op.startswith("aten.sum."))
+    """Leave sums partial along a sharded axis."""
+    return reduction_rule(call, reduction_of(call), linear=call.node.op.startswith("aten.sum."))
 
 
 @rule("aten.mean")
 def mean(call: Call) -> NodeRule:
-    """Means: the local sum over the whole count, so that empty shards add nothing."""
-    found = reduction_of(call)
+    """Divide the local sum by the full count, so that empty shards add nothing."""
+    reduction = reduction_of(call)
 
     def localize(call: Call, local: Local) -> LocalCall:
-        if over(local, found.names) is None:
+        if over(local, reduction.names) is None:
             return call.replace()
-        args = (call.node.args[0], found.dims, found.keepdim)
-        return LocalCall("rt.partial_mean", args, (("count", found.count), *dtype_change(call)))
+        args = (call.node.args[0], reduction.dims, reduction.keepdim)
+        options = (("count", reduction.count), *dtype_change(call))
+        return LocalCall("rt.partial_mean", args, options)
 
-    return reduction_rule(call, found, localize=localize, linear=True)
-
-
-def correction_of(call: Call) -> float:
-    """`unbiased` or `correction` as a number; one by default."""
-    if call.node.op.endswith(".correction"):
-        given = call.get("correction")
-        return 1.0 if given is None else float(given)
-    return 1.0 if call.get("unbiased", True) else 0.0
+    return reduction_rule(call, reduction, localize=localize, linear=True)
 
 
 @rule("aten.var", "aten.std", "aten.var_mean", "aten.std_mean")
 def variance(call: Call) -> NodeRule:
-    """Variances: mean and squares are summed over ranks."""
-    found = reduction_of(call)
-    fn = "rt." + call.node.op.split(".")[1]
-    local = combine(fn, found, correction_of(call), found.count)
+    """Sum means and squares over ranks."""
+    if call.node.op.endswith(".correction"):
+        given = call.get("correction")
+        correction = 1.0 if given is None else float(given)
+    else:
+        correction = 1.0 if call.get("unbiased", True) else 0.0
     frozen = call.types[call.node.inputs[0]].dtype.is_complex
-    return reduction_rule(call, found, reduce="same", frozen=frozen, localize=local, talks=2)
+    args = (correction, reduction_of(call).count)
+    return combined(call, f"rt.{op_name(call)}", *args, num_collectives=2, frozen=frozen)
 
 
-@rule("aten.amax", "aten.amin")
+@rule("aten.amax", "aten.amin", "aten.max.default", "aten.min.default")
 def extreme(call: Call) -> NodeRule:
-    """Extremes: compared over ranks; the gradient is shared by all places that attain them."""
-    found = reduction_of(call)
-    frozen = call.types[call.node.inputs[0]].dtype in (torch.bool,)
-    local = combine("rt." + call.node.op.split(".")[1], found)
-    return reduction_rule(call, found, reduce="same", frozen=frozen, localize=local, talks=2)
-
-
-@rule("aten.max.default", "aten.min.default")
-def extreme_of_all(call: Call) -> NodeRule:
-    """The largest or smallest element."""
-    found = reduction_of(call)
-    frozen = call.types[call.node.inputs[0]].dtype in (torch.bool,)
-    local = combine("rt.amax" if ".max." in call.node.op else "rt.amin", found)
-    return reduction_rule(call, found, reduce="same", frozen=frozen, localize=local, talks=2)
+    """Compare extremes over ranks; all places that attain them share the gradient."""
+    frozen = call.types[call.node.inputs[0]].dtype == torch.bool
+    fn = "rt.amax" if "max" in op_name(call) else "rt.amin"
+    return combined(call, fn, num_collectives=2, frozen=frozen)
 
 
 @rule("aten.any", "aten.all", "aten._is_all_true", "aten._is_any_true")
 def logical(call: Call) -> NodeRule:
-    """Whether any or all elements are true."""
-    found = reduction_of(call)
-    name = call.node.op.split(".")[1]
-    local = combine("rt.any_true" if "any" in name else "rt.all_true", found)
-    return reduction_rule(call, found, reduce="same", localize=local, talks=1)
+    """Combine over ranks whether any or all elements are true."""
+    fn = "rt.any_true" if "any" in op_name(call) else "rt.all_true"
+    return combined(call, fn, num_collectives=1)
 
 
 @rule("aten.logsumexp")
 def logsumexp(call: Call) -> NodeRule:
-    """The maximum and the sum of exponentials over ranks."""
-    found = reduction_of(call)
-    return reduction_rule(
-        call, found, reduce="same", localize=combine("rt.logsumexp", found), talks=2
-    )
+    """Combine the maximum and the sum of exponentials over ranks."""
+    return combined(call, "rt.logsumexp", num_collectives=2)
 
 
 @rule("aten.linalg_vector_norm", "aten.norm")
 def vector_norm(call: Call) -> NodeRule:
-    """Norms: sums of powers over ranks for 1 and 2, else frozen along the dims."""
+    """Sum powers over ranks for orders 1 and 2; freeze the dims for others."""
     order = call.get("ord", call.get("p", 2))
-    found = reduction_of(call)
-    known = order in (None, 1, 2)
-    local = combine("rt.vector_norm", found, 2 if order is None else order)
-    return reduction_rule(
-        call, found, reduce="same", frozen=not known, localize=local if known else None, talks=1
-    )
+    order = 2 if order is None else order
+    return combined(call, "rt.vector_norm", order, num_collectives=1, frozen=order not in (1, 2))
 
 
 @rule("aten.prod", "aten.max.dim", "aten.min.dim", "aten.argmax", "aten.argmin", "aten.aminmax")
 @rule("aten.median", "aten.nanmedian", "aten.mode", "aten.nanmean", "aten.frobenius_norm")
 @rule("aten.linalg_norm")
 def along_dim(call: Call) -> NodeRule:
-    """What looks at a whole dim at once is frozen there; the other dims are free."""
+    """Freeze the reduced dims, all elements of which are needed at once."""
     return reduction_rule(call, reduction_of(call), frozen=True)
+
+
+@rule("aten.kthvalue", "aten.median.dim", "aten.nanmedian.dim", "aten.quantile")
+def ranked(call: Call) -> NodeRule:
+    """Freeze the one dim along which elements are ranked; it vanishes or becomes one."""
+    source, dim = call.operands[0], call.get("dim")
+    if not isinstance(dim, int) or not source or len(call.operands) > 1:
+        return replicated_rule(call, "ranks over all elements")
+    dim = normalize(dim, len(source))
+    axes, dims = axes_of(source, frozen=(dim,))
+    remaining: tuple[Dim, ...] = ((),) if call.get("keepdim") else ()
+    result = with_dim(dims, dim, *remaining)
+    return NodeRule(axes=axes, operands=(dims,), results=tuple(result for _ in call.results))
 
 
 @rule("aten.cosine_similarity", "aten.pairwise_distance")
 def similarity(call: Call) -> NodeRule:
-    """Compares rows of two tensors along one dim, which stays together."""
+    """Freeze the dim along which rows of two tensors are compared."""
     first, second = call.operands
     rank = max(len(first), len(second))
     if not rank:
-        return whole_rule(call, "compares scalars")
+        return replicated_rule(call, "compares scalars")
     full = broadcast(first, second)
     dim = call.get("dim", -1) % rank
-    keepdim = bool(call.get("keepdim", False))
-    axes = {f"d{i}": Axis(f"d{i}", n, frozen=i == dim) for i, n in enumerate(full)}
-    names = each(axes)
-    result = [() if i == dim else name for i, name in enumerate(names) if keepdim or i != dim]
+    axes, dims = axes_of(full, frozen=(dim,))
+    remaining: tuple[Dim, ...] = ((),) if call.get("keepdim", False) else ()
     return NodeRule(
         axes=axes,
-        operands=(aligned(first, full, names), aligned(second, full, names)),
-        results=(tuple(result),),
+        operands=(aligned(first, full, dims), aligned(second, full, dims)),
+        results=(with_dim(dims, dim, *remaining),),
     )
+
+
+# ---------------------------------------------------------------- along dims
+
+
+def along(call: Call, dims: set[int], *, linear: bool = False) -> NodeRule:
+    """Return the rule of a call that works along `dims` and keeps the order of all dims.
+
+    Other operands and all results must have the rank of the first operand; dims whose size differs
+    from the first operand's get a frozen axis of their own.
+    """
+    source = call.operands[0]
+    axes, own = axes_of(source, frozen=dims)
+
+    def match(prefix: str, shape: tuple[int, ...]) -> Dims:
+        names = [f"{prefix}{d}" if size != source[d] else f"d{d}" for d, size in enumerate(shape)]
+        for d, name in enumerate(names):
+            if shape[d] != source[d]:
+                axes.update(frozen_axes({name: shape[d], f"d{d}": source[d]}))
+        return each(names)
+
+    if any(len(shape) != len(source) for shape in (*call.operands, *call.results)):
+        return replicated_rule(call, "operands and results have different numbers of dims")
+    operands = tuple(match(f"o{i}_", shape) for i, shape in enumerate(call.operands[1:]))
+    results = tuple(match(f"r{i}_", shape) for i, shape in enumerate(call.results))
+    return NodeRule(
+        axes=axes,
+        operands=(own, *operands),
+        results=results,
+        linear=passes(call, *range(len(call.operands))) if linear else (),
+    )
+
+
+@rule("aten.roll", "aten.flip")
+def roll(call: Call) -> NodeRule:
+    """Freeze the rolled or flipped dims: elements would change ranks."""
+    return along(call, dims_argument(call, "dims"), linear=True)
+
+
+@rule("aten.fliplr", "aten.flipud", "aten.rot90")
+def flip_fixed(call: Call) -> NodeRule:
+    """Freeze the first two dims."""
+    return along(call, {0, 1}, linear=True)
+
+
+FOURIER = """
+    fft ifft rfft irfft hfft ihfft fft2 ifft2 rfft2 irfft2 fftn ifftn rfftn irfftn
+    fftshift ifftshift
+"""
+
+
+@rule(*(f"aten.fft_{name}" for name in FOURIER.split()))
+def fourier(call: Call) -> NodeRule:
+    """Freeze the transformed dims."""
+    rank = len(call.operands[0])
+    dims = dims_argument(call)
+    if call.get("dim") is None and call.get("s"):
+        dims = set(range(rank - len(call.get("s")), rank))
+    axes, own = axes_of(call.operands[0], frozen=dims)
+    axes |= frozen_axes({f"y{d}": call.results[0][d] for d in sorted(dims)})
+    result = tuple((f"y{d}",) if d in dims else own[d] for d in range(rank))
+    return NodeRule(
+        axes=axes,
+        operands=(own,),
+        results=(result,),
+        linear=(frozenset({0}),),
+        localize=guarded(),
+    )
+
+
+@rule("aten.sort", "aten.argsort", "aten.topk", "aten.msort", "aten.cumsum")
+@rule("aten.cumprod", "aten.cummax", "aten.cummin", "aten.logcumsumexp", "aten.diff")
+def ordered(call: Call) -> NodeRule:
+    """Freeze the dim along which elements are sorted or accumulated."""
+    dim = call.get("dim", 0 if op_name(call) == "msort" else -1)
+    if not isinstance(dim, int) or not call.operands[0]:
+        return replicated_rule(call, "a scalar, or a named dim")
+    return along(call, {normalize(dim, len(call.operands[0]))}, linear=op_name(call) == "cumsum")
+
+
+@rule("aten.bucketize", "aten.searchsorted", "aten.isin")
+def bucketize(call: Call) -> NodeRule:
+    """Freeze the list with which every element is compared."""
+    target = call.results[0]
+    axes, dims = axes_of(target)
+    table = {"bucketize": "boundaries", "searchsorted": "sorted_sequence", "isin": "test_elements"}
+    name = table[op_name(call)]
+    if not call.has(name):
+        return replicated_rule(call, "compared with one number")
+    shape = call.shape(name)
+    if len(shape) > 1 and name == "sorted_sequence":  # one sorted list for every row
+        if len(call.operands) != 2 or len(call.operands[1]) != len(target):
+            return replicated_rule(call, "a sorter, or one value for each row")
+        axes["sorted"] = Axis("sorted", shape[-1], frozen=True)
+        return NodeRule(axes=axes, operands=((*dims[:-1], ("sorted",)), dims), results=(dims,))
+    more, listed = axes_of(shape, prefix="s", frozen=range(len(shape)))
+    at = call.position(name)
+    others = [s for i, s in enumerate(call.operands) if i != at]
+    if any(len(s) > len(target) for s in others):
+        return replicated_rule(call, "a sorter, or operands that do not match")
+    operands = [broadcast_dims(s, target) for s in others]
+    operands.insert(at, listed)
+    return NodeRule(axes=axes | more, operands=tuple(operands), results=(dims,))

@@ -1,36 +1,194 @@
-"""Parts of a dim: slices, rows, windows, and writing into them."""
+"""Slices, concatenation and padding: a shard takes its part of every segment of a dim."""
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from shardwise.sharding.registry import rule
-from shardwise.sharding.rule import Axis, Call, Dim, Local, LocalCall, NodeRule, whole_rule
+from shardwise.sharding.rule import (
+    Axis,
+    Call,
+    Dim,
+    Dims,
+    Local,
+    LocalCall,
+    NodeRule,
+    replicated_rule,
+)
 from shardwise.sharding.rules.building_blocks import (
     axes_of,
+    frozen_axes,
     local_position,
     normalize,
     part,
     passes,
+    with_dim,
 )
-from shardwise.sharding.rules.concat import with_dim
-from shardwise.sharding.rules.permutations import along
+
+# ---------------------------------------------------------------- concatenation
+
+
+def segments(axes: dict[str, Axis], axis: str, sizes: list[int]) -> list[Dim]:
+    """Return consecutive parts of an axis."""
+    stops = accumulate(sizes)
+    return [part(axes, axis, stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+
+
+@rule("aten.cat", "aten.concat", "aten.concatenate")
+def cat(call: Call) -> NodeRule:
+    """Treat operands as segments of the result's dim; legacy empty vectors count for nothing."""
+    target = call.results[0]
+    if not isinstance(call.get("dim", 0), int) or 0 in target:
+        return replicated_rule(call, "named dims, or an empty result")
+    dim = normalize(call.get("dim", 0), len(target))
+    axes, dims = axes_of(target)
+    sizes = [shape[dim] if len(shape) == len(target) else 0 for shape in call.operands]
+    operands = tuple(
+        with_dim(dims, dim, piece) if len(shape) == len(target) else (piece,)
+        for shape, piece in zip(call.operands, segments(axes, f"d{dim}", sizes), strict=True)
+    )
+    return NodeRule(
+        axes=axes,
+        operands=operands,
+        results=(dims,),
+        linear=passes(call, *range(len(operands))),
+    )
+
+
+@rule("aten.stack")
+def stack(call: Call) -> NodeRule:
+    """Freeze the new dim, which counts the operands."""
+    target = call.results[0]
+    dim = normalize(call.get("dim", 0), len(target))
+    axes, dims = axes_of(target, frozen=(dim,))
+    return NodeRule(
+        axes=axes,
+        operands=tuple(with_dim(dims, dim) for _ in call.operands),
+        results=(dims,),
+        linear=passes(call, *range(len(call.operands))),
+    )
+
+
+@rule("aten.chunk", "aten.split", "aten.split_with_sizes", "aten.tensor_split")
+@rule("aten.unsafe_chunk", "aten.unsafe_split", "aten.unsafe_split_with_sizes")
+@rule("aten.split_with_sizes_copy", "aten.split_copy")
+def split(call: Call) -> NodeRule:
+    """Treat results as segments of the operand's dim; sizes become those of the local results."""
+    source = call.operands[0]
+    if len(call.operands) > 1 or 0 in source:
+        return replicated_rule(call, "split points are data, or an empty tensor")
+    dim = normalize(call.get("dim", 0), len(source))
+    axes, dims = axes_of(source)
+    sizes = [shape[dim] for shape in call.results]
+    results = tuple(with_dim(dims, dim, piece) for piece in segments(axes, f"d{dim}", sizes))
+
+    def localize(call: Call, local: Local) -> LocalCall:
+        parts = tuple(shape[dim] for shape in local.results)
+        even = call.get("chunks") == len(sizes) and len(set(parts)) == 1
+        if f"d{dim}" not in local.sharded or even:
+            return call.replace()
+        return LocalCall("aten.split_with_sizes.default", (call.get("self"), parts, dim))
+
+    return NodeRule(
+        axes=axes,
+        operands=(dims,),
+        results=results,
+        linear=passes(call, 0),
+        localize=localize,
+    )
+
+
+@rule("aten.unbind")
+def unbind(call: Call) -> NodeRule:
+    """Freeze the dim whose rows are the results."""
+    source = call.operands[0]
+    dim = normalize(call.get("dim", 0), len(source))
+    axes, dims = axes_of(source, frozen=(dim,))
+    return NodeRule(
+        axes=axes,
+        operands=(dims,),
+        results=tuple(with_dim(dims, dim) for _ in call.results),
+        linear=passes(call, 0),
+    )
+
+
+# ---------------------------------------------------------------- padding
+
+
+@rule("aten.pad", "aten.constant_pad_nd")
+def pad(call: Call) -> NodeRule:
+    """Treat constant padding as concatenation: the padding is sharded like the rest.
+
+    Dims padded in other modes are frozen, and so are those padded on one side and cropped on the
+    other.
+    """
+    source, target = call.operands[0], call.results[0]
+    constant = call.get("mode", "constant") == "constant"
+    if 0 in target or 0 in source:
+        return replicated_rule(call, "an empty tensor")
+    axes: dict[str, Axis] = {}
+    operand: list[Dim] = []
+    result: list[Dim] = []
+    for d, (before, after) in enumerate(_widths(call.get("pad"), len(source))):
+        name = f"d{d}"
+        plain = before == after == 0
+        axes[name] = Axis(name, max(source[d], target[d]), frozen=not (constant or plain))
+        if constant and before >= 0 and after >= 0:
+            operand.append(part(axes, name, before, before + source[d]))
+            result.append((name,))
+        elif constant and before <= 0 and after <= 0:
+            operand.append((name,))
+            result.append(part(axes, name, -before, -before + target[d]))
+        else:
+            axes |= frozen_axes({name: source[d], f"p{d}": target[d]})
+            operand.append((name,))
+            result.append((f"p{d}",))
+    zero = not constant or not call.get("value")
+    return NodeRule(
+        axes=axes,
+        operands=(tuple(operand),),
+        results=(tuple(result),),
+        linear=passes(call, 0) if zero else (),
+        localize=_local_pad,
+    )
+
+
+def _widths(pad: tuple[int, ...], rank: int) -> list[tuple[int, int]]:
+    """Return `(before, after)` of every dim; the argument lists the last dim first."""
+    pairs = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)]
+    return [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
+
+
+def _local_pad(call: Call, local: Local) -> LocalCall:
+    widths = _widths(call.get("pad"), len(call.operands[0]))
+    for d, (before, after) in enumerate(widths):
+        if f"d{d}" in local.sharded:
+            crops = before < 0 or after < 0
+            layout = (local.operand_layouts if crops else local.result_layouts)[0]
+            first = local_position(layout, d, abs(before), local.coordinate) * (-1 if crops else 1)
+            widths[d] = (first, local.results[0][d] - local.operands[0][d] - first)
+    given = reversed(widths[len(widths) - len(call.get("pad")) // 2 :])
+    return call.replace(pad=tuple(w for pair in given for w in pair))
+
+
+# ---------------------------------------------------------------- slices
 
 
 def bounds(call: Call, size: int) -> tuple[int, int, int]:
-    """Start, stop and step of a slice, in `0:size`."""
+    """Return start, stop and step of a slice, in `0:size`."""
     if call.node.op.startswith("aten.narrow"):
         start = call.get("start")
         start = start + size if start < 0 else start
         return start, start + call.get("length"), 1
-    first, last, step = call.get("start"), call.get("end"), call.get("step", 1)
-    return slice(first, last, step).indices(size)
+    return slice(call.get("start"), call.get("end"), call.get("step", 1)).indices(size)
 
 
 @rule("aten.slice", "aten.narrow", "aten.slice_copy", "aten.narrow_copy")
 def take_slice(call: Call) -> NodeRule:
-    """`x[start:stop]` is a part of the dim's axis; `x[i::step]` takes one of every `step`."""
+    """Treat `x[start:stop]` as a part of the axis, `x[i::step]` as one of every `step`."""
     source, target = call.operands[0], call.results[0]
     if not all(isinstance(call.get(a, 0), int | None) for a in ("start", "end", "length")):
-        return whole_rule(call, "bounds are data")
+        return replicated_rule(call, "bounds are data")
     dim = normalize(call.get("dim", 0), len(source))
     start, stop, step = bounds(call, source[dim])
     axes, dims = axes_of(source)
@@ -43,12 +201,11 @@ def take_slice(call: Call) -> NodeRule:
         axes["step"] = Axis("step", step, frozen=True)
         operand, result = with_dim(dims, dim, (name, "step")), dims
     else:
-        axes[name] = Axis(name, source[dim], frozen=True)
-        axes["taken"] = Axis("taken", target[dim], frozen=True)
+        axes |= frozen_axes({name: source[dim], "taken": target[dim]})
         result = with_dim(dims, dim, ("taken",))
 
     def localize(call: Call, local: Local) -> LocalCall:
-        if name not in local.cuts or call.operands == call.results:
+        if name not in local.sharded or call.operands == call.results:
             return call.replace()
         if step != 1:
             return call.replace(end=None)
@@ -67,7 +224,7 @@ def take_slice(call: Call) -> NodeRule:
 
 
 def local_bounds(local: Local, dim: int, start: int, stop: int) -> tuple[int, int]:
-    """Where positions `start:stop` of the first operand's dim are in the local tensor."""
+    """Return where positions `start:stop` of the first operand's dim are in the local tensor."""
     if start >= stop:
         return 0, 0
     layout, place = local.operand_layouts[0], local.coordinate
@@ -76,7 +233,7 @@ def local_bounds(local: Local, dim: int, start: int, stop: int) -> tuple[int, in
 
 @rule("aten.slice_scatter")
 def slice_scatter(call: Call) -> NodeRule:
-    """`src` is a part of the dim's axis."""
+    """Treat `src` as a part of the dim's axis."""
     source = call.operands[0]
     dim = normalize(call.get("dim", 0), len(source))
     start, stop, step = bounds(call, source[dim])
@@ -85,12 +242,11 @@ def slice_scatter(call: Call) -> NodeRule:
     if step == 1:
         piece = part(axes, name, start, stop)
     else:
-        axes[name] = Axis(name, source[dim], frozen=True)
-        axes["written"] = Axis("written", call.shape("src")[dim], frozen=True)
+        axes |= frozen_axes({name: source[dim], "written": call.shape("src")[dim]})
         piece = ("written",)
 
     def localize(call: Call, local: Local) -> LocalCall:
-        if name not in local.cuts:
+        if name not in local.sharded:
             return call.replace()
         first, last = local_bounds(local, dim, start, stop)
         return call.replace(start=first, end=last)
@@ -104,56 +260,28 @@ def slice_scatter(call: Call) -> NodeRule:
     )
 
 
-@rule("aten.select", "aten.select_copy")
+@rule("aten.select", "aten.select_copy", "aten.select_scatter")
 def select(call: Call) -> NodeRule:
-    """One row of a dim that stays whole."""
+    """Freeze the dim of which one row is read or overwritten."""
     source = call.operands[0]
     dim = normalize(call.get("dim", 0), len(source))
     axes, dims = axes_of(source, frozen=(dim,))
+    row: Dims = with_dim(dims, dim)
+    writes = call.has("src")
     return NodeRule(
         axes=axes,
-        operands=(dims,),
-        results=((*dims[:dim], *dims[dim + 1 :]),),
-        linear=passes(call, 0),
-    )
-
-
-@rule("aten.select_scatter")
-def select_scatter(call: Call) -> NodeRule:
-    """One row of a dim that stays whole is overwritten."""
-    source = call.operands[0]
-    dim = normalize(call.get("dim", 0), len(source))
-    axes, dims = axes_of(source, frozen=(dim,))
-    return NodeRule(
-        axes=axes,
-        operands=(dims, (*dims[:dim], *dims[dim + 1 :])),
-        results=(dims,),
-        linear=passes(call, 0, 1),
-    )
-
-
-@rule("aten.diagonal_scatter")
-def diagonal_scatter(call: Call) -> NodeRule:
-    """A diagonal of two dims that stay whole is overwritten."""
-    rank = len(call.operands[0])
-    pair = {normalize(call.get("dim1", 0), rank), normalize(call.get("dim2", 1), rank)}
-    axes, dims = axes_of(call.operands[0], frozen=pair)
-    axes["diagonal"] = Axis("diagonal", call.shape("src")[-1], frozen=True)
-    rest = tuple(dims[d] for d in range(rank) if d not in pair)
-    return NodeRule(
-        axes=axes,
-        operands=(dims, (*rest, ("diagonal",))),
-        results=(dims,),
-        linear=passes(call, 0, 1),
+        operands=(dims, row) if writes else (dims,),
+        results=(dims if writes else row,),
+        linear=passes(call, *range(1 + writes)),
     )
 
 
 @rule("aten.unfold", "aten.unfold_copy")
 def unfold(call: Call) -> NodeRule:
-    """Windows along a dim, their elements in a new last dim; cut where windows only touch."""
+    """Put the elements of windows into a new last dim; shard only where windows do not overlap."""
     source, target = call.operands[0], call.results[0]
     if not source:
-        return whole_rule(call, "a scalar")
+        return replicated_rule(call, "a scalar")
     dim = normalize(call.get("dimension"), len(source))
     size, step = call.get("size"), call.get("step")
     axes, dims = axes_of(target, frozen=(len(source),))
@@ -161,8 +289,7 @@ def unfold(call: Call) -> NodeRule:
     if step == size and source[dim] % size == 0:
         operand = with_dim(operand, dim, (f"d{dim}", f"d{len(source)}"))
     else:
-        axes[f"d{dim}"] = Axis(f"d{dim}", target[dim], frozen=True)
-        axes["covered"] = Axis("covered", source[dim], frozen=True)
+        axes |= frozen_axes({f"d{dim}": target[dim], "covered": source[dim]})
         operand = with_dim(operand, dim, ("covered",))
     return NodeRule(
         axes=axes,
@@ -174,38 +301,7 @@ def unfold(call: Call) -> NodeRule:
 
 
 def _local_unfold(call: Call, local: Local) -> LocalCall:
-    """An empty shard has no window; it is reshaped, so that its gradient is still connected."""
+    # An empty shard has no window; it is reshaped, so that its gradient is still connected.
     if 0 in local.results[0]:
         return LocalCall("aten.reshape.default", (call.get("self"), local.results[0]))
     return call.replace()
-
-
-@rule("aten.im2col", "aten.col2im")
-def im2col(call: Call) -> NodeRule:
-    """Sliding blocks of an image: batch and channels are free."""
-    image, columns = call.operands[0], call.results[0]
-    if call.node.op.startswith("aten.col2im"):
-        image, columns = columns, image
-    channels = image[-3]
-    if not channels:
-        return whole_rule(call, "an image without channels")
-    axes, dims = axes_of(image, frozen=(len(image) - 2, len(image) - 1))
-    channel = f"d{len(image) - 3}"
-    axes["kernel"] = Axis("kernel", columns[-2] // channels, frozen=True)
-    axes["blocks"] = Axis("blocks", columns[-1], frozen=True)
-    wide: tuple[Dim, ...] = (*dims[:-3], (channel, "kernel"), ("blocks",))
-    forward = image is call.operands[0]
-    return NodeRule(
-        axes=axes,
-        operands=(dims,) if forward else (wide,),
-        results=(wide,) if forward else (dims,),
-        linear=passes(call, 0),
-    )
-
-
-@rule("aten.reflection_pad1d", "aten.reflection_pad2d", "aten.replication_pad1d")
-@rule("aten.replication_pad2d", "aten.replication_pad3d", "aten.reflection_pad3d")
-def edge_pad(call: Call) -> NodeRule:
-    """Padding by the tensor's own edge: the padded dims stay whole."""
-    rank = len(call.operands[0])
-    return along(call, set(range(rank - len(call.get("padding")) // 2, rank)), linear=True)

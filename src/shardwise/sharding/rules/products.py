@@ -1,13 +1,27 @@
-"""Matrix products: cut rows, columns, batch, or the contracted axis (a partial sum)."""
+"""Matrix products and attention.
+
+Rows, columns, batch dims and heads are free; sharding a contracted axis gives a partial sum.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from shardwise.ir import Ref
-from shardwise.sharding.registry import keep_whole, notation, rule
-from shardwise.sharding.rule import Axis, Call, Dims, Local, LocalCall, NodeRule, whole_rule
-from shardwise.sharding.rules.building_blocks import aligned, cut_of, each, is_float
+from shardwise.sharding.registry import keep_replicated, notation, rule
+from shardwise.sharding.rule import Axis, Call, Dims, Local, LocalCall, NodeRule, replicated_rule
+from shardwise.sharding.rules.building_blocks import (
+    aligned,
+    axes_of,
+    each,
+    guarded,
+    is_float,
+    op_name,
+    operand_dims,
+    shard_argument,
+)
 
 notation("~b... k+, ~n k+, +n -> b... n", "aten.linear")
 notation("~b m k+, ~b k+ n -> b m n", "aten.bmm")
@@ -16,10 +30,10 @@ notation("~m k+, ~k+ -> m", "aten.mv")
 notation("~m, ~n -> m n", "aten.outer", "aten.ger")
 notation("~k+, ~k+ -> ", "aten.dot", "aten.vdot")
 notation("~b... i^, ~b... j^, ~o i^ j^, +o -> b... o", "aten.bilinear")
-keep_whole(
-    "a decomposition of whole matrices",
+keep_replicated(
+    "a decomposition of full matrices",
     *(f"aten.linalg_{n}" for n in ("svd", "qr", "eigh", "cholesky", "inv_ex", "solve_ex", "det")),
-    *("aten.trace", "aten.linalg_matrix_exp", "aten.logdet", "aten.slogdet", "aten.inverse"),
+    *("aten.linalg_matrix_exp", "aten.logdet", "aten.slogdet", "aten.inverse"),
 )
 
 
@@ -29,9 +43,10 @@ def contraction(
     result: Sequence[str],
     added: Sequence[int] = (),
 ) -> NodeRule:
-    """A sum of products: axes named by operand dim; those that the result lacks are summed over.
+    """Return the rule of a sum of products, with an axis name for each dim of each factor.
 
-    `added` operands are added to the result and aligned with it at the right.
+    Axes that the result lacks are summed over. `added` operands are added to the result and aligned
+    with it at the right.
     """
     sizes: dict[str, int] = dict(zip(result, call.results[0], strict=True))
     factors = [i for i in range(len(call.operands)) if i not in added]
@@ -59,7 +74,7 @@ def contraction(
 
 @rule("aten.matmul")
 def matmul(call: Call) -> NodeRule:
-    """`torch.matmul`: vectors, matrices and broadcast batches."""
+    """Multiply vectors, matrices and broadcast batches of them."""
     left, right = call.operands
     rows = ["m"] if len(left) > 1 else []
     columns = ["n"] if len(right) > 1 else []
@@ -74,28 +89,28 @@ def matmul(call: Call) -> NodeRule:
 
 @rule("aten.addmm", "aten.baddbmm", "aten.addbmm", "aten.addmv", "aten.addr")
 def add_product(call: Call) -> NodeRule:
-    """A product with something added once."""
+    """Multiply, and add the first operand once."""
     terms, result = {
         "addmm": (("mk", "kn"), "mn"),
         "baddbmm": (("bmk", "bkn"), "bmn"),
         "addbmm": (("bmk", "bkn"), "mn"),
         "addmv": (("mk", "k"), "m"),
         "addr": (("m", "n"), "mn"),
-    }[call.node.op.split(".")[1]]
+    }[op_name(call)]
     return contraction(call, terms, result, added=(0,))
 
 
 @rule("aten.einsum")
 def einsum(call: Call) -> NodeRule:
-    """Any einsum whose operands repeat no label of their own."""
+    """Contract by an equation whose operands repeat no label of their own."""
     parsed = parse_equation(str(call.get("equation")), [len(s) for s in call.operands])
     if parsed is None:
-        return whole_rule(call, "takes a diagonal, or its equation is not understood")
+        return replicated_rule(call, "takes a diagonal, or its equation is not understood")
     return contraction(call, *parsed)
 
 
 def parse_equation(equation: str, ranks: Sequence[int]) -> tuple[list[list[str]], list[str]] | None:
-    """The labels of all operands and the result; an ellipsis is `0`, `1`, … from the right.
+    """Return the labels of all operands and the result; an ellipsis is `0`, `1`, … from the right.
 
     >>> parse_equation("...ij,jk", [3, 2])
     ([['0', 'i', 'j'], ['j', 'k']], ['0', 'i', 'k'])
@@ -128,41 +143,32 @@ def _expand(text: str, hidden: int) -> list[str]:
 
 @rule("aten.chain_matmul", "aten.linalg_multi_dot")
 def chain(call: Call) -> NodeRule:
-    """A product of several matrices; the ends may be vectors."""
+    """Multiply several matrices; the ends may be vectors."""
     names = [f"k{i}" for i in range(len(call.operands) + 1)]
     terms = [names[i : i + 2] for i in range(len(call.operands))]
-    if len(call.operands[0]) == 1:
-        terms[0] = names[1:2]
+    ends = [names[0], names[-1]]
     if len(call.operands[-1]) == 1:
-        terms[-1] = names[-2:-1]
-    ends = ([names[0]] if len(call.operands[0]) == 2 else []) + (
-        [names[-1]] if len(call.operands[-1]) == 2 else []
-    )
+        terms[-1], ends = names[-2:-1], ends[:-1]
+    if len(call.operands[0]) == 1:
+        terms[0], ends = names[1:2], ends[1:]
     return contraction(call, terms, ends)
 
 
 @rule("aten.tensordot")
 def tensordot(call: Call) -> NodeRule:
-    """Contraction of listed dims."""
+    """Contract the listed dims."""
     left, right = call.operands
-    pairs = list(
-        zip(
-            (d % len(left) for d in call.get("dims_self")),
-            (d % len(right) for d in call.get("dims_other")),
-            strict=True,
-        )
-    )
     first = [f"a{i}" for i in range(len(left))]
     second = [f"b{i}" for i in range(len(right))]
-    for i, j in pairs:
+    for i, j in zip(call.get("dims_self"), call.get("dims_other"), strict=True):
         second[j] = first[i]
-    summed = {first[i] for i, _ in pairs}
+    summed = set(first) & set(second)
     return contraction(call, (first, second), [n for n in (*first, *second) if n not in summed])
 
 
 @rule("aten.inner")
 def inner(call: Call) -> NodeRule:
-    """The sum over both last dims; a scalar operand multiplies."""
+    """Sum over both last dims; a scalar operand multiplies."""
     left, right = call.operands
     if not left or not right:
         names = [f"d{i}" for i in range(len(left) + len(right))]
@@ -174,18 +180,15 @@ def inner(call: Call) -> NodeRule:
 
 @rule("aten.kron")
 def kron(call: Call) -> NodeRule:
-    """Each dim of the result is the product of both operands' dims."""
+    """Make each dim of the result the product of both operands' dims."""
     left, right = call.operands
     if len(left) != len(right):
-        return whole_rule(call, "a Kronecker product of tensors of different rank")
-    axes = {
-        f"{side}{i}": Axis(f"{side}{i}", n)
-        for side, s in (("a", left), ("b", right))
-        for i, n in enumerate(s)
-    }
+        return replicated_rule(call, "a Kronecker product of tensors of different rank")
+    axes, first = axes_of(left, prefix="a")
+    more, second = axes_of(right, prefix="b")
     return NodeRule(
-        axes=axes,
-        operands=(each(f"a{i}" for i in range(len(left))), each(f"b{i}" for i in range(len(left)))),
+        axes=axes | more,
+        operands=(first, second),
         results=(tuple((f"a{i}", f"b{i}") for i in range(len(left))),),
         linear=(frozenset({0}), frozenset({1})),
     )
@@ -193,29 +196,29 @@ def kron(call: Call) -> NodeRule:
 
 @rule("aten.cdist")
 def cdist(call: Call) -> NodeRule:
-    """Distances of all pairs of rows; the features of a row stay together."""
+    """Freeze the features of the rows, all pairs of which are compared."""
     left, right = call.operands
     batch = [f"b{i}" for i in range(len(call.results[0]) - 2)]
-    names = {
-        "x": [*batch[len(batch) + 2 - len(left) :], "m", "k"],
-        "y": [*batch[len(batch) + 2 - len(right) :], "n", "k"],
-    }
-    found = contraction(call, (names["x"], names["y"]), [*batch, "m", "n"])
-    axes = {**found.axes, "k": Axis("k", left[-1], frozen=True)}
-    # Which algorithm computes it depends on the number of rows: the whole's, not the shard's.
+    terms = (
+        [*batch[len(batch) + 2 - len(left) :], "m", "k"],
+        [*batch[len(batch) + 2 - len(right) :], "n", "k"],
+    )
+    product = contraction(call, terms, [*batch, "m", "n"])
+    axes = {**product.axes, "k": Axis("k", left[-1], frozen=True)}
+    # The number of rows selects the algorithm: that of the full tensor, not of the shard.
     mode = 1 if max(left[-2], right[-2]) > 25 else 2
 
     def localize(call: Call, local: Local) -> LocalCall:
         return call.replace(compute_mode=call.get("compute_mode") or mode)
 
-    return NodeRule(axes=axes, operands=found.operands, results=found.results, localize=localize)
+    return replace(product, axes=axes, linear=(), localize=localize)
 
 
 @rule("transformers.grouped_mm_fallback")
 def grouped_mm(call: Call) -> NodeRule:
-    """Rows sorted by expert, times each expert's matrix.
+    """Multiply rows, which are sorted by expert, by each expert's matrix.
 
-    Rows are cut as ranges (the offsets follow), experts as ranges (other ranks' rows are zero).
+    Rows are sharded as ranges (the offsets follow), experts as ranges (other ranks' rows are zero).
     """
     rows, experts = call.operands[0][0], call.operands[1][0]
     axes = {
@@ -230,9 +233,9 @@ def grouped_mm(call: Call) -> NodeRule:
         row_axis, expert_axis = local.axis("s"), local.axis("e")
         options = []
         if row_axis is not None:
-            options += [("row_axis", row_axis), ("rows", cut_of(local, "s", 0))]
+            options += [("row_axis", row_axis), ("rows", shard_argument(local, "s", 0))]
         if expert_axis is not None:
-            options += [("expert_axis", expert_axis), ("experts", cut_of(local, "e", 1))]
+            options += [("expert_axis", expert_axis), ("experts", shard_argument(local, "e", 1))]
         values = tuple(Ref(name) for name in call.node.inputs)
         return LocalCall("rt.grouped_mm", values, tuple(options))
 
@@ -243,3 +246,80 @@ def grouped_mm(call: Call) -> NodeRule:
         linear=(frozenset({0}), frozenset({1})),
         localize=localize,
     )
+
+
+@rule("aten.scaled_dot_product_attention")
+def attention(call: Call) -> NodeRule:
+    """Compute `softmax(q k') v`; batch, heads, query rows and value features are free.
+
+    With `enable_gqa` the query heads are `key heads x groups`. A causal mask needs the position of
+    the first query row, so that rows are sharded as one range.
+    """
+    query, key, value = (call.shape(name) for name in ("query", "key", "value"))
+    result = call.results[0]
+    ranks = {len(query), len(key), len(value), len(result)}
+    if len(ranks) > 1 or len(query) < 3:
+        return replicated_rule(call, "operands of different rank")
+    shared = bool(call.get("enable_gqa"))
+    if shared and (value[-3] != key[-3] or not key[-3] or query[-3] % key[-3]):
+        return replicated_rule(call, "different numbers of key and value heads")
+    num_heads = key[-3] if shared else result[-3]
+    causal = bool(call.get("is_causal"))
+    batch = each(f"b{i}" for i in range(len(result) - 3))
+    axes = {
+        **{f"b{i}": Axis(f"b{i}", n) for i, n in enumerate(result[:-3])},
+        "h": Axis("h", num_heads),
+        "g": Axis("g", result[-3] // num_heads if num_heads else 1),
+        "l": Axis("l", result[-2], outermost=causal, once=causal),
+        "s": Axis("s", key[-2], frozen=True),
+        "e": Axis("e", query[-1], frozen=True),
+        "v": Axis("v", value[-1]),
+    }
+    heads = ("h", "g") if axes["g"].size > 1 else ("h",)
+    rows: Dims = (*batch, heads, ("l",))
+    columns: Dims = (*batch, ("h",), ("s",))
+    lead = (*result[:-3], num_heads)
+    dims = {
+        "query": aligned(query, (*result[:-1], query[-1]), (*rows, ("e",))),
+        "key": aligned(key, (*lead, *key[-2:]), (*columns, ("e",))),
+        "value": aligned(value, (*lead, *value[-2:]), (*columns, ("v",))),
+    }
+    if call.has("attn_mask"):
+        mask = call.shape("attn_mask")
+        if len(mask) > len(result):
+            return replicated_rule(call, "a mask of more dims than the attention weights")
+        dims["attn_mask"] = aligned(mask, (*result[:-1], key[-2]), (*rows, ("s",)))
+    return NodeRule(
+        axes=axes,
+        operands=operand_dims(call, dims),
+        results=((*rows, ("v",)),),
+        linear=(frozenset({call.position("value")}),),
+        localize=guarded(_local_attention),
+    )
+
+
+def _local_attention(call: Call, local: Local) -> LocalCall:
+    """Call the runtime's attention if rows of a causal mask are sharded or weights dropped."""
+    dropped = float(call.get("dropout_p") or 0.0)
+    causal = bool(call.get("is_causal"))
+    rows = local.axis("l") if causal else None
+    if not dropped and rows is None:
+        return call.replace()
+    args = [call.get(name) for name in ("query", "key", "value")]
+    if call.has("attn_mask"):
+        args.append(call.get("attn_mask"))
+    options: dict[str, Any] = {}
+    if causal:
+        options["is_causal"] = True
+    if call.get("scale") is not None:
+        options["scale"] = call.get("scale")
+    if call.get("enable_gqa"):
+        options["enable_gqa"] = True
+    if rows is not None:
+        options |= {"row_axis": rows, "rows": shard_argument(local, "l", call.position("query"))}
+    if dropped:
+        shape = (*call.results[0][:-1], call.shape("key")[-2])
+        layout = local.result_layouts[0]
+        splits = tuple((n, s.dim, s.of) for n, s in layout.shards if s.dim < len(shape) - 1)
+        options |= {"dropout_p": dropped, "key": call.node.name, "shape": shape, "splits": splits}
+    return LocalCall("rt.attention", tuple(args), tuple(options.items()))
