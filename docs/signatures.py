@@ -80,7 +80,9 @@ def _class(name: str, kind: type) -> str:
         lines += ["```python3", *fields, "```"]
     elif "__init__" in vars(kind) and not inspect.isabstract(kind):
         lines += ["```python3", _signature(name, kind), "```"]
-    methods = [_method(each, value) for each, value in vars(kind).items() if each[0] != "_"]
+    bases = [base for base in kind.__mro__[:0:-1] if base.__name__[0] == "_"]  # private: shown here
+    members = {each: value for base in (*bases, kind) for each, value in vars(base).items()}
+    methods = [_method(each, value) for each, value in members.items() if each[0] != "_"]
     found = [method for method in methods if method]
     body = "\n".join(lines[2:])
     table = "\n".join(["| | |", "|---|---|", *found]) if found else ""

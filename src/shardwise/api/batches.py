@@ -1,7 +1,7 @@
-"""One plan, batches of many kinds: how programs for other batches use the parameters as stored.
+"""Programs for other batches than the first one, over the same stored parameters.
 
-Parameters are stored once, when the first batch comes; later batches may lack inputs, bring new
-ones, or have a single row.
+Parameters are stored once, for the first batch; later batches may lack inputs, have new ones, or
+have a single row. Indices in a batch are checked before a step begins.
 """
 
 from __future__ import annotations
@@ -29,15 +29,9 @@ from shardwise.program.microbatches import restrict
 from shardwise.program.program import Storage
 from shardwise.sharding.placements import Shard, format_shard
 
-__all__ = [
-    "LayoutsBySize",
-    "is_stored_as",
-    "plan_for_first",
-    "plan_for_graph",
-    "plan_for_others",
-    "same_storage",
-    "stored_specs",
-]
+MAX_SEARCHED = 2  # sizes whose layouts are searched, of graphs that differ in sizes alone
+MAX_CHAIN = 12  # operators between the batch and an index; longer chains cost more than they save
+_LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 
 
 def plan_for_graph(graph: Graph, plan: Plan) -> Plan:
@@ -50,16 +44,13 @@ def plan_for_graph(graph: Graph, plan: Plan) -> Plan:
     return fitting
 
 
-SEARCHED = 2  # sizes whose layouts are searched, of graphs that differ in sizes alone
-
-
 class LayoutsBySize:
-    """Compiles graphs that differ in sizes alone, from the third on in the layouts of the first.
+    """Compiles graphs that differ in sizes alone, from the third on with the layouts of the first.
 
-    Searching layouts takes most of the time of a program for another length. What was found for one
-    length is right for every other, and as quick for those of its order. The first two are searched
-    each by itself, so that their programs do not depend on which came first: data of one size with
-    a smaller last batch resume bit by bit.
+    Searching for layouts takes most of the time of a program for another length. The layouts of one
+    length are valid for every other, and as fast for similar ones. The first two are searched for
+    separately, so that their programs do not depend on which came first: data of one size with a
+    smaller last batch resume bit by bit.
     """
 
     def __init__(self) -> None:
@@ -67,18 +58,18 @@ class LayoutsBySize:
         self._searched: defaultdict[Hashable, set[tuple[int, ...]]] = defaultdict(set)
 
     def compile(self, graph: Graph, plan: Plan) -> Program | PipelineProgram:
-        """Compile the graph under the plan, in the layouts of an earlier graph like it."""
+        """Compile the graph, with the layouts of an earlier graph that differs in sizes alone."""
         sizes = tuple(size for i in graph.inputs for size in graph.values[i.value].shape)
-        if plan.is_scheduled or min(sizes, default=0) < 2:  # a size of 1 may leave nothing to cut
+        if plan.is_scheduled or min(sizes, default=0) < 2:  # a size of 1 may leave nothing to shard
             return compile(graph, plan)
-        like = (tuple((node.name, node.op) for node in graph.nodes), _decisions(plan))
-        if sizes not in self._searched[like] and len(self._searched[like]) >= SEARCHED:
+        same_key = (tuple((node.name, node.op) for node in graph.nodes), _decisions(plan))
+        if sizes not in self._searched[same_key] and len(self._searched[same_key]) >= MAX_SEARCHED:
             with contextlib.suppress(PlanError, InfeasiblePlan):
-                return compile(graph, plan.with_(nodes={**self._choices[like], **plan.nodes}))
+                return compile(graph, plan.with_(nodes={**self._choices[same_key], **plan.nodes}))
         program = compile(graph, plan)
         if isinstance(program, Program):
-            self._choices.setdefault(like, program.choices)
-            self._searched[like].add(sizes)
+            self._choices.setdefault(same_key, program.choices)
+            self._searched[same_key].add(sizes)
         return program
 
 
@@ -87,7 +78,7 @@ def _decisions(plan: Plan) -> Hashable:
 
 
 def _is_tiny(graph: Graph, plan: Plan) -> bool:
-    """Whether the batch has no second row, or no elements: it is one micro-batch."""
+    """Return whether the batch has a single row or no elements, and is one micro-batch."""
     for source in graph.inputs:
         shape = graph.values[source.value].shape
         dims = [d for g, d in plan.inputs.items() if d is not None and fnmatchcase(source.name, g)]
@@ -99,7 +90,7 @@ def _is_tiny(graph: Graph, plan: Plan) -> bool:
 def plan_for_first(graph: Graph, plan: Plan, model: nn.Module) -> Plan:
     """Return the plan for the first batch, which may lack inputs that the plan was made for.
 
-    An entry is left out if it names an argument of the model's forward, or a node that some module
+    An entry is dropped if it names an argument of the model's forward, or a node that some module
     of the model may have; a misspelt name stays, so that `Plan.check` reports it.
     """
     fitting = plan_for_graph(graph, plan)
@@ -121,7 +112,7 @@ def plan_for_first(graph: Graph, plan: Plan, model: nn.Module) -> Plan:
 
 
 def _may_exist(key: str, modules: Iterable[str]) -> bool:
-    """Whether some batch may give a module of this model such a node: `blocks.*.linear_0`."""
+    """Return whether some batch may give a module such a node, as in `blocks.*.linear_0`."""
     path, _, name = key.rpartition(".")
     operator = re.fullmatch(r"(\w+?)(?:_(?:\d+|\*))?", name)
     if operator is None or not hasattr(torch.ops.aten, operator[1]):
@@ -134,7 +125,7 @@ def plan_for_others(
 ) -> Plan:
     """Return the plan with the layout of every parameter fixed to that of its first program.
 
-    `homes` names for every parameter the step whose program says how it is stored.
+    `homes` names for every parameter the step whose program decides how it is stored.
     """
     entries = {
         name: ParameterEntry(layout=layout)
@@ -146,13 +137,13 @@ def plan_for_others(
 
 
 def is_stored_as(program: Program | PipelineProgram, fixed: Plan) -> bool:
-    """Whether a program takes every parameter in the layout that a plan for others fixes."""
+    """Return whether a program uses every parameter in the layout that `plan_for_others` fixed."""
     layouts = _layouts(program, fixed).items()
     return all(fixed.parameters[name].layout == layout for name, layout in layouts)
 
 
 def _layouts(program: Program | PipelineProgram, plan: Plan) -> dict[str, dict[str, str]]:
-    """The layout in which a program takes each parameter, as entries of a plan write it."""
+    """Return the layout in which a program uses each parameter, in the notation of plans."""
     layouts: dict[str, dict[str, str]] = {}
     for storage in sorted(_storages(program), key=lambda s: s.borrowed):
         layout = {
@@ -177,16 +168,16 @@ def stored_specs(
 ) -> list[rt.ParameterSpec]:
     """Return how parameters are stored for all programs, given the specs of the first.
 
-    A parameter that the first batch does not use, or uses in the same way on every rank (one row),
-    is shared out over the batch axes all the same where the plan says so.
+    A parameter that the first batch does not use, or uses equally on every rank (one row), is still
+    partitioned over the batch axes if the plan says so.
     """
     batch = tuple(a for a, size in axes.items() if size > 1 and plan.roles.get(a) == "batch")
     stored = []
     for spec in specs:
         zero = plan.entry(spec.name).zero or 0
         if zero and spec.requires_grad and not spec.sync and not spec.borrowed:
-            cut = {split.axis for split in spec.splits}
-            sync = tuple(axis for axis in batch if axis not in cut)
+            sharded = {split.axis for split in spec.splits}
+            sync = tuple(axis for axis in batch if axis not in sharded)
             spec = replace(spec, sync=sync, zero=zero if sync else 0)
         stored.append(spec)
     return stored
@@ -195,40 +186,36 @@ def stored_specs(
 def same_storage(
     store: rt.ParameterStore, specs: Sequence[rt.ParameterSpec], used: Collection[str]
 ) -> None:
-    """Raise unless a program takes the parameters it uses in the layout of their storage."""
-    held = {e.spec.name: e.spec for e in store.entries}
+    """Raise unless a program uses parameters in the layout in which they are stored."""
+    stored = {e.spec.name: e.spec for e in store.entries}
     for spec in specs:
-        known = held.get(spec.name)
+        known = stored.get(spec.name)
         if known is None and spec.name in used:
             raise BatchError(
-                f"this batch uses {spec.name} on a pipeline stage that does not hold it: the first "
-                "batch did not use it there",
+                f"this batch uses {spec.name} on a pipeline stage that does not store it: "
+                "the first batch did not use it there",
                 where=spec.name,
                 hint="call sw.parallelize with a batch that has every optional input",
             )
         if known is not None and (known.splits, known.shape) != (spec.splits, spec.shape):
             raise BatchError(
-                f"this batch needs {spec.name} of shape {spec.shape} cut as {spec.splits}; it is "
-                f"stored with shape {known.shape}, cut as {known.splits}",
+                f"this batch needs {spec.name} of shape {spec.shape} sharded as {spec.splits}; it "
+                f"is stored with shape {known.shape}, sharded as {known.splits}",
                 where=spec.name,
                 hint=f"fix its layout in the plan: parameters[{spec.name!r}]",
             )
 
 
-# Token ids, labels and other indices of a batch, checked before a step begins.
-#
-# Every rank has the whole batch and finds the same mistake, so that all raise together and none is
-# left waiting in a collective; a rank's own operators would only see its rows. Indices that are
-# computed from other things than integers of the batch are checked by the operators that use them.
+# ------------------------------------------------------------ token ids, labels, other indices
 
-
-LONGEST = 12  # operators between the batch and an index; longer chains cost more than they save
-_LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
+# Every rank has the full batch and finds the same mistake, so that all raise together and none is
+# left waiting in a collective; the operators of a rank would only see its rows. Indices that are
+# not computed from integers of the batch alone are checked by the operators that use them.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexUse:
-    """A value of the graph as an index: what it may hold, who uses it, where it comes from."""
+    """A value that is used as an index: its valid range, its user and its sources."""
 
     value: str
     low: int
@@ -256,13 +243,13 @@ class IndexUse:
 
 
 class BatchIndices:
-    """Checks the integers of whole batches against what a graph indexes with them."""
+    """Checks the integers of full batches that a graph uses as indices."""
 
     def __init__(self, graph: Graph) -> None:
-        found: dict[tuple[str, int, int, int | None], IndexUse] = {}
+        uses: dict[tuple[str, int, int, int | None], IndexUse] = {}
         for use in _uses(graph):
-            found.setdefault((use.value, use.low, use.size, use.ignored), use)
-        self.uses = tuple(found.values())
+            uses.setdefault((use.value, use.low, use.size, use.ignored), use)
+        self.uses = tuple(uses.values())
         self.part = restrict(graph, tuple({use.value: None for use in self.uses}))
 
     def check(self, inputs: Mapping[str, Tensor]) -> None:
@@ -276,7 +263,7 @@ class BatchIndices:
 
 
 def _uses(graph: Graph) -> Iterator[IndexUse]:
-    """Uses of integers that follow from the batch alone, in a few steps."""
+    """Yield the uses of indices that are computed from the batch alone, in a few operators."""
     producers = graph.producers
     inputs = {i.value: i.name for i in graph.inputs}
     constants = {c.value for c in graph.constants}
@@ -284,7 +271,7 @@ def _uses(graph: Graph) -> Iterator[IndexUse]:
         for value, low, size, ignored in _indices(graph, node):
             sources: list[str] = []
             pending, nodes = [value], 0
-            while pending and nodes <= LONGEST:
+            while pending and nodes <= MAX_CHAIN:
                 name = pending.pop()
                 maker = producers.get(name)
                 if graph.values[name].dtype.is_floating_point:
@@ -297,7 +284,7 @@ def _uses(graph: Graph) -> Iterator[IndexUse]:
                 elif name not in constants:
                     break
             else:
-                if sources and nodes <= LONGEST:
+                if sources and nodes <= MAX_CHAIN:
                     yield IndexUse(
                         value=value,
                         low=low,
@@ -310,7 +297,7 @@ def _uses(graph: Graph) -> Iterator[IndexUse]:
 
 
 def _indices(graph: Graph, node: Node) -> Iterator[tuple[str, int, int, int | None]]:
-    """The values that a node takes as indices: the least, how many there are, what is ignored."""
+    """Yield the values that a node uses as indices: name, minimum, table size, ignored index."""
     for name in dict.fromkeys(node.inputs):
         if graph.values[name].dtype in (torch.bool, torch.uint8):
             continue

@@ -1,7 +1,6 @@
-"""A graph and a plan as readable Python: `compile(graph, plan)`.
+"""`capture` a training step as a graph, and `compile(graph, plan)` to readable Python.
 
-Equal graphs and plans are
-compiled once per process: the fingerprint covers the graph, the plan and Shardwise's version.
+Equal graphs and plans are compiled once per process.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from shardwise.simulation import MemoryUse
 
 
-# `capture`: the graph of a step, in the dtypes and for the micro-batches of a plan.
+# ------------------------------------------------------------ capture
 
 
 def capture(
@@ -137,12 +136,12 @@ def _require_no_hooks(model: nn.Module) -> None:
 
 
 def require_precision(graph: Graph, plan: Plan) -> None:
-    """Raise when the graph was not captured in the number types of the plan."""
+    """Raise if the graph was not captured in the dtypes of the plan."""
     check_types(graph, plan.precision, hint="graph = sw.capture(model, batch, plan=plan)")
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy without data whose floating parameters and buffers are of another type."""
+    """Return a copy without data whose floating-point parameters and buffers have this dtype."""
     twin = skeleton(model)
     for tensor in (*twin.parameters(), *twin.buffers()):
         if tensor.is_floating_point():
@@ -151,13 +150,13 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def cast_batch(batch: Any, dtype: torch.dtype) -> Any:
-    """The batch with floating tensors of another type."""
+    """Return the batch with its floating-point tensors in this dtype."""
     call = read_batch(batch)
     return call.batch_with([t.to(dtype) if t.is_floating_point() else t for _, t in call.tensors])
 
 
 def microbatch(batch: Any, plan: Plan, index: int) -> Any:
-    """One of a batch's micro-batches, where each is a batch of its own; all have one size."""
+    """Return one of a batch's micro-batches, of which each is a batch of its own of equal size."""
     call = read_batch(batch)
     parts = []
     for path, tensor in call.tensors:
@@ -168,8 +167,8 @@ def microbatch(batch: Any, plan: Plan, index: int) -> Any:
         rows, rest = divmod(tensor.shape[dim], plan.num_microbatches)
         if rest:
             raise BatchError(
-                f"{tensor.shape[dim]} samples are not {plan.num_microbatches} micro-batches of one "
-                "size, which the plan takes as batches of their own",
+                f"{tensor.shape[dim]} samples cannot be split into {plan.num_microbatches} "
+                "micro-batches of equal size, which the plan treats as separate batches",
                 where=path_name(path),
                 hint="another batch size, or per_microbatch=False if the model allows it",
             )
@@ -178,11 +177,11 @@ def microbatch(batch: Any, plan: Plan, index: int) -> Any:
 
 
 def _batch_dim(name: str, plan: Plan, tensor: torch.Tensor) -> int | None:
-    found = None
-    for glob, dim in plan.inputs.items():
-        if fnmatchcase(name, glob):
-            found = dim
-    return found if found is not None and tensor.dim() > found else None
+    dims = [dim for glob, dim in plan.inputs.items() if fnmatchcase(name, glob)]
+    return dims[-1] if dims and dims[-1] is not None and tensor.dim() > dims[-1] else None
+
+
+# ------------------------------------------------------------ compiled programs
 
 
 CACHED_PROGRAMS = 32
@@ -190,34 +189,30 @@ WIDE = {dtype.name: dtype.exact for dtype in DTYPES.values() if dtype.exact}
 _NARROW = re.compile(rf"\b({'|'.join(WIDE)})\b")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """The parallel program of all ranks: what was lowered, and its text."""
+class _Compiled:
+    """What all compiled programs have: a lowered program and the texts of its files."""
 
-    lowered: lowering.Program
-    sources: tuple[str, ...]  # one per distinct rank program
-    choices: Mapping[str, Mapping[str, str]]  # node -> mesh axis -> what it does, but for tables
+    __slots__ = ()
+    lowered: lowering.Program | lowering.Pipeline
+    sources: tuple[str, ...]
 
     @property
     def graph(self) -> Graph:
+        """The captured step."""
         return self.lowered.graph
 
     @property
     def plan(self) -> Plan:
+        """The plan that the program follows."""
         return self.lowered.plan
 
     @property
     def fingerprint(self) -> str:
         """Identifies the programs of all ranks: equal on ranks that may run together."""
-        return _fingerprint(self.plan, self.sources)
-
-    def source(self, rank: int = 0) -> str:
-        """The text that `rank` runs."""
-        for text, ranks in zip(self.sources, self.lowered.rank_programs, strict=True):
-            if rank in ranks.ranks:
-                return text
-        self.lowered.of_rank(rank)  # raises
-        raise AssertionError
+        digest = hashlib.sha256(json.dumps(self.plan.to_json()).encode())
+        for source in self.sources:
+            digest.update(source.encode(errors="backslashreplace"))
+        return digest.hexdigest()[:16]
 
     def memory(
         self,
@@ -234,53 +229,69 @@ class Program:
         """
         from shardwise.api.memory import rank_memory
 
-        return rank_memory(self, rank, optimizer, device, options)
+        return rank_memory(self, rank, optimizer, device, options)  # type: ignore[arg-type]
+
+    def files(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return the ranks that run each file, and its text."""
+        raise NotImplementedError
 
     def save(self, folder: str | Path) -> dict[str, tuple[int, ...]]:
-        """Write one Python file per distinct rank program, `ranks.json`, and the plan.
+        """Write the code, `ranks.json` and the plan; return the ranks that run each file of code.
 
-        Gives the code's files, with the ranks that run each.
+        Code that an earlier program left in the folder is removed.
         """
-        folder = Path(folder)
-        files = {}
-        for text, ranks in zip(self.sources, self.lowered.rank_programs, strict=True):
-            name = f"rank_{ranks.ranks[0]}.py"
+        folder, files = Path(folder), self.files()
+        for name, (_, text) in files.items():
             write_text(folder / name, text, ProgramError)
-            files[name] = ranks.ranks
-        _save_rest(folder, files, self.plan, self.graph)
-        return files
+        ranks_of = {name: ranks for name, (ranks, _) in files.items()}
+        _remove_stale(folder, ranks_of)
+        listed = {name: list(ranks) for name, ranks in ranks_of.items()}
+        write_text(folder / "ranks.json", json.dumps(listed, indent=2) + "\n", ProgramError)
+        self.plan.save(folder / "plan.json")
+        constants = {c.value: c.data.contiguous() for c in self.graph.constants}
+        if constants:
+            write_bytes(folder / "constants.safetensors", save(constants), ProgramError)
+        return ranks_of
 
     def __str__(self) -> str:
         return str(self.lowered)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineProgram:
+class Program(_Compiled):
+    """The parallel program of all ranks: a text for each distinct rank program."""
+
+    lowered: lowering.Program
+    sources: tuple[str, ...]  # one per distinct rank program
+    choices: Mapping[str, Mapping[str, str]]  # node -> mesh axis -> choice, except for constants
+
+    def source(self, rank: int = 0) -> str:
+        """Return the text that `rank` runs."""
+        program = self.lowered.of_rank(rank)
+        return self.files()[f"rank_{program.ranks[0]}.py"][1]
+
+    def files(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return the ranks that run each file, and its text: one per distinct rank program."""
+        return {
+            f"rank_{program.ranks[0]}.py": (program.ranks, text)
+            for text, program in zip(self.sources, self.lowered.rank_programs, strict=True)
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineProgram(_Compiled):
     """The parallel program of a plan with stages or micro-batches, and its files."""
 
     lowered: lowering.Pipeline
     text: PipelineSources
 
     @property
-    def graph(self) -> Graph:
-        return self.lowered.graph
-
-    @property
-    def plan(self) -> Plan:
-        return self.lowered.plan
-
-    @property
-    def sources(self) -> tuple[str, ...]:
+    def sources(self) -> tuple[str, ...]:  # type: ignore[override]
         """The texts of all files."""
         return tuple(self.text.texts)
 
-    @property
-    def fingerprint(self) -> str:
-        """Identifies the programs of all ranks: equal on ranks that may run together."""
-        return _fingerprint(self.plan, self.sources)
-
     def source(self, rank: int = 0) -> str:
-        """The text that `rank` runs for its first stage and micro-batch."""
+        """Return the text that `rank` runs for its first stage and micro-batch."""
         for stage, sources in zip(self.lowered.stages, self.text.stages, strict=True):
             if rank in stage.ranks:
                 place = stage.ranks.index(rank)
@@ -289,54 +300,22 @@ class PipelineProgram:
                 )
         raise ProgramError(f"rank {rank} is not among the {self.plan.num_ranks} of the plan")
 
-    def memory(
-        self,
-        rank: int = 0,
-        optimizer: str | Callable[..., torch.optim.Optimizer] = "adamw",
-        *,
-        device: torch.device | str = "cpu",
-        **options: Any,
-    ) -> MemoryUse:
-        """Run a step of `rank` on tensors without data, and return its peak memory.
-
-        `optimizer` is a class or the name of one of torch's, with its `options`. `device` may be
-        "cuda" where there is a GPU: some operators allocate differently there.
-        """
-        from shardwise.api.memory import rank_memory
-
-        return rank_memory(self, rank, optimizer, device, options)
-
-    def save(self, folder: str | Path) -> dict[str, tuple[int, ...]]:
-        """Write a Python file per stage program, `pipeline.py`, `ranks.json`, and the plan.
-
-        Gives the code's files, with the ranks that run each.
-        """
-        folder = Path(folder)
-        files = {}
+    def files(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return the ranks that run each file, and its text: one per stage, and `pipeline.py`."""
+        every, files = tuple(range(self.plan.num_ranks)), {}
         for name, text in self.text.files().items():
-            write_text(folder / name, text, ProgramError)
-            files[name] = tuple(range(self.plan.num_ranks))
-            if name.startswith("stage_"):
-                stage = int(name.removesuffix(".py").split("_")[1])
-                files[name] = self.lowered.stages[stage].ranks
-        _save_rest(folder, files, self.plan, self.graph)
+            stage = re.match(r"stage_(\d+)", name)
+            files[name] = (self.lowered.stages[int(stage[1])].ranks if stage else every, text)
         return files
-
-    def __str__(self) -> str:
-        return str(self.lowered)
 
 
 def read_sources(folder: str | Path, program: Program | PipelineProgram) -> list[str]:
     """Return the code in a folder that `save` wrote, in the order of the program's sources.
 
-    Number types become float64, for a check.
+    Floating-point dtypes become float64, as verification computes.
     """
-    if isinstance(program, PipelineProgram):
-        names = list(program.text.files())
-    else:
-        names = [f"rank_{ranks.ranks[0]}.py" for ranks in program.lowered.rank_programs]
     texts = []
-    for name in names:
+    for name in program.files():
         path = Path(folder) / name
         try:
             text = path.read_text(encoding="utf-8")
@@ -345,35 +324,15 @@ def read_sources(folder: str | Path, program: Program | PipelineProgram) -> list
             raise ProgramError(
                 f"{name} of the program cannot be read: {reason}",
                 where=str(path),
-                hint="shardwise compile MODEL.py:FUNCTION --out FOLDER writes a whole program",
+                hint="shardwise compile MODEL.py:FUNCTION --out FOLDER writes a complete program",
             ) from None
         texts.append(text)
     return widen_sources(texts)
 
 
 def widen_sources(texts: Iterable[str]) -> list[str]:
-    """Return code with float64 for every narrower floating type."""
-    return [_NARROW.sub(lambda found: WIDE[found[0]], text) for text in texts]
-
-
-def _fingerprint(plan: Plan, sources: Iterable[str]) -> str:
-    digest = hashlib.sha256(json.dumps(plan.to_json()).encode())
-    for source in sources:
-        digest.update(source.encode(errors="backslashreplace"))
-    return digest.hexdigest()[:16]
-
-
-def _save_rest(
-    folder: Path, files: Mapping[str, tuple[int, ...]], plan: Plan, graph: Graph
-) -> None:
-    """What stands beside the code: who runs which file, the plan, tensors of the graph."""
-    listed = {name: list(ranks) for name, ranks in files.items()}
-    _remove_stale(folder, files)
-    write_text(folder / "ranks.json", json.dumps(listed, indent=2) + "\n", ProgramError)
-    plan.save(folder / "plan.json")
-    constants = {c.value: c.data.contiguous() for c in graph.constants}
-    if constants:
-        write_bytes(folder / "constants.safetensors", save(constants), ProgramError)
+    """Return code with float64 for every narrower floating-point dtype."""
+    return [_NARROW.sub(lambda match: WIDE[match[0]], text) for text in texts]
 
 
 def _remove_stale(folder: Path, files: Mapping[str, tuple[int, ...]]) -> None:
@@ -391,7 +350,7 @@ _cache: OrderedDict[str, Program | PipelineProgram] = OrderedDict()
 
 
 def compile(graph: Graph, plan: Plan) -> Program | PipelineProgram:
-    """Lower a plan and write the code of every distinct rank program.
+    """Lower a plan and generate the code of every distinct rank program.
 
     A plan with stages or micro-batches gives a `PipelineProgram`.
     """
@@ -405,15 +364,15 @@ def compile(graph: Graph, plan: Plan) -> Program | PipelineProgram:
 
 
 def _cache_key(graph: Graph, plan: Plan) -> str:
-    """Of all that a graph and a plan say: what a process compiled before must change no program.
+    """Return a digest of everything that the code depends on.
 
-    Graphs of one fingerprint may give other code, which shows places and names of classes. An
-    autograd function is known by itself, as one of the same name may compute something else.
+    Graphs of one fingerprint may give different code, which shows source lines and class names. An
+    autograd function is identified by the object: one of the same name may compute something else.
     """
     functions = [(name, id(function)) for name, function in graph.functions.items()]
-    told = f"{__version__} {rules_revision()} {graph.fingerprint} {graph!r} {functions}"
-    whole = f"{told} {json.dumps(plan.to_json())}".encode(errors="backslashreplace")
-    return hashlib.sha256(whole).hexdigest()
+    text = f"{__version__} {rules_revision()} {graph.fingerprint} {graph!r} {functions}"
+    text = f"{text} {json.dumps(plan.to_json())}"
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
 
 
 def _compile(graph: Graph, plan: Plan) -> Program | PipelineProgram:
@@ -427,7 +386,7 @@ def _compile(graph: Graph, plan: Plan) -> Program | PipelineProgram:
 
 
 def _choices(resolved: Resolved) -> dict[str, dict[str, str]]:
-    """What every node does on each mesh axis, as a plan would write it."""
+    """Return the choice of every node on each mesh axis, in the notation of plans."""
     tables = constant_values(resolved.graph)
     return {
         node.name: {a.axis: str(a.nodes[node.name].choice) for a in resolved.assignments}

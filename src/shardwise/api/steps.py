@@ -1,8 +1,6 @@
-"""Several steps over the same modules: what each computes, and where shared parameters live.
+"""Several named steps over the same modules: what each computes, and how parameters are stored.
 
-Enters: the arguments of `parallelize`, then one compiled program per step. Leaves: a `StepSpec` per
-name, and for every parameter the step whose program says how it is stored. A parameter that
-several steps use is stored once, so these programs must hold it alike.
+A parameter that several steps use is stored once, so their programs must store it in the same way.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ Plans = Plan | Mapping[str, Plan] | MakePlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpec:
-    """One step: an example batch, what is computed of it, and the plan."""
+    """One step: an example batch, what is computed from it, and its plan."""
 
     name: str
     batch: Any
@@ -48,7 +46,7 @@ def read_steps(
     steps: Mapping[str, StepFn] | None,
     device: torch.device | None,
 ) -> dict[str, StepSpec]:
-    """The steps by name; a model with a loss function is one step without a name."""
+    """Return the steps by name; a model with a loss function is one step named ""."""
     objectives = _objectives(loss_fn, steps)
     batches = dict.fromkeys(objectives, batch)
     if steps is not None and isinstance(batch, Mapping) and set(batch) == set(steps):
@@ -58,27 +56,27 @@ def read_steps(
             f"the plans are for steps {sorted(plan)}, the steps are {sorted(objectives)}",
             hint="a plan for every step, one plan for all, or a function of a step's graph",
         )
-    found: dict[str, StepSpec] = {}
-    stored: dict[str, Plan] = {}  # the plan that says how a parameter is stored
+    specs: dict[str, StepSpec] = {}
+    stored: dict[str, Plan] = {}  # parameter -> the plan that decides how it is stored
     for name, chosen in objectives.items():
-        mine = plan[name] if isinstance(plan, Mapping) else plan
-        if not isinstance(mine, Plan):
+        own = plan[name] if isinstance(plan, Mapping) else plan
+        if not isinstance(own, Plan):
             graph = capture(model, batches[name], chosen, training=True, device=device)
-            mine = _made(mine, graph, stored)
+            own = _make_plan(own, graph, stored)
             for used in sorted(used_parameters(graph)):
-                stored.setdefault(used, mine)
-        found[name] = StepSpec(name=name, batch=batches[name], objective=chosen, plan=mine)
-    _require_alike(list(found.values()))
-    return found
+                stored.setdefault(used, own)
+        specs[name] = StepSpec(name=name, batch=batches[name], objective=chosen, plan=own)
+    _require_equal(list(specs.values()))
+    return specs
 
 
-def _made(make: object, graph: Graph, stored: Mapping[str, Plan]) -> Plan:
-    """The plan for one step's graph; what earlier steps use stays as they store it."""
+def _make_plan(make: object, graph: Graph, stored: Mapping[str, Plan]) -> Plan:
+    """Return the plan for a step's graph, with parameters of earlier steps as those store them."""
     if not callable(make):
         raise PlanError(f"a plan is a Plan or a function of a graph, not {make!r}")
     made = make(graph)
     if not isinstance(made, Plan):
-        raise PlanError(f"the function of a graph gave {made!r}, not a Plan")
+        raise PlanError(f"the function of a graph returned {made!r}, not a Plan")
     fixed = {name: stored[name].entry(name) for name in used_parameters(graph) if name in stored}
     return made.with_(parameters={**made.parameters, **dict(sorted(fixed.items()))})
 
@@ -93,8 +91,8 @@ def _objectives(loss_fn: Objective, steps: Mapping[str, StepFn] | None) -> dict[
     return {name: objective(loss_fn, step) for name, step in steps.items()}
 
 
-def _require_alike(steps: list[StepSpec]) -> None:
-    """All plans are for one mesh and one way to store numbers."""
+def _require_equal(steps: list[StepSpec]) -> None:
+    """Raise unless all plans have the same ranks, dtypes and other shared decisions."""
     first = steps[0]
     for other in steps[1:]:
         for what, read in _SHARED.items():
@@ -103,7 +101,7 @@ def _require_alike(steps: list[StepSpec]) -> None:
                 raise PlanError(
                     f"the plans of steps {first.name!r} and {other.name!r} differ in {what}: "
                     f"{a} and {b}",
-                    hint="steps over the same modules run on the same ranks, in the same types",
+                    hint="steps over the same modules run on the same ranks, in the same dtypes",
                 )
 
 
@@ -118,7 +116,7 @@ _SHARED: dict[str, Callable[[Plan], Any]] = {
 
 
 def used_parameters(graph: Graph) -> frozenset[str]:
-    """The names of the parameters that a step reads."""
+    """Return the names of the parameters that a step reads."""
     read = {name for node in graph.nodes for name in node.inputs}
     read |= {leaf.name for leaf in graph.outputs if isinstance(leaf, Ref)}
     read |= {b.mutation for b in graph.buffers if b.mutation} | {graph.loss or ""}
@@ -126,7 +124,7 @@ def used_parameters(graph: Graph) -> frozenset[str]:
 
 
 def trained_parameters(graph: Graph) -> frozenset[str]:
-    """The names of the parameters that get a gradient from the step's loss."""
+    """Return the names of the parameters that get a gradient from the step's loss."""
     carriers, reached = gradient_carriers(graph), {graph.loss}
     for node in reversed(graph.nodes):
         if node.grad_enabled and any(n in reached and n in carriers for n in node.outputs):
@@ -148,9 +146,9 @@ def step_options(graph: Graph, plan: Plan) -> rt.StepOptions:
 
 
 def storage_homes(programs: Mapping[str, Program | PipelineProgram]) -> dict[str, str]:
-    """For every parameter, the step whose program says how it is stored.
+    """Return for every parameter the step whose program decides how it is stored.
 
-    The first that trains it; else the first that uses it; else the first.
+    That is the first step that trains it, else the first that uses it, else the first.
     """
     holdings = {step: _holdings(program) for step, program in programs.items()}
     used = {step: used_parameters(program.graph) for step, program in programs.items()}
@@ -169,32 +167,32 @@ def storage_homes(programs: Mapping[str, Program | PipelineProgram]) -> dict[str
 
 
 def _holdings(program: Program | PipelineProgram) -> dict[str, dict[tuple[int, ...], Storage]]:
-    """How each group of ranks stores each parameter that it holds."""
+    """Return how each group of ranks stores each of its parameters."""
     if isinstance(program, PipelineProgram):
         stages = [(s.ranks, s.program.rank_programs[0]) for s in program.lowered.stages]
     else:
         stages = [(tuple(range(program.plan.num_ranks)), program.lowered.rank_programs[0])]
-    found: dict[str, dict[tuple[int, ...], Storage]] = {}
+    holdings: dict[str, dict[tuple[int, ...], Storage]] = {}
     for ranks, ran in stages:
         for storage in ran.parameters:
-            found.setdefault(storage.name, {}).setdefault(ranks, storage)
-    return found
+            holdings.setdefault(storage.name, {}).setdefault(ranks, storage)
+    return holdings
 
 
-def _places(held: Mapping[tuple[int, ...], Storage]) -> str:
+def _places(storages: Mapping[tuple[int, ...], Storage]) -> str:
     return ", ".join(
-        f"{storage.layout} on ranks {format_ranks(ranks)}" for ranks, storage in held.items()
+        f"{storage.layout} on ranks {format_ranks(ranks)}" for ranks, storage in storages.items()
     )
 
 
-def _zeros(held: Mapping[tuple[int, ...], Storage]) -> str:
-    return ", ".join(f"zero {storage.zero}" for storage in held.values() if storage.sync)
+def _zeros(storages: Mapping[tuple[int, ...], Storage]) -> str:
+    return ", ".join(f"zero {storage.zero}" for storage in storages.values() if storage.sync)
 
 
-def _compare(name: str, home: str, step: str, wanted: str, got: str) -> None:
-    if wanted and got and wanted != got:
+def _compare(name: str, home: str, step: str, one: str, other: str) -> None:
+    if one and other and one != other:
         raise PlanMismatch(
-            f"steps {home!r} and {step!r} store the parameter differently: {wanted}; {got}",
+            f"steps {home!r} and {step!r} store the parameter differently: {one}; {other}",
             where=name,
             hint=f"fix its layout in both plans: parameters={{{name!r}: …}}; with pipeline stages, "
             "begin them at nodes of the same modules, or use a plan without stages",

@@ -1,14 +1,18 @@
-"""Does a plan compute what the model computes? `verify(model, batch, plan)`."""
+"""`verify(model, batch, plan)`: check by execution that a plan computes what the model computes."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwise.api.compile import capture_for_plan, compile, microbatch, read_sources, widen_sources
@@ -24,13 +28,18 @@ from shardwise.equivalence.reference import (
 )
 from shardwise.equivalence.twin import available_bytes, certify_twin, needed_bytes, parameter_bytes
 from shardwise.errors import ShardwiseError, VerifyError
+from shardwise.files import read_json, write_text
 from shardwise.frontend import capture
 from shardwise.frontend.errors import describe_failure
 from shardwise.frontend.objective import LossFn, Model, Objective, StepFn, as_module, objective
 from shardwise.ir import Graph
 from shardwise.plans import Plan, Precision
+from shardwise.runtime.rendezvous import starting
+from shardwise.version import __version__
 
-MOST_THREADS = 64
+MAX_THREADS = 64
+VERIFIED = "verified.json"
+MAX_WAIT_S = 3600.0  # of other ranks for the check
 
 
 def verify(
@@ -46,28 +55,28 @@ def verify(
 ) -> Certificate:
     """Check by execution that a plan's program computes what the model computes.
 
-    The emitted code runs in float64, a thread per rank, and the model beside it on one device:
-    once with the weights and batch as given, and once with both changed so that zeros, ties and
-    extreme numbers hide nothing. Loss, outputs, every gradient, and parameters and buffers after an
-    AdamW step must agree to 1e-9 of each element, or to the rounding that is measured for it; in
-    the second trial so must every single value and its gradient. The certificate says so of these
-    trials, which is strong evidence and not a proof for all batches; it names what they did not
-    exercise. On failure it names the first node whose value differs.
+    The emitted code runs in float64 with a thread per rank, and the model on one device: once with
+    the given weights and batch, and once with both changed so that zeros, ties and extreme values
+    hide no difference. Loss, outputs, all gradients, and parameters and buffers after an AdamW step
+    must agree to 1e-9 of each element, or to the rounding error measured for it; in the second
+    trial, so must every intermediate value and its gradient. The certificate records these trials,
+    which are strong evidence but not a proof for all batches, and what they did not exercise. On
+    failure it names the first node whose value differs.
 
-    `program` is a folder that `shardwise compile` wrote: the code in it runs instead, as it may
-    have been edited by hand, with the plan beside it unless `plan` is given.
+    `program` is a folder that `shardwise compile` wrote: the code in it runs instead, including
+    edits by hand, with the plan in the folder unless `plan` is given.
 
     A model that draws random numbers is compared with its captured graph on one device under the
     same draws (`rng="exact"`). A plan whose micro-batches are batches of their own is compared with
-    one device that accumulates over the same micro-batches. Number types of the plan are left
-    aside. Trees of the plan's collectives are checked as trees, and sums take them in the run.
+    one device that accumulates over the same micro-batches. Dtypes of the plan are ignored. Trees
+    of the plan's collectives are checked, and the run adds in their order.
 
-    A model without weights (meta tensors), or one that needs more than `max_bytes` (by default what
-    this machine has free) or more ranks than threads are sensible, is checked on a scaled twin:
-    fewer layers, smaller sizes, fewer ranks and micro-batches; its stages begin at the same nodes
-    and work in the same order. The certificate then says what was scaled. A loss, gradient or
-    parameter that is not finite is a `VerifyError`: beside a NaN every program looks right.
-    With several named steps, call this for each: `step` is as in `capture`.
+    A model without weights (meta tensors), or one that needs more than `max_bytes` (by default the
+    free memory of this machine) or too many threads, is checked on a scaled twin with fewer layers,
+    smaller sizes, fewer ranks and micro-batches, whose stages begin at the same nodes and follow
+    the same schedule. The certificate then lists what was scaled. A loss, gradient or parameter
+    that is not finite is a `VerifyError`, because a NaN hides every difference. With several named
+    steps, call this for each: `step` is as in `capture`.
     """
     model, computed = as_module(model), objective(loss_fn, step)
     if plan is None:
@@ -80,7 +89,7 @@ def verify(
 
 @contextlib.contextmanager
 def _explained(model: nn.Module) -> Iterator[None]:
-    """Give errors of the model, or of torch, a place and a name; our own stay as they are."""
+    """Turn errors of the model and of torch into a `VerifyError` with their place."""
     try:
         yield
     except ShardwiseError:
@@ -112,7 +121,7 @@ def _verify(
             verify_trees(choice)
     wide = plan.with_(precision=Precision())
     limit = available_bytes() if max_bytes is None else max_bytes
-    if plan.num_ranks > MOST_THREADS or is_meta(model, batch) or too_large(model, plan, limit):
+    if plan.num_ranks > MAX_THREADS or is_meta(model, batch) or too_large(model, plan, limit):
         _require_no_edits(folder)
         small = wide.with_(collectives=())
         graph = widen_graph(capture_for_plan(model, batch, small, loss_fn))
@@ -144,7 +153,7 @@ def _verify(
 
 
 class _Model:
-    """The model on one device: what every trial is compared with."""
+    """The model on one device, with which every trial is compared."""
 
     def __init__(
         self,
@@ -158,7 +167,7 @@ class _Model:
         self.call, self.draws = read_batch(batch), draws(graph)
 
     def step(self, batch: Any) -> Reference:
-        """One training step; the plan's micro-batches are accumulated if they are its batches."""
+        """Run a training step; micro-batches that are batches of their own are accumulated."""
         plan = self.plan
         first, *more = [batch]
         if plan.per_microbatch and plan.num_microbatches > 1:
@@ -171,7 +180,7 @@ class _Model:
     def rerun(
         self, state: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
     ) -> Reference:
-        """The same with other weights and another batch."""
+        """Run a training step with other weights and another batch."""
         with torch.no_grad():
             for name, tensor in self._tensors():
                 tensor.copy_(state[name])
@@ -184,7 +193,7 @@ class _Model:
 def _require_no_edits(folder: str | Path | None) -> None:
     if folder is not None:
         raise VerifyError(
-            "edited code is verified in the sizes it was written for, which are too large here",
+            "edited code can only be verified at its full size, which is too large here",
             where=str(folder),
             hint="verify it on a machine with more memory, or pass max_bytes=",
         )
@@ -196,19 +205,79 @@ def _certify_twin(
     inputs, _ = flatten_batch(batch)
     buffers = dict(model.named_buffers())
     hooks, graph = graph.hooks, replace(graph, hooks=())
-    found = certify_twin(graph, plan, buffers, inputs, timeout_s=timeout_s, max_bytes=limit)
+    result = certify_twin(graph, plan, buffers, inputs, timeout_s=timeout_s, max_bytes=limit)
     if not hooks:
-        return found
+        return result
     omitted = f"gradient hooks left out: {', '.join(map(str, hooks))}"
-    return replace(found, scaled=(*found.scaled, omitted))
+    return replace(result, scaled=(*result.scaled, omitted))
 
 
 def is_meta(model: nn.Module, batch: Any) -> bool:
-    """Whether the model or the batch has tensors without data."""
+    """Return whether the model or the batch has tensors without data."""
     inputs, _ = flatten_batch(batch)
     return any(t.is_meta for t in (*model.parameters(), *model.buffers(), *inputs.values()))
 
 
 def too_large(model: nn.Module, plan: Plan, limit: float) -> bool:
-    """Whether the parameters alone are more than fits."""
+    """Return whether the parameters alone exceed the memory limit."""
     return parameter_bytes(sum(p.numel() for p in model.parameters()), plan) > limit
+
+
+# ------------------------------------------------------------ before training
+
+
+def verify_first(
+    model: Model,
+    batch: Any,
+    plan: Plan,
+    loss_fn: LossFn | None = None,
+    *,
+    folder: Path | None = None,
+) -> None:
+    """Raise a `VerifyError` unless the plan's program equals the model.
+
+    Rank 0 checks, the others wait for it, and all raise if it fails. With a `folder`, programs that
+    passed are remembered in a file there, so that a training run that is resumed does not check the
+    same program again.
+    """
+    with starting(MAX_WAIT_S) as agree:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            _verify_once(model, batch, plan, loss_fn, folder)
+        agree("verified")
+
+
+def _verify_once(
+    model: Model, batch: Any, plan: Plan, loss_fn: LossFn | None, folder: Path | None
+) -> None:
+    file = None if folder is None else folder / VERIFIED
+    key = fingerprint(model, batch, plan, loss_fn)
+    passed = _passed(file)
+    if key in passed:
+        return
+    certificate = verify(model, batch, plan, loss_fn)
+    if not certificate.ok:
+        raise VerifyError(
+            str(certificate),
+            hint="another plan, or an issue with this text; verify: false trains unchecked",
+        )
+    if file is not None:
+        passed[key] = {"at": time.strftime("%Y-%m-%dT%H:%M:%S"), "certificate": str(certificate)}
+        write_text(file, json.dumps(passed, indent=2) + "\n", VerifyError)
+
+
+def fingerprint(model: Model, batch: Any, plan: Plan, loss_fn: LossFn | None = None) -> str:
+    """Return a digest of everything that the result of a check depends on."""
+    graph = capture_for_plan(model, batch, plan, loss_fn)
+    program = compile(graph, plan).fingerprint
+    parts = (__version__, torch.__version__, graph.fingerprint, program)
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:24]
+
+
+def _passed(file: Path | None) -> dict[str, Any]:
+    if file is None or not file.exists():
+        return {}
+    try:
+        passed = read_json(file, VerifyError)
+    except ShardwiseError:
+        return {}  # corrupt: check again and rewrite it
+    return dict(passed) if isinstance(passed, dict) else {}

@@ -168,35 +168,23 @@ def with_code_if_quick(plan: Plan, graph: Graph, target: str) -> Plan:
 
 
 def generated_code(graph: Graph, plan: Plan) -> GeneratedCode:
-    """Return the generated files, and the text of every source line that they mention."""
-    from shardwise.api.compile import PipelineProgram, compile
+    """Return the generated files, and the text of every source line that they mention.
 
-    program = compile(graph, plan)
-    if isinstance(program, PipelineProgram):
-        named = list(_pipeline_files(program))
-    else:
-        pairs = zip(program.sources, program.lowered.rank_programs, strict=True)
-        named = [(f"rank_{rank.ranks[0]}.py", rank.ranks, text) for text, rank in pairs]
+    Files of equal text, such as those of equal stages, are one.
+    """
+    from shardwise.api.compile import compile
+
+    merged: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, (ranks, text) in compile(graph, plan).files().items():
+        first, before = merged.get(text, (name, ()))
+        merged[text] = (first, tuple(sorted({*before, *ranks})))
     files = tuple(
         GeneratedFile(name=name, ranks=format_ranks(ranks), text=text)
-        for name, ranks, text in named
+        for text, (name, ranks) in merged.items()
     )
     used = {source for file in files for source in _sources(file.text.splitlines()) if source}
     texts = {node.source: node.source_text for node in graph.nodes if node.source in used}
     return GeneratedCode(files=files, texts=texts)
-
-
-def _pipeline_files(program: Any) -> Iterable[tuple[str, tuple[int, ...], str]]:
-    """Return the files with the ranks that run them; equal stages are one file."""
-    files: dict[str, tuple[str, tuple[int, ...]]] = {}
-    everyone = tuple(range(program.plan.num_ranks))
-    for name, text in program.text.files().items():
-        ranks = everyone
-        if name.startswith("stage_"):
-            ranks = program.lowered.stages[int(name.removesuffix(".py").split("_")[1])].ranks
-        first, before = files.get(text, (name, ()))
-        files[text] = (first, tuple(sorted({*before, *ranks})))
-    return [(name, ranks, text) for text, (name, ranks) in files.items()]
 
 
 def read_code(details: PlanDetails) -> Code | None:

@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import shardwise.runtime as rt
-from shardwise.api import verified
 from shardwise.api.parallelize import parallelize
+from shardwise.api.verify import VERIFIED, verify_first
 from shardwise.checkpoint import CheckpointManager, Saving, load_checkpoint, save_checkpoint
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.errors import CheckpointError, ConfigError, TrainingError
@@ -49,7 +49,7 @@ __all__ = ["Ingredients", "Session", "check", "gather"]
 MOST_TRACED = 100  # steps
 WRITTEN = (
     *("config.json", "plan.json", "run.json", "metrics.jsonl", "ranks.jsonl"),  # by `outputs`
-    verified.FILE,
+    VERIFIED,
 )
 
 
@@ -185,7 +185,7 @@ class Session:
             parts.model.train()  # as trainers do; modules in eval mode within it stay so
         if config.verify:
             folder = None if config.folder is None else Path(config.folder)
-            verified.verify_first(parts.model, parts.batch, plan, parts.loss_fn, folder=folder)
+            verify_first(parts.model, parts.batch, plan, parts.loss_fn, folder=folder)
         self.module = parallelize(
             parts.model,
             parts.batch,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise as sw
-from shardwise.api import verified
+from shardwise.api import verify as verifying
 from shardwise.collectives.derive import verify as verify_trees
 from shardwise.equivalence.certificate import compare
 from shardwise.errors import PlanError, ProgramError, RuleError, ShardwiseError, VerifyError
@@ -375,24 +375,24 @@ def test_training_verifies_once_for_each_program(
 ) -> None:
     model, batch, _ = solved(2, "ddp")
     plan = planned(model, batch)
-    verified.verify_first(model, batch, plan, folder=tmp_path)
-    (entry,) = json.loads((tmp_path / verified.FILE).read_text()).values()
+    verifying.verify_first(model, batch, plan, folder=tmp_path)
+    (entry,) = json.loads((tmp_path / verifying.VERIFIED).read_text()).values()
     assert "equals Two" in entry["certificate"]
 
     def fail(*args: Any, **options: Any) -> Any:
         raise ShardwiseError("verified again")
 
-    monkeypatch.setattr(verified, "verify", fail)
-    verified.verify_first(model, batch, plan, folder=tmp_path)
+    monkeypatch.setattr(verifying, "verify", fail)
+    verifying.verify_first(model, batch, plan, folder=tmp_path)
     with pytest.raises(ShardwiseError, match="verified again"):
-        verified.verify_first(model, batch, planned(model, batch, "fsdp"), folder=tmp_path)
-    (tmp_path / verified.FILE).write_text("{")
+        verifying.verify_first(model, batch, planned(model, batch, "fsdp"), folder=tmp_path)
+    (tmp_path / verifying.VERIFIED).write_text("{")
     with pytest.raises(ShardwiseError, match="verified again"):
-        verified.verify_first(model, batch, plan, folder=tmp_path)
+        verifying.verify_first(model, batch, plan, folder=tmp_path)
 
 
 def test_training_stops_where_the_plan_is_wrong(tmp_path: Path) -> None:
     model, batch = Centered(), {"x": torch.randn(6, 4)}
     with pytest.raises(VerifyError, match="DIFFERS FROM Centered"):
-        verified.verify_first(model, batch, planned(model, batch), folder=tmp_path)
-    assert not (tmp_path / verified.FILE).exists()
+        verifying.verify_first(model, batch, planned(model, batch), folder=tmp_path)
+    assert not (tmp_path / verifying.VERIFIED).exists()
