@@ -2,7 +2,7 @@
 
 A training step allocates and frees the same tensors again and again. By default, glibc returns
 large blocks to the system at once; new ones have to be mapped and cleared by the kernel, which
-takes a quarter of a step whose gradients have tens of MiB. `keep_pages` makes glibc keep them, so
+takes a quarter of a step whose gradients have tens of MiB. `keep_heap` makes glibc keep them, so
 that the process stays at its peak size. Settings of the user (`MALLOC_MMAP_THRESHOLD_`,
 `GLIBC_TUNABLES`, …) take precedence.
 """
@@ -14,7 +14,7 @@ import os
 import sys
 from functools import cache
 
-__all__ = ["keep_pages"]
+__all__ = ["keep_heap"]
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -23,7 +23,7 @@ BLOCK_BYTES = (1 << 30, 32 << 20)  # largest block to keep; old versions of glib
 
 
 @cache
-def keep_pages() -> bool:
+def keep_heap() -> bool:
     """Make the C library keep memory of freed CPU tensors; return whether it does."""
     if not sys.platform.startswith("linux") or _set_by_user():
         return False

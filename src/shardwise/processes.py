@@ -29,7 +29,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from shardwise.errors import LaunchError, RankError, ShardwiseError
-from shardwise.malloc_tuning import keep_pages
+from shardwise.malloc_tuning import keep_heap
 
 __all__ = [
     "TIMEOUT_S",
@@ -150,7 +150,7 @@ def _run_fork(work: Any, rank: int, barrier: Any, end: Connection, timeout_s: fl
     import torch
 
     torch.set_num_threads(1)  # a fork has none of its parent's threads
-    keep_pages()  # as ranks do
+    keep_heap()  # as ranks do
     try:
         answer: dict[str, Any] = {"result": work(rank, lambda: barrier.wait(timeout_s))}
     except threading.BrokenBarrierError:

@@ -130,13 +130,13 @@ def compiled_on_ranks(name: str, strategy: str, axes: dict[str, int], backend: s
     return train_compiled(name, strategy, mesh, {}, backend)
 
 
-def assert_dense(name: str, found: tuple[torch.Tensor, dict[str, torch.Tensor | None]]) -> None:
+def assert_dense(name: str, result: tuple[torch.Tensor, dict[str, torch.Tensor | None]]) -> None:
     model, batch = make(name)
     loss = model(**batch)
     loss.backward()
-    assert_close(found[0], loss.detach(), "loss")
+    assert_close(result[0], loss.detach(), "loss")
     for key, parameter in model.named_parameters():
-        assert_close(found[1][key], parameter.grad, key, 1e-6)
+        assert_close(result[1][key], parameter.grad, key, 1e-6)
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
@@ -153,5 +153,5 @@ def test_two_ranks_compile(
     pool: Callable[[int], Pool], strategy: str, axis: str, backend: str
 ) -> None:
     results = pool(2).run(compiled_on_ranks, "fused_gpt", strategy, {axis: 2}, backend, timeout=280)
-    for found in results:
-        assert_dense("fused_gpt", found)
+    for result in results:
+        assert_dense("fused_gpt", result)

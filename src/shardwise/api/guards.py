@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardwise.frontend.python_state import ATOMS, DEPTH, LARGEST, MISSING, snapshot
+from shardwise.frontend.python_state import ATOMS, DEPTH, MAX_ITEMS, MISSING, snapshot
 
 __all__ = ["Guards", "ItemGuard", "class_member", "is_constant", "item_guards"]
 
@@ -74,7 +74,7 @@ def item_guards(value: Any, names: Set[str], depth: int = DEPTH) -> list[ItemGua
 def _of_container(value: Any, names: Set[str], depth: int) -> list[ItemGuard] | None:
     """Guards of a list, tuple or dict of constants: it would keep objects in it alive."""
     items = [*value, *value.values()] if isinstance(value, dict) else list(value)
-    if len(value) > LARGEST:
+    if len(value) > MAX_ITEMS:
         return None
     guards = [ItemGuard(value.__iter__, items)]
     if isinstance(value, dict):

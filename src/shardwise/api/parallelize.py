@@ -110,9 +110,9 @@ def parallelize(
         )
     grow_segments(factory.device)
     if factory.device.type == "cpu":
-        from shardwise.malloc_tuning import keep_pages
+        from shardwise.malloc_tuning import keep_heap
 
-        keep_pages()
+        keep_heap()
     mesh = factory.mesh()
     factory.recorder = _recorder(record, mesh, factory.device)
     if factory.recorder is not None:

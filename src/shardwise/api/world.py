@@ -23,7 +23,7 @@ from shardwise.api.guards import Guards, is_constant
 from shardwise.api.originals import user_level
 from shardwise.errors import ProgramError
 from shardwise.frontend import skeleton
-from shardwise.frontend.builder import Frame
+from shardwise.frontend.errors import Frame
 from shardwise.frontend.hooks import hooks_of
 from shardwise.frontend.python_state import (
     INTERNAL,

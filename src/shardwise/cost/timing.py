@@ -3,7 +3,7 @@
 A call that does not fit in memory, or does not run on random operands, is left out with a note.
 
 In a program, the operands of a node have left the nearest cache, unlike in a loop over one call:
-`settle` empties it before every run. The process keeps freed memory (`keep_pages`), as ranks do.
+`settle` empties it before every run. The process keeps freed memory (`keep_heap`), as ranks do.
 
 `python -m shardwise.cost.timing` measures in another process: it reads a job as JSON from stdin and
 writes the `OpTable` as JSON to stdout. Calls that JSON cannot express, such as functions of the
@@ -31,7 +31,7 @@ from shardwise.cost.signature import Signature, call_signature, under_autocast
 from shardwise.cost.table import UPDATE, OpTable
 from shardwise.dtypes import dtype_name
 from shardwise.ir import Ref, TensorType, map_refs
-from shardwise.malloc_tuning import keep_pages
+from shardwise.malloc_tuning import keep_heap
 
 BUDGET_S = 0.02  # for forward, and as much for backward
 MOST_REPEATS, FEWEST_REPEATS, WARM_UPS = 20, 3, 2
@@ -47,7 +47,7 @@ def measure(
 ) -> OpTable:
     """Return the medians of repeated runs of every call, under the name of `device`."""
     if device.kind == "cpu":
-        keep_pages()
+        keep_heap()
     table = OpTable()
     limit = device.usable_bytes if memory_bytes is None else memory_bytes
     for call in dict.fromkeys(calls):

@@ -26,8 +26,8 @@ from shardwise.frontend.objective import (
     Objective,
     find_loss,
     flatten_output,
-    kept_leaf,
     loss_of,
+    output_leaf,
     run_objective,
 )
 from shardwise.ir import Constant, Graph, Node, Ref, TensorType, map_refs, node_keys
@@ -228,7 +228,7 @@ def run_reference(
                 raise VerifyError("the loss depends on no parameter that is trained")
             loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
-        outputs.append([kept_leaf(leaf) for leaf in flatten_output(output)[0]])
+        outputs.append([output_leaf(leaf) for leaf in flatten_output(output)[0]])
     for parameter in model.parameters():
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()

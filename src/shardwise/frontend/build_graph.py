@@ -1,4 +1,4 @@
-"""Parameters, buffers, inputs and constants; and the final `Graph`."""
+"""Declare the sources of a graph and build the final `Graph` from the converted nodes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch import nn
 
 from shardwise.batch import Call, path_name
 from shardwise.errors import CaptureError
-from shardwise.frontend.aliasing import Alias
-from shardwise.frontend.builder import SYMBOLIC, UNKNOWN_SIZE, Builder, RawNode, tensor_type
+from shardwise.frontend.builder import SYMBOLIC, UNKNOWN_SIZE, Alias, Builder, RawNode, tensor_type
 from shardwise.frontend.convert import Recorder
 from shardwise.frontend.errors import DATA_DEPENDENT, EXPERTS, cure_for_operator
 from shardwise.frontend.fake import has_data
@@ -34,16 +33,15 @@ from shardwise.ir import (
     map_refs,
 )
 
-# The last step: drop what nothing uses, name everything, assemble the `Graph`'s nodes.
+# ---------------------------------------------------------------- nodes
 
-
-_OF_ONE_TYPE = re.compile(
+_OF_ONE_DTYPE = re.compile(
     r"aten\.(linear|mm|addmm|bmm|baddbmm|matmul|conv(_transpose)?[123]d|convolution)\."
 )
 
 
 class Namer:
-    """Gives each value a Python identifier once: `linear`, `linear_1`, `sum_1`."""
+    """Give each value a unique Python identifier: `linear`, `linear_1`, `sum_1`."""
 
     def __init__(self) -> None:
         self.taken: set[str] = set()
@@ -66,7 +64,7 @@ class Namer:
 
 
 def identifier(wish: str) -> str:
-    """Return the nearest Python identifier.
+    """Return the most similar Python identifier.
 
     >>> identifier("layers.0.weight"), identifier("0"), identifier("__and__")
     ('layers_0_weight', 'v_0', 'and')
@@ -78,14 +76,12 @@ def identifier(wish: str) -> str:
 def live_nodes(nodes: list[RawNode], results: Iterable[str]) -> list[RawNode]:
     """Return the nodes that some result needs, in order."""
     needed = set(results)
-    kept: list[RawNode] = []
+    live: list[RawNode] = []
     for node in reversed(nodes):
-        if needed.isdisjoint(node.outputs):
-            continue
-        kept.append(node)
-        needed.update(ref.name for ref in iter_refs(node.args))
-        needed.update(ref.name for _, value in node.kwargs for ref in iter_refs(value))
-    return kept[::-1]
+        if not needed.isdisjoint(node.outputs):
+            live.append(node)
+            needed.update(node.inputs)
+    return live[::-1]
 
 
 def check_static(nodes: list[RawNode], types: Mapping[str, TensorType]) -> None:
@@ -105,25 +101,25 @@ def check_static(nodes: list[RawNode], types: Mapping[str, TensorType]) -> None:
 
 
 def check_dtypes(nodes: list[RawNode], types: Mapping[str, TensorType]) -> None:
-    """Refuse products of different dtypes, which tracing allows and devices do not."""
+    """Refuse products of different dtypes, which tracing accepts and devices do not."""
     for node in nodes:
         autocast, origin = node.region.autocast, node.region.origin
-        if not _OF_ONE_TYPE.match(node.op) or (autocast is not None and autocast[2]):
+        if not _OF_ONE_DTYPE.match(node.op) or (autocast is not None and autocast[2]):
             continue
         used = dict.fromkeys(types[ref.name].dtype for ref in iter_refs(node.args))
         if len(used) > 1:
             raise CaptureError(
-                f"{_short(node.op)} gets {' and '.join(map(str, used))}, but computes in one dtype",
+                f"{_short(node.op)} needs one dtype, but got {' and '.join(map(str, used))}",
                 where=f"{origin.source}: {origin.source_text}" if origin.source else origin.module,
-                hint="give the batch in the dtype of the model's parameters (tensor.to(dtype)), or "
-                "convert it in forward",
+                hint="convert the batch to the dtype of the model's parameters (tensor.to(dtype)), "
+                "or convert it in forward",
             )
 
 
 def finish_nodes(
     nodes: list[RawNode], types: Mapping[str, TensorType], names: dict[str, str], namer: Namer
 ) -> tuple[tuple[Node, ...], dict[str, TensorType]]:
-    """Named nodes and the types of their outputs; `names` gets every new name."""
+    """Return the nodes with names and the types of their outputs; add new names to `names`."""
     done: list[Node] = []
     values: dict[str, TensorType] = {}
     for raw in nodes:
@@ -131,51 +127,48 @@ def finish_nodes(
         outputs: tuple[str, ...] = (name,)
         if len(raw.outputs) > 1:
             outputs = tuple(namer.name(f"{name}_out{i}") for i in range(len(raw.outputs)))
-        args = map_refs(raw.args, lambda ref: Ref(names[ref.name]))
-        kwargs = tuple((k, map_refs(v, lambda ref: Ref(names[ref.name]))) for k, v in raw.kwargs)
+        args, kwargs = map_refs((raw.args, raw.kwargs), lambda ref: Ref(names[ref.name]))
         for old, new in zip(raw.outputs, outputs, strict=True):
             names[old] = new
             values[new] = types[old]
-        done.append(_node(raw, name, args, kwargs, outputs))
+        region, origin = raw.region, raw.region.origin
+        done.append(
+            Node(
+                name=name,
+                op=raw.op,
+                args=args,
+                kwargs=kwargs,
+                outputs=outputs,
+                module=origin.module,
+                module_class=origin.module_class,
+                source=origin.source,
+                source_text=origin.source_text,
+                grad_enabled=region.grad_enabled,
+                autocast=region.autocast,
+                recompute=region.recompute,
+            )
+        )
     return tuple(done), values
 
 
-def _node(
-    raw: RawNode, name: str, args: Any, kwargs: tuple[tuple[str, Any], ...], outputs: Any
-) -> Node:
-    region, origin = raw.region, raw.region.origin
-    return Node(
-        name=name,
-        op=raw.op,
-        args=args,
-        kwargs=kwargs,
-        outputs=outputs,
-        module=origin.module,
-        module_class=origin.module_class,
-        source=origin.source,
-        source_text=origin.source_text,
-        grad_enabled=region.grad_enabled,
-        autocast=region.autocast,
-        recompute=region.recompute,
-    )
-
-
 def _short(op: str) -> str:
-    """`aten.layer_norm.default` -> `layer_norm`; `autograd_function.m.Swish` -> `Swish`."""
+    """Return `layer_norm` for `aten.layer_norm.default`, `swish` for a function `Swish`."""
     if op.startswith("autograd_function."):
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", op.rsplit(".", 1)[-1]).lower()
     return op.split(".")[-2]
 
 
+# ---------------------------------------------------------------- sources
+
 _AS_STEP = (
-    "give all modules to sw.parallelize, which gives them to a function of yours: "
+    "pass all modules to sw.parallelize, which passes them to a function of yours: "
     'steps={"main": lambda modules, batch: …}'
 )
 
 
 @dataclass(slots=True)
 class Sources:
-    """Everything the graph takes from outside, with the names of its values."""
+    """Everything that the graph takes from outside, with the names of its values."""
 
     model: nn.Module
     parameters: list[Parameter]
@@ -200,8 +193,7 @@ class Sources:
             if tensor.requires_grad:
                 wants_grad.add(value)
         parameters: list[Parameter] = []
-        groups = _tied(model.named_parameters(remove_duplicate=False))
-        for names, tensor in groups:
+        for names, tensor in _tied(model.named_parameters(remove_duplicate=False)):
             value = namer.name(f"p_{names[0]}")
             types[value] = tensor_type(tensor)
             parameters.append(
@@ -220,7 +212,7 @@ class Sources:
         )  # fmt: skip
 
     def declare(self, builder: Builder) -> dict[str, Alias]:
-        """Root aliases by every name: parameters and buffers by theirs, inputs by value."""
+        """Return the root aliases: parameters and buffers by all their names, inputs by value."""
         roots: dict[str, Alias] = {}
         self.constants.clear()
         owned: list[Parameter | Buffer] = [*self.parameters, *self.buffers]
@@ -239,7 +231,7 @@ class Sources:
         return roots
 
     def constant(self, builder: Builder, data: Any, name: str) -> Alias:
-        """Return a tensor that forward found elsewhere; never one of the model's own weights."""
+        """Return the alias of a tensor from elsewhere; refuse the model's own weights."""
         if not isinstance(data, torch.Tensor):
             raise CaptureError(f"forward uses {name}, a {type(data).__name__}")
         if not has_data(data):
@@ -251,14 +243,14 @@ class Sources:
         owner = self._owner(data)
         if owner:
             raise CaptureError(
-                f"forward reaches {owner} past the module that holds it (a closure or a global?)",
+                f"forward reads {owner} not from its module but from a closure or a global",
                 hint=f"read it as an attribute of self; in a loss function: {_AS_STEP}",
             )
         variable = self.trained_outside.get(data.data_ptr()) if data.numel() else None
         if variable is not None:
             raise CaptureError(
-                f"{variable[0]} requires a gradient, but forward reaches it through a variable, "
-                "not through the captured model: nothing would train it",
+                f"{variable[0]} requires a gradient, but forward reads it from a variable, "
+                "not from the captured model: nothing would train it",
                 where=variable[1] or None,
                 hint=f"{_AS_STEP}; requires_grad_(False) if it should not be trained",
             )
@@ -276,6 +268,9 @@ class Sources:
         return ""
 
 
+# ---------------------------------------------------------------- the graph
+
+
 def assemble(
     builder: Builder,
     sources: Sources,
@@ -289,13 +284,14 @@ def assemble(
     values = [builder.read(alias) for alias in results]
     loss = values.pop(0) if report.has_loss else None
     leaves = [values.pop(0) if leaf is TENSOR else leaf for leaf in report.leaves]
-    tensors = [leaf is TENSOR for leaf in report.leaves]
+    is_tensor = [leaf is TENSOR for leaf in report.leaves]
     count = len(report.assigned)
     _check_cached(builder, sources, report.cached, values[count:])
     for name, value in zip(report.assigned, values[:count], strict=True):
         builder.write(roots[name], value)
-    mutations = {b.name: _mutation(builder, roots[b.name], b) for b in sources.buffers}
-    outputs = [leaf for leaf, is_tensor in zip(leaves, tensors, strict=True) if is_tensor]
+    contents = {b.value: builder.read(roots[b.name]) for b in sources.buffers}
+    mutations = {old: new for old, new in contents.items() if new != old}
+    outputs = [leaf for leaf, tensor in zip(leaves, is_tensor, strict=True) if tensor]
     wanted = [v for v in (loss, *outputs, *mutations.values()) if v is not None]
     raw = live_nodes(builder.nodes, wanted)
     check_static(raw, builder.types)
@@ -303,27 +299,26 @@ def assemble(
 
     names = {value: value for value in sources.types}
     namer = sources.namer
-    used = {ref for node in raw for ref in _used(node)} | set(wanted)
+    used = {name for node in raw for name in node.inputs} | set(wanted)
     constants = _constants(sources, used, names, namer)
     _check_replaced(constants, report.replaced)
     nodes, types = finish_nodes(raw, builder.types, names, namer)
-    types = {
-        **sources.types,
-        **{c.value: tensor_type(c.data) for c in constants},
-        **types,
-    }
+    types = sources.types | {c.value: tensor_type(c.data) for c in constants} | types
     graph = Graph(
         name=type(sources.model).__name__,
         nodes=nodes,
         values=types,
         inputs=tuple(sources.inputs),
         parameters=tuple(sources.parameters),
-        buffers=tuple(_with_mutation(b, mutations[b.name], names) for b in sources.buffers),
+        buffers=tuple(
+            replace(b, mutation=names[mutations[b.value]]) if b.value in mutations else b
+            for b in sources.buffers
+        ),
         constants=constants,
         loss=names[loss] if loss else None,
         outputs=tuple(
-            Ref(names[leaf]) if is_tensor else leaf
-            for leaf, is_tensor in zip(leaves, tensors, strict=True)
+            Ref(names[leaf]) if tensor else leaf
+            for leaf, tensor in zip(leaves, is_tensor, strict=True)
         ),
         output_spec=report.spec,
         input_constants=sources.input_constants,
@@ -336,26 +331,21 @@ def assemble(
     return graph
 
 
-def _used(node: Any) -> Iterable[str]:
-    yield from (ref.name for ref in iter_refs(node.args))
-    yield from (ref.name for _, value in node.kwargs for ref in iter_refs(value))
-
-
 def _constants(
     sources: Sources, used: set[str], names: dict[str, str], namer: Namer
 ) -> tuple[Constant, ...]:
-    kept: list[Constant] = []
+    constants: list[Constant] = []
     for value, data in sources.constants.items():
         if value in used:
-            names[value] = namer.name(f"c_{len(kept)}")
-            kept.append(Constant(value=names[value], data=data))
-    return tuple(kept)
+            names[value] = namer.name(f"c_{len(constants)}")
+            constants.append(Constant(value=names[value], data=data))
+    return tuple(constants)
 
 
 def _check_replaced(
     constants: tuple[Constant, ...], replaced: list[tuple[str, torch.Tensor]]
 ) -> None:
-    """Refuse a plain tensor that forward reads and replaces: state that nobody keeps."""
+    """Refuse a plain tensor that forward reads and replaces: state that would be lost."""
     for where, old in replaced:
         if has_data(old) and any(c.data.data_ptr() == old.data_ptr() for c in constants):
             raise CaptureError(
@@ -367,26 +357,17 @@ def _check_replaced(
 def _check_cached(
     builder: Builder, sources: Sources, cached: list[Change], values: list[str]
 ) -> None:
-    """Refuse tensors that forward keeps for the next step, unless they are always the same."""
+    """Refuse tensors that forward saves for the next step, unless they never change."""
     if not cached:
         return
     fixed = {b.value for b in sources.buffers} | set(sources.constants)
     varying = set(sources.types) - fixed
     for node in builder.nodes:
-        if "rand" in node.op or "dropout" in node.op or varying.intersection(_used(node)):
+        if "rand" in node.op or "dropout" in node.op or varying.intersection(node.inputs):
             varying.update(node.outputs)
     for change, value in zip(cached, values, strict=True):
         if value in varying:
-            raise change.refusal("the tensor kept for the next step depends on this one")
-
-
-def _mutation(builder: Builder, root: Alias, buffer: Buffer) -> str | None:
-    now = builder.read(root)
-    return None if now == buffer.value else now
-
-
-def _with_mutation(buffer: Buffer, value: str | None, names: dict[str, str]) -> Buffer:
-    return replace(buffer, mutation=names[value]) if value else buffer
+            raise change.refusal("the tensor saved for the next step depends on this one")
 
 
 def _buffers(model: nn.Module, namer: Namer, types: dict[str, TensorType]) -> list[Buffer]:
@@ -411,7 +392,7 @@ def _buffers(model: nn.Module, namer: Namer, types: dict[str, TensorType]) -> li
 
 
 def _tied(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[list[str], torch.Tensor]]:
-    """Names of the same tensor together, in order of the first."""
+    """Group the names of the same tensor, in order of the first."""
     groups: dict[int, tuple[list[str], torch.Tensor]] = {}
     for name, tensor in named:
         groups.setdefault(id(tensor), ([], tensor))[0].append(name)

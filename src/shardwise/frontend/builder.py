@@ -1,167 +1,82 @@
-"""A graph under construction: appended calls, their types, and the region they are in."""
+"""Build a graph call by call, with types, and turn in-place writes into new values.
+
+Every traced tensor is an `Alias`: its memory (`Storage`), its value at the storage's present
+version, and the view that made it from its parent. A write makes a new value, carries it up to the
+root through the inverse of each view (`slice` -> `slice_scatter`), and outdates the other aliases,
+which are computed from the root again when they are next read.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import linecache
-import re
-import sys
-import sysconfig
-import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError
-from shardwise.frontend import aliasing
-from shardwise.frontend.aliasing import PARENT, Alias, Storage, View
+from shardwise.frontend.errors import Origin
 from shardwise.ir import Ref, TensorType, iter_refs
 
-# Where a node came from: the user's module and source line.
+# ---------------------------------------------------------------- aliases
 
 
-ROOT = "model"  # the attribute of the exported step that holds the user's model
+class NotFunctional(Exception):
+    """A write that this module cannot express; torch functionalizes the graph instead.
 
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n\s+(?!File ")([^\n]*))?')
-_TORCH = str(Path(torch.__file__).parent) + "/"
-_PACKAGE = str(Path(__file__).parents[1]) + "/"
-_PYTHON = sysconfig.get_path("stdlib") + "/"
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """`module` as in `named_modules()`, its class, `file.py:line` and the line's text."""
-
-    module: str = ""
-    module_class: str = ""
-    source: str = ""
-    source_text: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One line of a stack trace."""
-
-    file: str
-    line: int
-    function: str
-    text: str
-
-    @property
-    def place(self) -> str:
-        return f"{Path(self.file).name}:{self.line}"
-
-    def __str__(self) -> str:
-        return f"{self.place}: {self.text}" if self.text else self.place
-
-
-def origin_of(meta: dict[str, Any]) -> Origin:
-    """Return the origin of a node, from its fx meta."""
-    module, module_class = "", ""
-    stack = meta.get("nn_module_stack")
-    if stack:
-        path, qualified = list(stack.values())[-1]
-        module, module_class = _strip_root(path), _class_name(qualified)
-        if path == "":  # the step itself: loss code outside the model
-            module_class = ""
-    frame = user_frame(meta.get("stack_trace") or "")
-    if frame is None:
-        return Origin(module, module_class)
-    return Origin(module, module_class, frame.place, frame.text)
-
-
-@functools.lru_cache(maxsize=65536)
-def user_frame(trace: str) -> Frame | None:
-    """Return the innermost `forward` outside torch; else the innermost such frame of any name."""
-    frames = [frame for frame in parse_frames(trace) if is_user_file(frame.file)]
-    for frame in reversed(frames):
-        if frame.function.rsplit(".", 1)[-1] == "forward":
-            return frame
-    return frames[-1] if frames else None
-
-
-def parse_frames(trace: str) -> list[Frame]:
-    """Return the frames of a printed stack, outermost first."""
-    return [
-        Frame(file, int(line), function, (text or "").strip())
-        for file, line, function, text in _FRAME.findall(trace)
-    ]
-
-
-def is_user_file(file: str) -> bool:
-    """Whether a source file is neither torch's nor ours."""
-    generated = file == "<string>" or file.startswith(("<frozen", "<eval_with_key>"))
-    return not generated and not file.startswith((_TORCH, _PACKAGE))
-
-
-@contextlib.contextmanager
-def keeping_user_frames() -> Iterator[None]:
-    """While a step is traced, keep the user's frames that are not called `forward`.
-
-    torch keeps frames of that name alone: of a loss function, of a step that is a function, or of
-    a `training_step` nothing would be left.
+    `where` is the user's line, if it is known.
     """
-    tracer: Any = torch.fx.proxy.TracerBase
-    original = getattr(tracer, "_filter_traceback_frames", None)
-    if original is None:
-        yield
-        return
 
-    def kept(self: Any, summary: traceback.StackSummary) -> traceback.StackSummary:
-        found: traceback.StackSummary = original(self, summary)
-        if any(frame.name == "forward" and is_user_file(frame.filename) for frame in found):
-            return found
-        inside = False
-        users: list[traceback.FrameSummary] = []
-        for frame in summary:
-            inside = inside or frame.filename.startswith(_PACKAGE)
-            if inside and is_user_code(frame.filename):
-                users.append(frame)
-        return traceback.StackSummary.from_list([*found, *users])
-
-    tracer._filter_traceback_frames = kept
-    try:
-        yield
-    finally:
-        tracer._filter_traceback_frames = original
+    def __init__(self, message: str, where: str | None = None) -> None:
+        super().__init__(message)
+        self.where = where
 
 
-def running_frame() -> Frame | None:
-    """Return the innermost frame of the user's code that is running now."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if is_user_code(code.co_filename):
-            line = frame.f_lineno
-            text = linecache.getline(code.co_filename, line).strip()
-            return Frame(code.co_filename, line, code.co_name, text)
-        frame = frame.f_back
-    return None
+@dataclass(slots=True, eq=False)
+class View:
+    """`parent` viewed by `op`: the call, with `PARENT` in the parent's position."""
+
+    parent: Alias
+    op: str  # "" for an alias that is the same tensor
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    index: int = 0  # which of the call's outputs
+    types: tuple[TensorType, ...] = ()
+    grad_enabled: bool = True  # when the view was made
 
 
-@functools.lru_cache(maxsize=4096)
-def is_user_code(file: str) -> bool:
-    """Whether a source file is the user's or a library's of models: not torch, Python or ours."""
-    library = file.startswith(_PYTHON) and "site-packages" not in file
-    return is_user_file(file) and not library and not file.startswith(_PACKAGE)
+@dataclass(slots=True, eq=False)
+class Storage:
+    """Memory: a version that counts writes, and the root alias that all others are views of."""
+
+    version: int = 0
+    root: Alias | None = None
+    replayed: dict[Any, tuple[str, ...]] = field(default_factory=dict)
 
 
-@functools.lru_cache(maxsize=65536)
-def _strip_root(path: str) -> str:
-    path = re.sub(r"@\d+", "", path)
-    return "" if path == ROOT else path.removeprefix(f"{ROOT}.")
+@dataclass(slots=True, eq=False)
+class Alias:
+    """One traced tensor."""
+
+    storage: Storage
+    name: str
+    version: int = 0
+    view: View | None = None
 
 
-def _class_name(qualified: Any) -> str:
-    name = qualified if isinstance(qualified, str) else qualified.__qualname__
-    return str(name).rsplit(".", 1)[-1]
+PARENT = Ref("<parent>")
 
+
+def new_root(name: str) -> Alias:
+    """Return an alias of new memory whose value is `name`."""
+    storage = Storage()
+    storage.root = Alias(storage, name)
+    return storage.root
+
+
+# ---------------------------------------------------------------- the builder
 
 SYMBOLIC = "symbolic"  # op of a pseudo-node: a Python number read from a tensor
 UNKNOWN_SIZE = -1
@@ -175,7 +90,7 @@ _DETACHED = {
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """What surrounds a node: gradient mode, autocast, recompute group, origin."""
+    """The context of a node: gradient mode, autocast, recompute group, origin."""
 
     grad_enabled: bool = True
     autocast: tuple[str, torch.dtype, bool] | None = None
@@ -193,10 +108,15 @@ class RawNode:
     outputs: tuple[str, ...]
     region: Region
 
+    @property
+    def inputs(self) -> list[str]:
+        """The names of the values that this node uses."""
+        return [ref.name for ref in iter_refs((self.args, self.kwargs))]
+
 
 @dataclass(slots=True)
 class Builder:
-    """Appends calls and keeps track of aliases, types and differentiability."""
+    """Append calls and track aliases, types and differentiability."""
 
     device: torch.device
     nodes: list[RawNode] = field(default_factory=list)
@@ -208,22 +128,34 @@ class Builder:
     region: Region = field(default_factory=Region)
     warnings: list[str] = field(default_factory=list)
 
-    # ------------------------------------------------------------ values
-
     def source(self, name: str, type_: TensorType, owner: str, *, differentiable: bool) -> Alias:
-        """Return a value from outside: parameter, buffer, input, constant."""
+        """Return the alias of a value from outside: parameter, buffer, input, constant."""
         self.types[name] = type_
         if differentiable:
             self.differentiable.add(name)
-        alias = aliasing.new_root(name)
+        alias = new_root(name)
         self.owners[id(alias)] = owner
         return alias
 
-    def type_of(self, name: str) -> TensorType:
-        return self.types[name]
-
     def read(self, alias: Alias) -> str:
-        return aliasing.read(alias, self)
+        """Return the present value of an alias."""
+        storage, view = alias.storage, alias.view
+        if alias.version == storage.version:
+            return alias.name
+        if view is None:
+            raise NotFunctional("a read of memory whose base is unknown")
+        parent = self.read(view.parent)
+        if view.op == "":
+            alias.name = parent
+        else:
+            key = (storage.version, view.op, str(view.args), view.kwargs, parent)
+            if key not in storage.replayed:
+                args = tuple(Ref(parent) if arg is PARENT else arg for arg in view.args)
+                with self.inside(grad_enabled=view.grad_enabled):
+                    storage.replayed[key] = self.emit(view.op, args, view.types, view.kwargs)
+            alias.name = storage.replayed[key][view.index]
+        alias.version = storage.version
+        return alias.name
 
     def emit(
         self,
@@ -232,50 +164,70 @@ class Builder:
         types: tuple[TensorType, ...],
         kwargs: tuple[tuple[str, Any], ...] = (),
     ) -> tuple[str, ...]:
-        """Append a call; the names of its results."""
+        """Append a call and return the names of its results."""
         outputs = tuple(f"%{len(self.types) + i}" for i in range(len(types)))
         self.types.update(zip(outputs, types, strict=True))
-        if self.region.grad_enabled and op not in _DETACHED:
-            used = (*iter_refs(args), *iter_refs(tuple(v for _, v in kwargs)))
-            if any(ref.name in self.differentiable for ref in used):
-                self.differentiable.update(o for o in outputs if _can_differ(self.types[o].dtype))
-        self.nodes.append(RawNode(op, args, kwargs, outputs, self.region))
+        node = RawNode(op, args, kwargs, outputs, self.region)
+        tracked = self.region.grad_enabled and op not in _DETACHED
+        if tracked and not self.differentiable.isdisjoint(node.inputs):
+            typed = zip(outputs, (kind.dtype for kind in types), strict=True)
+            self.differentiable |= {n for n, d in typed if d.is_floating_point or d.is_complex}
+        self.nodes.append(node)
         return outputs
 
     @contextlib.contextmanager
     def inside(self, **changes: Any) -> Iterator[None]:
-        """A region with some properties changed."""
+        """Change some properties of the region inside a `with` block."""
         outer, self.region = self.region, replace(self.region, **changes)
         try:
             yield
         finally:
             self.region = outer
 
-    # ------------------------------------------------------------ aliases
-
     def track(self, name: str, value: torch.Tensor, view: View | None) -> Alias:
-        """Return the alias of a call's result: a view if it shares memory, else its own root."""
+        """Return the alias of a call's result: a view if it shares memory, else a new root."""
         address = value.untyped_storage()._cdata
         storage = self.storages.get(address)
         if storage is None:
-            alias = aliasing.new_root(name)
+            alias = new_root(name)
             self.storages[address] = alias.storage
             return alias
         return Alias(storage, name, storage.version, view)
 
     def same(self, value: torch.Tensor, parent: Alias) -> Alias:
-        """Return the alias of a result that equals `parent`; shares its memory or not."""
+        """Return the alias of a result that equals `parent`, with or without shared memory."""
         name = self.read(parent)
         if self.storages.get(value.untyped_storage()._cdata) is parent.storage:
             return Alias(parent.storage, name, parent.storage.version, View(parent, ""))
         return self.track(name, value, None)
 
     def write(self, alias: Alias, name: str) -> None:
-        """`alias` is overwritten in place by the value `name`."""
-        root = alias.storage.root
-        assert root is not None
-        self._check_write(alias, root)
-        aliasing.write(alias, name, self)
+        """Overwrite `alias` in place with the value `name`; its bases change, other views too."""
+        storage = alias.storage
+        assert storage.root is not None
+        self._check_write(alias, storage.root)
+        chain: list[tuple[View, str]] = []
+        base = alias
+        while base.view is not None:
+            chain.append((base.view, self.read(base.view.parent)))
+            base = base.view.parent
+        if base is not storage.root:
+            raise NotFunctional("a write to memory whose base is unknown")
+        storage.version += 1
+        alias.name, alias.version = name, storage.version
+        for view, before in chain:
+            name = self._scatter(view, before, name)
+            view.parent.name, view.parent.version = name, storage.version
+
+    def _scatter(self, view: View, base: str, source: str) -> str:
+        """Return the base with `source` written to the part that `view` shows."""
+        if view.op == "":
+            return source
+        inverse = INVERSES.get(view.op)
+        if inverse is None:
+            raise NotFunctional(f"a write through {view.op}")
+        op, args = inverse(view, Ref(base), Ref(source), self)
+        return self.emit(op, args, (self.types[base],))[0] if op else source
 
     def _check_write(self, alias: Alias, root: Alias) -> None:
         owner = self.owners.get(id(root), "")
@@ -319,23 +271,127 @@ def _size(size: Any) -> int:
     return UNKNOWN_SIZE if constant is None else int(constant)
 
 
-def _can_differ(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
+# ---------------------------------------------------------------- inverses of views
+
+Inverse = Callable[[View, Ref, Ref, "Builder"], tuple[str, tuple[Any, ...]]]
 
 
-# Ordinary calls: arguments read, results tracked, views noticed.
+def _scatter_op(op: str, *defaults: Any) -> Inverse:
+    """Return an inverse with the arguments of the view, with these defaults."""
+
+    def inverse(
+        view: View, base: Ref, source: Ref, builder: Builder
+    ) -> tuple[str, tuple[Any, ...]]:
+        given = view.args[1:]
+        return f"aten.{op}.default", (base, source, *given, *defaults[len(given) :])
+
+    return inverse
+
+
+def _narrow(view: View, base: Ref, source: Ref, builder: Builder) -> tuple[str, tuple[Any, ...]]:
+    dim, start, length = view.args[1:]
+    return "aten.slice_scatter.default", (base, source, dim, start, start + length, 1)
+
+
+def _reshape(view: View, base: Ref, source: Ref, builder: Builder) -> tuple[str, tuple[Any, ...]]:
+    shape = builder.types[base.name].shape
+    if builder.types[source.name].shape == shape:
+        return "", ()
+    return "aten.reshape.default", (source, shape)
+
+
+def _same(view: View, base: Ref, source: Ref, builder: Builder) -> tuple[str, tuple[Any, ...]]:
+    if builder.types[source.name] != builder.types[base.name]:
+        raise NotFunctional(f"a write through {view.op} that changes the shape")
+    return "", ()
+
+
+def _transpose(view: View, base: Ref, source: Ref, builder: Builder) -> tuple[str, tuple[Any, ...]]:
+    return view.op, (source, *view.args[1:])
+
+
+def _permute(view: View, base: Ref, source: Ref, builder: Builder) -> tuple[str, tuple[Any, ...]]:
+    dims = [dim % len(view.args[1]) for dim in view.args[1]]
+    return "aten.permute.default", (source, tuple(dims.index(i) for i in range(len(dims))))
+
+
+def _movedim(view: View, base: Ref, source: Ref, builder: Builder) -> tuple[str, tuple[Any, ...]]:
+    return view.op, (source, view.args[2], view.args[1])
+
+
+def _piece(view: View, base: Ref, source: Ref, builder: Builder) -> tuple[str, tuple[Any, ...]]:
+    """Invert `split` and `chunk`; the sizes of the earlier pieces say where this one starts."""
+    dim = _dim(view, default=0, position=2)
+    rank = len(view.types[0].shape)
+    start = sum(t.shape[dim % rank] for t in view.types[: view.index])
+    end = start + view.types[view.index].shape[dim % rank]
+    return "aten.slice_scatter.default", (base, source, dim, start, end, 1)
+
+
+def _unbind(view: View, base: Ref, source: Ref, builder: Builder) -> tuple[str, tuple[Any, ...]]:
+    dim = _dim(view, default=0, position=1)
+    return "aten.select_scatter.default", (base, source, dim, view.index)
+
+
+def _dim(view: View, *, default: int, position: int) -> int:
+    given = view.args[position] if len(view.args) > position else default
+    return int(dict(view.kwargs).get("dim", given))
+
+
+def _complex(view: View, base: Ref, source: Ref, builder: Builder) -> tuple[str, tuple[Any, ...]]:
+    other = "real" if view.op == "aten.view_as_complex.default" else "complex"
+    return f"aten.view_as_{other}.default", (source,)
+
+
+INVERSES: dict[str, Inverse] = {
+    "aten.slice.Tensor": _scatter_op("slice_scatter", 0, None, None, 1),
+    "aten.select.int": _scatter_op("select_scatter"),
+    "aten.narrow.default": _narrow,
+    "aten.diagonal.default": _scatter_op("diagonal_scatter", 0, 0, 1),
+    "aten.split.Tensor": _piece,
+    "aten.split.sizes": _piece,
+    "aten.split_with_sizes.default": _piece,
+    "aten.chunk.default": _piece,
+    "aten.tensor_split.sections": _piece,
+    "aten.tensor_split.indices": _piece,
+    "aten.unbind.int": _unbind,
+    "aten.transpose.int": _transpose,
+    "aten.swapaxes.default": _transpose,
+    "aten.swapdims.default": _transpose,
+    "aten.t.default": _transpose,
+    "aten.numpy_T.default": _transpose,
+    "aten.mT.default": _transpose,
+    "aten.permute.default": _permute,
+    "aten.movedim.int": _movedim,
+    "aten.view_as_real.default": _complex,
+    "aten.view_as_complex.default": _complex,
+}
+for _op in (
+    *("view.default", "reshape.default", "flatten.using_ints", "unflatten.int"),
+    *("unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims"),
+    "_unsafe_view.default",
+):
+    INVERSES[f"aten.{_op}"] = _reshape
+for _op in ("expand.default", "contiguous.default", "alias.default", "detach.default"):
+    INVERSES[f"aten.{_op}"] = _same
+
+
+# ---------------------------------------------------------------- ordinary calls
 
 
 def append_call(
     builder: Builder, op: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Append a call; aliases of its results, views among them."""
+    """Append a call and return the aliases of its results; views know their parent."""
     several = isinstance(value, tuple | list)
     values = tuple(value) if several else (value,)
     tensors = tuple(v for v in values if isinstance(v, torch.Tensor))
     types = tuple(tensor_type(v) for v in tensors)
     if not tensors:
-        return _without_result(builder, op, value)
+        if value is None or isinstance(value, bool | int | float) or value == () or value == []:
+            return value
+        where = builder.region.origin.source or None
+        raise CaptureError(f"{op} returns a {type(value).__name__}", where=where)
     plain = refs(builder, args)
     named = tuple((key, refs(builder, kwargs[key])) for key in sorted(kwargs))
     outputs = builder.emit(op, plain, types, named)
@@ -346,14 +402,6 @@ def append_call(
     )
     results = tuple(next(aliases) if isinstance(v, torch.Tensor) else v for v in values)
     return results if several else results[0]
-
-
-def _without_result(builder: Builder, op: str, value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float) or value == () or value == []:
-        return value
-    raise CaptureError(
-        f"{op} returns a {type(value).__name__}", where=builder.region.origin.source or None
-    )
 
 
 def _view(
@@ -367,7 +415,7 @@ def _view(
     types: tuple[TensorType, ...],
     inputs: list[Alias],
 ) -> View | None:
-    """Return the view that made this result, if it shares memory with an argument."""
+    """Return the view of a result that shares memory with an argument."""
     storage = builder.storages.get(value.untyped_storage()._cdata)
     if storage is None:
         return None
@@ -379,7 +427,7 @@ def _view(
 
 
 def refs(builder: Builder, value: Any) -> Any:
-    """Return an argument with aliases read as `Ref`s; lists become tuples."""
+    """Return an argument with aliases replaced by `Ref`s; lists become tuples."""
     if isinstance(value, Alias):
         return Ref(builder.read(value))
     if isinstance(value, tuple | list):
@@ -389,12 +437,12 @@ def refs(builder: Builder, value: Any) -> Any:
     return value
 
 
-def fitted(builder: Builder, name: str, own: TensorType) -> str:
-    """Return the value `name` cast and broadcast to another type."""
-    have = builder.types[name]
-    if have.dtype != own.dtype:
-        have = TensorType(have.shape, own.dtype)
-        (name,) = builder.emit("aten.to.dtype", (Ref(name), own.dtype), (have,))
-    if have.shape != own.shape:
-        (name,) = builder.emit("aten.expand.default", (Ref(name), own.shape), (own,))
+def fitted(builder: Builder, name: str, target: TensorType) -> str:
+    """Cast and broadcast the value `name` to another type."""
+    present = builder.types[name]
+    if present.dtype != target.dtype:
+        present = TensorType(present.shape, target.dtype)
+        (name,) = builder.emit("aten.to.dtype", (Ref(name), target.dtype), (present,))
+    if present.shape != target.shape:
+        (name,) = builder.emit("aten.expand.default", (Ref(name), target.shape), (target,))
     return name

@@ -1,8 +1,7 @@
-"""`capture`: a model and a batch become a `Graph`.
+"""Capture a model's step on a batch as a `Graph`.
 
-Enters: the user's `nn.Module`, a batch, perhaps a loss function. Leaves: `Graph`.
-The model is copied without its weights, exported on fake tensors, and the exported graph is made
-functional and plain. Nothing of the user's is changed.
+The model is copied without its weights and exported on fake tensors; the exported graph is then
+functionalized and normalized. Nothing of the user's is changed.
 """
 
 from __future__ import annotations
@@ -26,15 +25,16 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from shardwise.batch import Call, read_batch
 from shardwise.errors import CaptureError
-from shardwise.frontend.aliasing import Alias, NotFunctional
 from shardwise.frontend.build_graph import Sources, assemble
-from shardwise.frontend.builder import ROOT, Builder, Region, keeping_user_frames
+from shardwise.frontend.builder import Alias, Builder, NotFunctional, Region
 from shardwise.frontend.convert import Converter, Recorder, recording
 from shardwise.frontend.errors import (
+    ROOT,
     capture_error,
     check_regions_can_go,
     cure_for,
     explained,
+    keeping_user_frames,
     refusing_derivatives,
 )
 from shardwise.frontend.fake import (
@@ -60,7 +60,7 @@ from shardwise.frontend.python_state import Change, Place, Reads, Watch
 from shardwise.frontend.random_control import controlled_random
 from shardwise.ir import GradientHook, Graph
 
-_FRAMES = 4000  # of Python's stack while a model is traced
+_RECURSION_LIMIT = 4000  # while a model is traced
 
 
 def capture(
@@ -107,15 +107,15 @@ class Traced:
 
     @property
     def changes(self) -> list[Change]:
-        """The attributes that the step reads and leaves with other values, but for tensors."""
+        """Return the attributes that the step reads and changes, except tensors."""
         return [change for change in self.watch.changes if not change.tensors]
 
     def graph(self, call: Call) -> Graph:
-        """Return the graph for a call of the sizes that the values of the exported program have."""
+        """Return the graph for a call with the sizes of the exported program."""
         sources = Sources.of(self.model, call, _signature_names(self.model))
         sources.trained_outside = self.watch.reach.trained_tensors()
         parts = (self.step, sources, self.recorder, self.device)
-        with _drivers_asleep(), explained(type(self.model).__name__):
+        with _cuda_uninitialized(), explained(type(self.model).__name__):
             try:
                 graph = _convert(self.program, *parts)
             except NotFunctional as reason:
@@ -137,15 +137,17 @@ def trace_step(
     attributes: Mapping[Place, Any] | None = None,
     dims: Sequence[Collection[int]] | None = None,
 ) -> Traced:
-    """Export the step of a copy of the model in which some `attributes` have other values.
+    """Export the step of a copy of the model, with other values for some `attributes`.
 
-    `dims` names for every tensor of the batch the dims whose size is a symbol.
+    `dims` lists for every tensor of the batch the dims whose size is a symbol.
     """
     call, model = read_batch(batch), as_module(model)
-    _check(model, chosen)
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"a model must be an nn.Module, not a {type(model).__name__}")
+    check_objective(chosen)
     tensors = [tensor for _, tensor in call.tensors]
     logical = torch.device(device) if device is not None else logical_device(model, tensors)
-    with _drivers_asleep(), explained(type(model).__name__), _deep_stack():
+    with _cuda_uninitialized(), explained(type(model).__name__), _deep_stack():
         mode = new_fake_mode()
         copy = fake_copy(model, logical, mode)
         if training is not None and training != copy.training:
@@ -176,9 +178,9 @@ def trace_step(
 
 @contextlib.contextmanager
 def _deep_stack() -> Iterator[None]:
-    """Allow for the frames that tracing adds to each call of a module in a module."""
+    """Raise the recursion limit: tracing adds frames to each call of a nested module."""
     before = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(before, _FRAMES))
+    sys.setrecursionlimit(max(before, _RECURSION_LIMIT))
     try:
         yield
     finally:
@@ -186,9 +188,9 @@ def _deep_stack() -> Iterator[None]:
 
 
 def _check_next_step(graph: Graph, changes: Sequence[Change], run: Callable[..., Traced]) -> None:
-    """Refuse attributes that forward changes, unless they stay as they are in the next step.
+    """Refuse attributes that forward changes, unless the next step leaves them as they are.
 
-    A value that is computed once and kept (a length, a flag) is harmless if the step after it
+    A value that is computed once and stored (a length, a flag) is harmless if the next step
     computes the same and changes nothing.
     """
     traced = run(attributes={change.place: change.after for change in changes})
@@ -198,12 +200,6 @@ def _check_next_step(graph: Graph, changes: Sequence[Change], run: Callable[...,
     following = traced.graph(traced.call)
     if following.fingerprint != graph.fingerprint:
         raise changes[0].refusal("the second step would compute something else")
-
-
-def _check(model: nn.Module, chosen: Objective) -> None:
-    if not isinstance(model, nn.Module):
-        raise CaptureError(f"a model is an nn.Module, not a {type(model).__name__}")
-    check_objective(chosen)
 
 
 def _export(
@@ -233,10 +229,10 @@ def _export(
 
 
 @contextlib.contextmanager
-def _drivers_asleep() -> Iterator[None]:
-    """Torch, asked whether there are GPUs, counts them without waking their driver.
+def _cuda_uninitialized() -> Iterator[None]:
+    """Make `torch.cuda.is_available()` use NVML, so that the CUDA driver is not initialized.
 
-    Forks of a process that woke it cannot compute, and `tune` tries plans in forks.
+    Forks of a process with an initialized driver cannot compute, and `tune` runs plans in forks.
     """
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"
     before = os.environ.get(name)
@@ -252,7 +248,7 @@ def _drivers_asleep() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without export's warnings, logs and prints: what matters is in the graph or an error."""
+    """Suppress export's warnings, logs and prints: what matters is in the graph or an error."""
     names = ("torch.export", "torch._export", "torch.fx", "torch._subclasses.fake_tensor")
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
@@ -291,7 +287,7 @@ def _convert_decomposed(
     device: torch.device,
     reason: NotFunctional,
 ) -> Graph:
-    """Build the graph through torch's own functionalization, for writes not handled here."""
+    """Build the graph through torch's own functionalization, which handles more writes."""
     check_regions_can_go(program.graph_module, reason)
     try:
         with quiet(), recording(recorder):
@@ -307,7 +303,7 @@ def _convert_decomposed(
         ) from second
     if not recorder.num_groups:
         return graph
-    lost = f"activation checkpointing is not kept as recompute groups ({reason})"
+    lost = f"activation checkpoints do not become recompute groups ({reason})"
     return replace(graph, warnings=(*graph.warnings, lost))
 
 
@@ -348,8 +344,8 @@ def _apply_mutations(
     roots: dict[str, Alias],
     results: tuple[Any, ...],
 ) -> tuple[Any, ...]:
-    """Buffer updates that a functionalized program returns as outputs; the user's outputs."""
-    kept: list[Any] = []
+    """Apply the buffer updates among a functionalized program's outputs; return the others."""
+    outputs: list[Any] = []
     for spec, result in zip(program.graph_signature.output_specs, results, strict=True):
         if spec.kind is OutputKind.BUFFER_MUTATION:
             target = (spec.target or "").removeprefix(f"{ROOT}.")
@@ -359,10 +355,10 @@ def _apply_mutations(
                 f"forward modifies input {spec.target} in place; the batch stays as given"
             )
         elif spec.kind is OutputKind.USER_OUTPUT:
-            kept.append(result)
+            outputs.append(result)
         else:
             raise CaptureError(f"forward modifies {spec.target} in place ({spec.kind})")
-    return tuple(kept)
+    return tuple(outputs)
 
 
 def _signature_names(model: nn.Module) -> list[str]:

@@ -1,7 +1,7 @@
-"""From export's fx graph to calls on values that never change.
+"""Convert export's fx graph to calls on values that never change.
 
-Regions are flattened, in-place writes become new values, and
-`normalize` turns device- and tracing-specific calls into plain ones.
+Regions are flattened; `functionalize` turns in-place writes into new values, and device- and
+tracing-specific calls into plain ones.
 """
 
 from __future__ import annotations
@@ -20,18 +20,23 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError
-from shardwise.frontend import functionalize as inplace
-from shardwise.frontend import functionalize as normalize
-from shardwise.frontend.aliasing import Alias, NotFunctional
-from shardwise.frontend.builder import SYMBOLIC, Builder, append_call, origin_of, refs, tensor_type
+from shardwise.frontend import functionalize
+from shardwise.frontend.builder import (
+    SYMBOLIC,
+    Alias,
+    Builder,
+    NotFunctional,
+    append_call,
+    refs,
+    tensor_type,
+)
+from shardwise.frontend.errors import origin_of
 from shardwise.ir import Ref, TensorType, map_refs
 
-# Calls that export would take apart: custom autograd functions and activation checkpointing.
-#
-# Export traces through `Function.forward` and forgets `backward`. While capturing, `Function.apply`
+# ---------------------------------------------------------------- functions and checkpoints
+
+# Export traces through `Function.forward` and loses `backward`. While capturing, `Function.apply`
 # records one opaque operator instead; checkpointed regions mark their nodes with a group name.
-
-
 RECOMPUTE = "shardwise_recompute"
 _CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _LIBRARY = torch.library.Library("shardwise_capture", "DEF")  # type: ignore[no-untyped-call]
@@ -42,7 +47,7 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionCall:
-    """One `cls.apply(*args)`: tensors in `args` are `Ref("0")`, `Ref("1")`… in order."""
+    """One `cls.apply(*args)`; the tensors in `args` are `Ref("0")`, `Ref("1")`… in order."""
 
     cls: type
     args: tuple[Any, ...]
@@ -54,10 +59,10 @@ class FunctionCall:
 
 @dataclass(slots=True)
 class Recorder:
-    """What the patched calls saw during one capture."""
+    """The custom functions and checkpoints of one capture."""
 
     calls: list[FunctionCall] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)  # structure of the last results, per call
+    outputs: list[Any] = field(default_factory=list)  # structure of each call's results
     num_groups: int = 0
     depth: int = 0
 
@@ -67,7 +72,7 @@ _active: list[Recorder] = []
 
 @contextlib.contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Patch `Function.apply` and checkpointing; undone on the way out."""
+    """Patch `Function.apply` and checkpointing inside a `with` block."""
     original = torch.autograd.Function.__dict__["apply"]
     generator = torch_checkpoint._checkpoint_without_reentrant_generator
 
@@ -99,7 +104,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_checkpoints() -> Iterator[None]:
-    """Run checkpointed regions as they are: the same numbers, activations kept."""
+    """Run checkpointed regions without recomputation: the same results, activations saved."""
     generator = torch_checkpoint._checkpoint_without_reentrant_generator
 
     def direct(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -111,12 +116,12 @@ def without_checkpoints() -> Iterator[None]:
         yield
     finally:
         torch_checkpoint._checkpoint_without_reentrant_generator = generator
-        del torch_checkpoint.CheckpointFunction.apply  # what it inherits shows again
+        del torch_checkpoint.CheckpointFunction.apply  # restores the inherited one
 
 
 @contextlib.contextmanager
 def _group(recorder: Recorder) -> Iterator[None]:
-    """Mark the nodes traced inside as one recompute group; an outer group takes its inner ones."""
+    """Mark the nodes traced inside as one recompute group; outer groups absorb inner ones."""
     name = f"checkpoint_{recorder.num_groups}"
     recorder.num_groups += 1
     mode = get_proxy_mode()
@@ -158,13 +163,13 @@ def _template(cls: type, position: int, arg: Any, tensors: list[torch.Tensor]) -
         return arg
     raise CaptureError(
         f"argument {position} of {cls.__qualname__}.apply is a {type(arg).__name__}; "
-        "a custom autograd function is kept whole, so its arguments must be tensors or constants",
+        "a custom autograd function is one node, so its arguments must be tensors or constants",
         hint="pass the tensors it needs as arguments, or use plain PyTorch operations",
     )
 
 
 def _run_forward(tensors: list[torch.Tensor], key: int) -> list[torch.Tensor]:
-    """Shapes and dtypes of a function's results: its own forward, on fake tensors."""
+    """Run a function's forward on fake tensors, for the shapes and dtypes of its results."""
     recorder = _active[-1]
     call = recorder.calls[key]
     args = map_refs(call.args, lambda ref: tensors[int(ref.name)])
@@ -179,8 +184,8 @@ def _run_forward(tensors: list[torch.Tensor], key: int) -> list[torch.Tensor]:
         raise CaptureError(f"{call.cls.__qualname__} modifies its inputs in place (mark_dirty)")
     several = isinstance(results, tuple | list)
     flat = tuple(results) if several else (results,)
-    kept = tuple(torch.Tensor if isinstance(x, torch.Tensor) else x for x in flat)
-    recorder.outputs[key] = kept if several else torch.Tensor
+    structure = tuple(torch.Tensor if isinstance(x, torch.Tensor) else x for x in flat)
+    recorder.outputs[key] = structure if several else torch.Tensor
     return [torch.empty_like(x) for x in flat if isinstance(x, torch.Tensor)]
 
 
@@ -196,7 +201,7 @@ def _forward(cls: Any, context: _Context, args: tuple[Any, ...]) -> Any:
 
 
 class _Context:
-    """Stands in for `ctx` while a forward runs for its shapes only."""
+    """A substitute for `ctx` while a forward runs only for its shapes."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self.needs_input_grad = tuple(isinstance(arg, torch.Tensor) for arg in args)
@@ -218,6 +223,8 @@ class _Context:
         pass
 
 
+# ---------------------------------------------------------------- the graph
+
 _SKIPPED = {
     *("aten._assert_tensor_metadata.default", "aten._assert_scalar.default"),
     *("aten._assert_async.msg", "aten._assert_async.default", "aten._functional_assert_async.msg"),
@@ -228,13 +235,13 @@ _SKIPPED = {
 
 
 class Converter:
-    """Walks one fx graph, with nested region graphs, into a `Builder`."""
+    """Convert an fx graph, with the graphs of nested regions, into calls of a `Builder`."""
 
     def __init__(self, builder: Builder, recorder: Recorder) -> None:
         self.builder, self.recorder = builder, recorder
 
     def run(self, module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Convert the graph of `module`; the aliases of its outputs."""
+        """Convert the graph of `module` and return the aliases of its outputs."""
         environment: dict[fx.Node, Any] = {}
         given = iter(inputs)
         for node in module.graph.nodes:
@@ -263,7 +270,7 @@ class Converter:
         if isinstance(target, torch._ops.HigherOrderOperator):
             return self._region(str(target), args)
         value = node.meta.get("val")
-        if isinstance(value, int):  # of a symbolic size, whose value is known by now
+        if isinstance(value, int):  # a symbolic size whose value is known by now
             return value
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             return self._symbolic(str(target), args)
@@ -275,15 +282,13 @@ class Converter:
         if op == "shardwise_capture.function.default":
             return self._function(args, value)
         if target._schema.is_mutable:
-            return inplace.convert(self.builder, node, target, args, kwargs)
-        rule = normalize.RULES.get(op)
+            return functionalize.convert(self.builder, node, target, args, kwargs)
+        rule = functionalize.RULES.get(op)
         if rule is not None:
             result = rule(self.builder, value, args, kwargs)
             if result is not None:
                 return result
         return append_call(self.builder, op, value, args, kwargs)
-
-    # ------------------------------------------------------------ special calls
 
     def _region(self, name: str, args: tuple[Any, ...]) -> Any:
         """Inline `wrap_with_set_grad_enabled` and `wrap_with_autocast`."""
@@ -302,10 +307,10 @@ class Converter:
         raise NotFunctional(f"higher-order operator {name}", place)
 
     def _symbolic(self, op: str, args: tuple[Any, ...]) -> Alias:
-        """Return a Python number that depends on data: legal only if nothing needs it."""
+        """Return a Python number that depends on data; it is an error only if something uses it."""
         plain = refs(self.builder, args)
-        kept = tuple(ref for ref in pytree.tree_leaves(plain) if isinstance(ref, Ref))
-        (name,) = self.builder.emit(SYMBOLIC, (op, *kept), (TensorType((), torch.int64),))
+        tensors = tuple(ref for ref in pytree.tree_leaves(plain) if isinstance(ref, Ref))
+        (name,) = self.builder.emit(SYMBOLIC, (op, *tensors), (TensorType((), torch.int64),))
         return self.builder.source(name, TensorType((), torch.int64), "", differentiable=False)
 
     def _python(self, target: Any, args: tuple[Any, ...]) -> Any:
@@ -316,7 +321,7 @@ class Converter:
         raise NotFunctional(f"call of {target}")
 
     def _function(self, args: tuple[Any, ...], value: Any) -> tuple[Alias, ...]:
-        """Return a custom autograd function, kept whole."""
+        """Append the call of a custom autograd function as one node."""
         tensors, key = args
         call = self.recorder.calls[key]
         names = [self.builder.read(alias) for alias in tensors]

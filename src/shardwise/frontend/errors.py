@@ -1,21 +1,165 @@
-"""Why a model cannot be captured, in words, and what to write instead."""
+"""Find the user's source lines, and explain why a model cannot be captured and what to change."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import linecache
 import re
+import sys
+import sysconfig
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from shardwise.errors import CaptureError, ShardwiseError
-from shardwise.frontend.builder import Frame, is_user_code, running_frame
 
-__all__ = ["DATA_DEPENDENT", "EXPERTS", "Cure", "cure_for", "cure_for_operator"]
+# ---------------------------------------------------------------- the user's modules and lines
 
+ROOT = "model"  # the attribute of the exported step that holds the user's model
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n\s+(?!File ")([^\n]*))?')
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_PACKAGE = str(Path(__file__).parents[1]) + "/"
+_PYTHON = sysconfig.get_path("stdlib") + "/"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """`module` as in `named_modules()`, its class, `file.py:line` and the line's text."""
+
+    module: str = ""
+    module_class: str = ""
+    source: str = ""
+    source_text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One line of a stack trace."""
+
+    file: str
+    line: int
+    function: str
+    text: str
+
+    @property
+    def place(self) -> str:
+        return f"{Path(self.file).name}:{self.line}"
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.text}" if self.text else self.place
+
+
+def origin_of(meta: dict[str, Any]) -> Origin:
+    """Return the origin of a node, from its fx meta."""
+    module, module_class = "", ""
+    stack = meta.get("nn_module_stack")
+    if stack:
+        path, qualified = list(stack.values())[-1]
+        module, module_class = _strip_root(path), _class_name(qualified)
+        if path == "":  # the step itself: loss code outside the model
+            module_class = ""
+    frame = user_frame(meta.get("stack_trace") or "")
+    if frame is None:
+        return Origin(module, module_class)
+    return Origin(module, module_class, frame.place, frame.text)
+
+
+@functools.lru_cache(maxsize=65536)
+def user_frame(trace: str) -> Frame | None:
+    """Return the innermost `forward` outside torch; else the innermost such frame of any name."""
+    frames = [frame for frame in parse_frames(trace) if is_user_file(frame.file)]
+    for frame in reversed(frames):
+        if frame.function.rsplit(".", 1)[-1] == "forward":
+            return frame
+    return frames[-1] if frames else None
+
+
+def parse_frames(trace: str) -> list[Frame]:
+    """Return the frames of a printed stack, outermost first."""
+    return [
+        Frame(file, int(line), function, (text or "").strip())
+        for file, line, function, text in _FRAME.findall(trace)
+    ]
+
+
+def is_user_file(file: str) -> bool:
+    """Return whether a source file is neither torch's nor ours."""
+    generated = file == "<string>" or file.startswith(("<frozen", "<eval_with_key>"))
+    return not generated and not file.startswith((_TORCH, _PACKAGE))
+
+
+@contextlib.contextmanager
+def keeping_user_frames() -> Iterator[None]:
+    """Keep the user's frames that are not named `forward` while a step is traced.
+
+    torch records only frames of that name, and none of a loss function, a step function or a
+    `training_step`.
+    """
+    tracer: Any = torch.fx.proxy.TracerBase
+    original = getattr(tracer, "_filter_traceback_frames", None)
+    if original is None:
+        yield
+        return
+
+    def with_user_frames(self: Any, summary: traceback.StackSummary) -> traceback.StackSummary:
+        forwards: traceback.StackSummary = original(self, summary)
+        if any(frame.name == "forward" and is_user_file(frame.filename) for frame in forwards):
+            return forwards
+        inside = False
+        users: list[traceback.FrameSummary] = []
+        for frame in summary:
+            inside = inside or frame.filename.startswith(_PACKAGE)
+            if inside and is_user_code(frame.filename):
+                users.append(frame)
+        return traceback.StackSummary.from_list([*forwards, *users])
+
+    tracer._filter_traceback_frames = with_user_frames
+    try:
+        yield
+    finally:
+        tracer._filter_traceback_frames = original
+
+
+def running_frame() -> Frame | None:
+    """Return the innermost running frame of the user's code."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if is_user_code(code.co_filename):
+            line = frame.f_lineno
+            text = linecache.getline(code.co_filename, line).strip()
+            return Frame(code.co_filename, line, code.co_name, text)
+        frame = frame.f_back
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def is_user_code(file: str) -> bool:
+    """Return whether a file is the user's or a model library's: not torch's, Python's or ours."""
+    library = file.startswith(_PYTHON) and "site-packages" not in file
+    return is_user_file(file) and not library and not file.startswith(_PACKAGE)
+
+
+@functools.lru_cache(maxsize=65536)
+def _strip_root(path: str) -> str:
+    path = re.sub(r"@\d+", "", path)
+    return "" if path == ROOT else path.removeprefix(f"{ROOT}.")
+
+
+def _class_name(qualified: Any) -> str:
+    name = qualified if isinstance(qualified, str) else qualified.__qualname__
+    return str(name).rsplit(".", 1)[-1]
+
+
+# ---------------------------------------------------------------- known causes
 
 _LOADER = "compute it when the batch is made and pass it in, padded to a fixed size"
 _WHERE = "torch.where(condition, a, b), which computes both"
@@ -23,16 +167,16 @@ EXPERTS = 'config._experts_implementation = "batched_mm"'
 
 
 class Cure(NamedTuple):
-    """A cause, by a pattern of the message or of the user's line; its reason; and what to do."""
+    """A known cause: patterns of the message and of the user's line, the reason, and a hint."""
 
     pattern: str
     reason: str
     hint: str
-    line: str = ""  # a pattern of the user's line, if that decides
+    line: str = ""  # a pattern of the user's line, if it matters
 
 
 DATA_DEPENDENT = Cure("", "the result's shape depends on the data", f"{_LOADER}; or mask instead")
-_OPERATORS = (  # whose results have a size that depends on the data
+_OPERATORS = (  # operators whose result has a size that depends on the data
     Cure(
         r"unique",
         "the result of torch.unique has as many entries as the data has distinct values",
@@ -124,38 +268,35 @@ _CAUSES = (
 
 
 def cure_for(message: str, line: str = "", *, experts: bool = False) -> Cure | None:
-    """Return what fits a message of torch and the user's line; None if nothing is known.
+    """Return the cause that matches a message of torch and the user's line, if it is known.
 
     With `experts`, the code is a model of transformers, which may be a mixture of experts.
     """
-    found = next((c for c in _CAUSES if re.search(c.pattern, message) and _at(c, line)), None)
-    if found is None or re.search(r"DynamicOutputShape|data-dependent output shape", message):
-        found = cure_for_operator(message) or found
-    if found is None and re.search(r"data-dependent|[Uu]nbacked", message):
-        found = DATA_DEPENDENT
-    if found is not None and experts:
-        return found._replace(hint=f"for a mixture of experts, {EXPERTS}; otherwise, {found.hint}")
-    return found
+    cure = next(
+        (c for c in _CAUSES if re.search(c.pattern, message) and re.search(c.line, line)), None
+    )
+    if cure is None or re.search(r"DynamicOutputShape|data-dependent output shape", message):
+        cure = cure_for_operator(message) or cure
+    if cure is None and re.search(r"data-dependent|[Uu]nbacked", message):
+        cure = DATA_DEPENDENT
+    if cure is not None and experts:
+        return cure._replace(hint=f"for a mixture of experts, {EXPERTS}; otherwise, {cure.hint}")
+    return cure
 
 
 def cure_for_operator(name: str) -> Cure | None:
-    """Return what fits an operator whose result has a size that depends on the data."""
+    """Return the cause for an operator whose result has a size that depends on the data."""
     return next((cure for cure in _OPERATORS if re.search(cure.pattern, name)), None)
 
 
-def _at(cure: Cure, line: str) -> bool:
-    return not cure.line or re.search(cure.line, line) is not None
-
-
-# Turns what went wrong while tracing into a `CaptureError` at the user's line.
-
+# ---------------------------------------------------------------- errors while tracing
 
 _GENERAL = "check that model(**batch) runs, also where torch.compiler.is_compiling() is true"
 
 
 def capture_error(error: BaseException, model_name: str) -> ShardwiseError:
-    """Return the error to raise from `error`: our own as it is (with a place), others explained."""
-    own = _own(error)
+    """Return the error to raise from `error`: ours with a place, others explained."""
+    own = next((cause for cause in _chain(error) if isinstance(cause, ShardwiseError)), None)
     frame = _user_frame(error)
     place = str(frame) if frame is not None else None
     if own is not None:
@@ -185,66 +326,57 @@ def explained(model_name: str) -> Iterator[None]:
 
 
 def describe_failure(error: BaseException) -> tuple[str | None, str]:
-    """Return the user's line that an error came from, if there is one, and its first words."""
+    """Return the user's line that raised an error, if there is one, and the start of its text."""
     frame = _user_frame(error)
     return None if frame is None else str(frame), _first(f"{type(error).__name__}: {error}")
 
 
-def _in_experts(error: BaseException | None) -> bool:
-    """Return whether code of transformers that chooses experts has failed."""
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those that it was raised from."""
     while error is not None:
-        for frame in traceback.extract_tb(error.__traceback__):
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _in_experts(error: BaseException) -> bool:
+    """Return whether the error came from code of transformers that selects experts."""
+    for cause in _chain(error):
+        for frame in traceback.extract_tb(cause.__traceback__):
             code = f"{frame.name} {frame.line}".lower()
             if "/transformers/" in frame.filename and ("expert" in code or "moe" in code):
                 return True
-        error = error.__cause__ or error.__context__
     return False
 
 
-def _own(error: BaseException | None) -> ShardwiseError | None:
-    """Our own error, also when torch wrapped it."""
-    while error is not None:
-        if isinstance(error, ShardwiseError):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def _user_frame(error: BaseException | None) -> Frame | None:
-    """Return the innermost user frame of the exception or of one it was raised from."""
-    found: Frame | None = None
-    while error is not None:
-        frames = traceback.extract_tb(error.__traceback__)
+def _user_frame(error: BaseException) -> Frame | None:
+    """Return the innermost user frame of an exception or of the first one that led to it."""
+    innermost: Frame | None = None
+    for cause in _chain(error):
+        frames = traceback.extract_tb(cause.__traceback__)
         users = [f for f in frames if is_user_code(f.filename)]
         if users:
             last = users[-1]
-            found = Frame(last.filename, last.lineno or 0, last.name, (last.line or "").strip())
-        error = error.__cause__ or error.__context__
-    return found
+            innermost = Frame(last.filename, last.lineno or 0, last.name, (last.line or "").strip())
+    return innermost
 
 
 def _first(text: str) -> str:
-    """Return the first lines that say something, shortened."""
+    """Return the first two lines that are not empty, shortened."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     short = " ".join(lines[:2])
     return short if len(short) <= 240 else short[:237] + "..."
 
 
-# Refuses a forward pass that takes derivatives itself, at the user's line.
-#
-# `torch.autograd.grad` and `backward` inside of `forward` run torch's engine on tensors without
-# data: what they return is part of no graph. A penalty on gradients is the usual case.
-
-
-_HINT = (
-    "write the derivative out with torch operations; a penalty on gradients also works on "
-    "differences: (critic(a) - critic(b)).abs() / (a - b).flatten(1).norm(dim=1)"
-)
+# ---------------------------------------------------------------- checks
 
 
 @contextlib.contextmanager
 def refusing_derivatives() -> Iterator[None]:
-    """Inside, `torch.autograd.grad` and `backward` raise a `CaptureError`."""
+    """Make `torch.autograd.grad` and `backward` raise a `CaptureError` at the user's line.
+
+    Inside `forward` they would run torch's engine on tensors without data, and their results would
+    not be part of the graph. Usually the model has a penalty on gradients.
+    """
     autograd: Any = torch.autograd
     engine = autograd._engine_run_backward
 
@@ -254,7 +386,8 @@ def refusing_derivatives() -> Iterator[None]:
             "forward takes derivatives itself (torch.autograd.grad or backward), which a graph of "
             "the step cannot hold",
             where=None if frame is None else str(frame),
-            hint=_HINT,
+            hint="write the derivative out with torch operations; a penalty on gradients also "
+            "works on differences: (critic(a) - critic(b)).abs() / (a - b).flatten(1).norm(dim=1)",
         )
 
     autograd._engine_run_backward = refuse
@@ -264,13 +397,10 @@ def refusing_derivatives() -> Iterator[None]:
         autograd._engine_run_backward = engine
 
 
-# Whether torch's functionalization, which forgets `no_grad`, would change gradients.
-
-
 def check_regions_can_go(
     module: fx.GraphModule, reason: Exception, *, nested: bool = False
 ) -> None:
-    """Refuse when a `no_grad` region returns something that would otherwise have a gradient."""
+    """Raise if removing a `no_grad` region, as torch's functionalization does, adds a gradient."""
     for child in module.children():
         if isinstance(child, fx.GraphModule):
             check_regions_can_go(child, reason, nested=True)
@@ -291,17 +421,17 @@ def check_regions_can_go(
 
 
 def _may_need_grad(node: fx.Node, *, nested: bool) -> bool:
-    """Whether a trainable parameter is upstream of `node`; in a nested graph, any real input."""
+    """Return whether a trained parameter, or in a nested graph any real input, leads to `node`."""
     seen, stack = {node}, [node]
     while stack:
-        here = stack.pop()
-        value: Any = here.meta.get("val")
-        is_input = here.op == "placeholder" and isinstance(value, torch.Tensor)
+        current = stack.pop()
+        value: Any = current.meta.get("val")
+        is_input = current.op == "placeholder" and isinstance(value, torch.Tensor)
         if is_input and (value.requires_grad or (nested and value.is_floating_point())):
             return True
-        if here.target is torch.ops.aten.detach.default:
+        if current.target is torch.ops.aten.detach.default:
             continue
-        fresh = [n for n in here.all_input_nodes if n not in seen]
-        seen.update(fresh)
-        stack.extend(fresh)
+        unseen = [n for n in current.all_input_nodes if n not in seen]
+        seen.update(unseen)
+        stack.extend(unseen)
     return False

@@ -1,6 +1,6 @@
-"""A model's structure without its weights.
+"""Copy a model's structure without its weights, and run code on fake tensors.
 
-Tying, `requires_grad`, train flags and hooks are kept. The user's model is only read.
+Copies keep tying, `requires_grad`, train flags and hooks. The user's model is only read.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ StandIn = Callable[[torch.Tensor], torch.Tensor]
 
 
 def skeleton(model: nn.Module) -> nn.Module:
-    """Return a structural copy of `model` on meta: what later captures start from.
+    """Return a structural copy of `model` on meta, from which later captures start.
 
     >>> skeleton(nn.Linear(2, 3)).weight.device
     device(type='meta')
     """
-    return _copy_structure(model, _on_meta)
+    return _copy_structure(model, lambda t: _empty_like(t, torch.device("meta")))
 
 
 def fake_copy(model: nn.Module, device: torch.device, mode: FakeTensorMode) -> nn.Module:
@@ -39,20 +39,20 @@ def fake_copy(model: nn.Module, device: torch.device, mode: FakeTensorMode) -> n
 
 
 def fake_tensor(tensor: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> torch.Tensor:
-    """Return a fake stand-in for one tensor of the batch: never shared, even if the tensor is."""
+    """Return a fake tensor for one tensor of the batch, of its own even if the tensor is shared."""
     with mode:
         return _empty_like(tensor, device).requires_grad_(tensor.requires_grad)
 
 
 def new_fake_mode() -> FakeTensorMode:
-    """Return a mode in which numbers read from tensors are symbols, as `torch.export` wants it."""
+    """Return a mode in which numbers read from tensors are symbols, as `torch.export` needs it."""
     return FakeTensorMode(
         shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True
     )
 
 
 def has_data(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is real: neither fake nor on meta."""
+    """Return whether the tensor is real: neither fake nor on meta."""
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
 
 
@@ -64,10 +64,6 @@ def logical_device(model: nn.Module, batch: list[torch.Tensor]) -> torch.device:
     return torch.device("cpu")
 
 
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return _empty_like(tensor, torch.device("meta"))
-
-
 def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if tensor.layout is not torch.strided:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -77,12 +73,12 @@ def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _copy_structure(model: nn.Module, stand_in: StandIn) -> nn.Module:
     try:
         return copy.deepcopy(model, _memo(model, stand_in))
-    except Exception:  # an attribute that cannot be copied: share what cannot be
+    except Exception:  # some attribute cannot be copied: share it
         return _share_what_cannot_be_copied(model, _memo(model, stand_in))
 
 
 def _memo(model: nn.Module, stand_in: StandIn) -> dict[int, Any]:
-    """`deepcopy`'s memo with a stand-in for every tensor, so that none is really copied."""
+    """Return a memo for `deepcopy` with a stand-in for every tensor, so that none is copied."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -100,32 +96,24 @@ def _memo(model: nn.Module, stand_in: StandIn) -> dict[int, Any]:
 
 
 def _parameter_like(parameter: nn.Parameter, stand_in: StandIn) -> nn.Parameter:
-    like = nn.Parameter(stand_in(parameter.detach()), requires_grad=parameter.requires_grad)
-    like.__dict__.update({k: v for k, v in vars(parameter).items() if not k.startswith("_")})
-    copy_hooks(parameter, like)
-    return like
+    copied = nn.Parameter(stand_in(parameter.detach()), requires_grad=parameter.requires_grad)
+    copied.__dict__.update({k: v for k, v in vars(parameter).items() if not k.startswith("_")})
+    copy_hooks(parameter, copied)
+    return copied
 
 
 def _plain_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Tensors that are plain attributes, or in lists and dicts that are."""
+    """Yield tensors that are plain attributes, or in lists and dicts that are."""
     registered = ("_parameters", "_buffers", "_modules")
-    stack = [value for key, value in vars(module).items() if key not in registered]
-    depth = 0
-    while stack and depth < 3:
-        depth += 1
-        deeper: list[Any] = []
-        for value in stack:
-            if isinstance(value, torch.Tensor):
-                yield value
-            elif isinstance(value, dict):
-                deeper.extend(value.values())
-            elif isinstance(value, list | tuple):
-                deeper.extend(value)
-        stack = deeper
+    values: list[Any] = [value for key, value in vars(module).items() if key not in registered]
+    for _ in range(3):  # levels of nesting
+        yield from (value for value in values if isinstance(value, torch.Tensor))
+        containers = [v for v in values if isinstance(v, dict | list | tuple)]
+        values = [i for c in containers for i in (c.values() if isinstance(c, dict) else c)]
 
 
 def _share_what_cannot_be_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Like `deepcopy`, but attributes that refuse to be copied are shared with the original."""
+    """Copy like `deepcopy`, but share attributes that cannot be copied with the original."""
     if id(module) in memo:
         done: nn.Module = memo[id(module)]
         return done
@@ -133,33 +121,32 @@ def _share_what_cannot_be_copied(module: nn.Module, memo: dict[int, Any]) -> nn.
     memo[id(module)] = clone
     for key, value in vars(module).items():
         if key == "_modules":
-            fresh: Any = {
+            copied: Any = {
                 name: None if child is None else _share_what_cannot_be_copied(child, memo)
                 for name, child in value.items()
             }
         else:
             try:
-                fresh = copy.deepcopy(value, memo)
+                copied = copy.deepcopy(value, memo)
             except Exception:
-                fresh = value
-        clone.__dict__[key] = fresh
+                copied = value
+        clone.__dict__[key] = copied
     return clone
 
 
-# Attention masks of Hugging Face models as eager mode makes them.
-#
-# When `transformers` sees that it is traced, it gives up `is_causal=True` and builds a full mask:
-# it fears other shapes than the traced ones and packed sequences that it cannot look for. Our
-# graphs are for one shape, and positions that are counted up from 0 are known while tracing. So the
-# patches here let it decide as in eager mode wherever that does not depend on the batch's data.
+# ---------------------------------------------------------------- attention masks
 
-
-_MAX_NODES = 50
+_MAX_NODES = 50  # that are run to evaluate a tensor while tracing
 
 
 @contextlib.contextmanager
 def eager_masks() -> Iterator[None]:
-    """Patch `transformers.masking_utils`, if it is loaded; undone on the way out."""
+    """Make `transformers`, if it is loaded, choose attention masks as in eager mode.
+
+    When traced, it does not use `is_causal=True` but builds a full mask, since shapes may differ
+    from the traced ones and sequences may be packed. Our graphs are for one shape, and positions
+    that count up from 0 are known while tracing: then it can decide as in eager mode.
+    """
     module: Any = sys.modules.get("transformers.masking_utils")
     names = ("is_torchdynamo_exporting", "find_packed_sequence_indices")
     if module is None or not all(hasattr(module, name) for name in names):
@@ -181,9 +168,9 @@ def eager_masks() -> Iterator[None]:
 
 
 def holds(question: Callable[[torch.Tensor], bool], tensor: torch.Tensor) -> bool:
-    """Whether `question` is surely true of a traced tensor, because no input has a part in it.
+    """Return whether `question` is true of a traced tensor that depends on no input.
 
-    The few nodes before the tensor are run with real data, outside of the trace.
+    The few nodes that compute it are run with real data, outside of the trace.
     """
     mode = get_proxy_mode()
     slot: Any = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
@@ -201,7 +188,7 @@ def _counts_up(positions: torch.Tensor) -> bool:
 
 
 class _Unknown(Exception):
-    """The value depends on an input, or on too much."""
+    """The value depends on an input, or on too many nodes."""
 
 
 def _run(node: fx.Node, done: dict[fx.Node, Any], left: list[int]) -> Any:

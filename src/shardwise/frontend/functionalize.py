@@ -1,4 +1,8 @@
-"""Calls written in one plain way: no devices, no no-ops, no tracing artefacts."""
+"""Normalize traced calls: no devices, no-ops or tracing artefacts, and nothing in place.
+
+`RULES` maps an operator to a function that returns its normalized result, or None to append the
+call as it is. `convert` replaces in-place operators by their functional counterparts.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,18 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError
-from shardwise.frontend.aliasing import Alias, NotFunctional
-from shardwise.frontend.builder import Builder, append_call, fitted, refs, tensor_type
+from shardwise.frontend.builder import (
+    Alias,
+    Builder,
+    NotFunctional,
+    append_call,
+    fitted,
+    refs,
+    tensor_type,
+)
 from shardwise.ir import Ref, TensorType
 
 Rule = Callable[[Builder, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -24,7 +36,7 @@ def _call(builder: Builder, op: str, value: Any, args: tuple[Any, ...], **kwargs
 
 
 def _cast(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`to`, `type_as`, `_to_copy`…: a cast, or nothing."""
+    """Write `to`, `type_as`, `_to_copy`… as a cast, or as nothing."""
     own = builder.types[builder.read(args[0])]
     if own.dtype == value.dtype:
         return builder.same(value, args[0])
@@ -32,7 +44,7 @@ def _cast(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _contiguous(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Nothing, when memory is shared: it was contiguous already."""
+    """Drop the call if memory is shared: the tensor was contiguous already."""
     if builder.storages.get(value.untyped_storage()._cdata) is args[0].storage:
         return builder.same(value, args[0])
     return None
@@ -53,32 +65,32 @@ def _dropout(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -
 
 
 def _factory(op: str) -> Rule:
-    """`zeros`, `arange`…: without placement, with an explicit dtype."""
+    """Write `zeros`, `arange`… without placement and with an explicit dtype."""
 
     def rule(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kept = {k: v for k, v in kwargs.items() if k not in _PLACEMENT and v is not None}
-        if value.dtype.is_floating_point or value.dtype.is_complex or "dtype" in kept:
-            kept["dtype"] = value.dtype
-        return _call(builder, op, value, args, **kept)
+        named = {k: v for k, v in kwargs.items() if k not in _PLACEMENT and v is not None}
+        if value.dtype.is_floating_point or value.dtype.is_complex or "dtype" in named:
+            named["dtype"] = value.dtype
+        return _call(builder, op, value, args, **named)
 
     return rule
 
 
 def _like(op: str) -> Rule:
-    """`zeros_like`, `new_ones`…: without placement, the dtype only where it differs."""
+    """Write `zeros_like`, `new_ones`… without placement, and with a dtype only if it differs."""
 
     def rule(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dropped = (*_PLACEMENT, "memory_format", "dtype")
-        kept = {k: v for k, v in kwargs.items() if k not in dropped}
+        named = {k: v for k, v in kwargs.items() if k not in dropped}
         if value.dtype != builder.types[builder.read(args[0])].dtype:
-            kept["dtype"] = value.dtype
-        return _call(builder, op, value, args, **kept)
+            named["dtype"] = value.dtype
+        return _call(builder, op, value, args, **named)
 
     return rule
 
 
 def _sized(op: str) -> Rule:
-    """`expand_as`, `view_as`…: the size instead of the other tensor."""
+    """Write `expand_as`, `view_as`… with a size instead of the other tensor."""
 
     def rule(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         type_ = tensor_type(value)
@@ -90,7 +102,7 @@ def _sized(op: str) -> Rule:
 
 
 def _cat(op: str) -> Rule:
-    """Without the empty tensors that a cache starts from."""
+    """Drop the empty tensors that a cache starts from."""
 
     def rule(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         parts = tuple(a for a in args[0] if builder.types[builder.read(a)].shape != (0,))
@@ -107,30 +119,14 @@ def _cat(op: str) -> Rule:
 
 
 def _batch_norm(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """In training one node with the new running statistics as further results."""
+    """Write batch norm in training as one node whose further results are the new statistics."""
     data, weight, bias, mean, variance, training, momentum, eps, *_ = args
     if not training:
         return None
-    return _update_statistics(builder, value, data, weight, bias, mean, variance, momentum, eps)
-
-
-def _update_statistics(
-    builder: Builder,
-    value: torch.Tensor,
-    data: Alias,
-    weight: Alias | None,
-    bias: Alias | None,
-    mean: Alias | None,
-    variance: Alias | None,
-    momentum: float,
-    eps: float,
-) -> Alias:
     statistics = [alias for alias in (mean, variance) if alias is not None]
-    operands = tuple(
-        None if a is None else Ref(builder.read(a)) for a in (data, weight, bias, mean, variance)
-    )
-    types = [tensor_type(value), *(builder.types[builder.read(a)] for a in statistics)]
-    outputs = builder.emit(BATCH_NORM, (*operands, momentum, eps), tuple(types))
+    operands = refs(builder, (data, weight, bias, mean, variance))
+    types = (tensor_type(value), *(builder.types[builder.read(a)] for a in statistics))
+    outputs = builder.emit(BATCH_NORM, (*operands, momentum, eps), types)
     for alias, name in zip(statistics, outputs[1:], strict=True):
         builder.differentiable.discard(name)
         builder.write(alias, name)
@@ -138,24 +134,18 @@ def _update_statistics(
 
 
 def _functional_batch_norm(builder: Builder, value: Any, args: Any, kwargs: Any) -> Any:
-    """Return the same node from torch's own functionalization: (out, mean, rstd, new mean, new
-    var).
-    """
-    data, weight, bias, mean, variance, training, momentum, eps = args
+    """Write the same node for torch's functional form: (out, mean, rstd, new mean, new var)."""
+    *tensors, training, momentum, eps = args
     if not training:
         return None
-    plain = tuple(
-        None if a is None else Ref(builder.read(a)) for a in (data, weight, bias, mean, variance)
-    )
     values = (value[0], value[3], value[4])
-    types = tuple(map(tensor_type, values))
-    out, new_mean, new_variance = builder.emit(BATCH_NORM, (*plain, momentum, eps), types)
-    builder.differentiable -= {new_mean, new_variance}
-    tracked = [
-        builder.track(name, v, None)
-        for name, v in zip((out, new_mean, new_variance), values, strict=True)
-    ]
-    return (tracked[0], None, None, tracked[1], tracked[2])
+    operands = (*refs(builder, tensors), momentum, eps)
+    names = builder.emit(BATCH_NORM, operands, tuple(map(tensor_type, values)))
+    builder.differentiable.difference_update(names[1:])
+    out, new_mean, new_variance = (
+        builder.track(name, v, None) for name, v in zip(names, values, strict=True)
+    )
+    return (out, None, None, new_mean, new_variance)
 
 
 def _instance_norm(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -169,12 +159,12 @@ def _instance_norm(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: 
 
 
 def _copy(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Functional `copy`, which has no derivative: its source, cast and broadcast."""
+    """Replace functional `copy`, which has no derivative, by its source, cast and broadcast."""
     return builder.track(fitted(builder, builder.read(args[1]), tensor_type(value)), value, None)
 
 
 def _strided_scatter(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Only without gradients: torch's derivative of it is wrong (2.13)."""
+    """Refuse it where gradients flow: torch's derivative is wrong (2.13)."""
     if any(builder.read(alias) in builder.differentiable for alias in args[:2]):
         raise CaptureError(
             "forward writes in place through as_strided, or a view that torch expresses by it",
@@ -185,14 +175,14 @@ def _strided_scatter(builder: Builder, value: Any, args: tuple[Any, ...], kwargs
 
 
 def _constant(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Return a literal's copy: the constant itself; writes go to the copy's own memory."""
+    """Replace the copy of a literal by the constant; writes go to the copy's own memory."""
     return builder.track(builder.read(args[0]), value, None)
 
 
 def fill_with_constant(
     builder: Builder, operator: Any, plain: tuple[Any, ...]
 ) -> tuple[Any, tuple[Any, ...]]:
-    """`x[...] = 3.0` is traced as a fill with a lifted tensor; make it a number again."""
+    """Undo how `x[...] = 3.0` is traced: as a fill with a lifted tensor."""
     data = builder.constants.get(plain[1].name)
     if data is None or data.numel() != 1:
         return operator, plain
@@ -200,7 +190,7 @@ def fill_with_constant(
 
 
 def _broadcast(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """`broadcast_tensors`: each one expanded, where that changes anything."""
+    """Write `broadcast_tensors` as one `expand` for each tensor that changes."""
     return tuple(
         builder.same(result, alias)
         if builder.types[builder.read(alias)] == tensor_type(result)
@@ -210,14 +200,14 @@ def _broadcast(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any)
 
 
 def _unless_same(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Shape operators that keep the shape: nothing."""
+    """Drop shape operators that keep the shape."""
     if builder.types[builder.read(args[0])] == tensor_type(value):
         return builder.same(value, args[0])
     return None
 
 
 def _slice(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Give a slice an explicit start: 0 if it has none, as when sizes are symbolic."""
+    """Give a slice an explicit start: with symbolic sizes, 0 is left out."""
     same = _unless_same(builder, value, args, kwargs)
     if same is not None or kwargs or len(args) < 3 or args[2] is not None:
         return same
@@ -225,14 +215,12 @@ def _slice(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> 
 
 
 def _neutral(number: int) -> Rule:
-    """`x + 0`, `x * 1`: nothing."""
+    """Drop `x + 0` and `x * 1`."""
 
     def rule(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if kwargs or isinstance(args[1], Alias) or args[1] != number:
             return None
-        if not isinstance(args[0], Alias):
-            return None
-        return _unless_same(builder, value, args, kwargs)
+        return _unless_same(builder, value, args, kwargs) if isinstance(args[0], Alias) else None
 
     return rule
 
@@ -287,8 +275,7 @@ for _name in (
     RULES[f"aten.{_name}"] = _like(f"aten.{_name}")
 
 
-# In-place operators as their functional counterparts.
-
+# ---------------------------------------------------------------- in-place operators
 
 _VIEWS = {"unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_"}
 _REFUSED = {"resize_", "set_", "as_strided_", "resize_as_"}
@@ -301,7 +288,7 @@ def convert(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Convert one in-place call; the alias it returns is the one it was given."""
+    """Convert one in-place call; return the alias of the tensor that it changes."""
     name, overload = target._schema.name.split("::")[1], target._overloadname
     written = [a.name for a in target._schema.arguments if a.alias_info and a.alias_info.is_write]
     functional = _functional_name(name)
@@ -324,7 +311,7 @@ def convert(
         return alias
     if name == "zero_":
         own = _ref(builder, alias)
-        if own.name in builder.differentiable:  # gradients are zeros, not None
+        if own.name in builder.differentiable:  # its gradient is zeros, not None
             _store(builder, alias, "aten.fill.Scalar", (own, 0))
         else:
             _store(builder, alias, "aten.zeros_like.default", (own,))
@@ -344,7 +331,7 @@ def _compute(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """The general case: the functional operator, cast back to the overwritten tensor's dtype."""
+    """Call the functional operator and cast its result to the overwritten tensor's dtype."""
     namespace = target.namespace
     packet = getattr(getattr(torch.ops, namespace), functional, None)
     operator = getattr(packet, target._overloadname, None)
@@ -369,7 +356,7 @@ def _compute_into(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Alias:
-    """`op(..., out=tensor)`: the operator that returns its result, written to `out`."""
+    """Convert `op(..., out=tensor)`: call the overload that returns its result, and write it."""
     alias: Alias = kwargs.pop("out")
     packet = target.overloadpacket
     wanted = [(a.name, str(a.type)) for a in target._schema.arguments if a.name != "out"]
@@ -390,10 +377,11 @@ def _compute_into(
 def _result_type(
     operator: torch._ops.OpOverload[Any, Any], node: fx.Node, own: TensorType
 ) -> TensorType:
-    """Return the functional result's type: the overwritten one's unless dtypes are mixed."""
+    """Return the functional result's type: that of the overwritten tensor unless dtypes differ."""
     values = fx.node.map_arg(node.args, lambda n: n.meta["val"])
-    tensors = [v for v in _flat(values) if isinstance(v, torch.Tensor)]
-    numbers = [v for v in _flat(values) if isinstance(v, float) and not own.dtype.is_floating_point]
+    leaves = pytree.tree_leaves(values)
+    tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
+    numbers = [v for v in leaves if isinstance(v, float) and not own.dtype.is_floating_point]
     if all(t.dtype == own.dtype for t in tensors) and not numbers:
         return own
     kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta["val"])
@@ -401,14 +389,8 @@ def _result_type(
         return tensor_type(operator(*values, **kwargs))
 
 
-def _flat(values: Any) -> list[Any]:
-    if isinstance(values, tuple | list):
-        return [leaf for item in values for leaf in _flat(item)]
-    return [values]
-
-
 def _copied(builder: Builder, alias: Alias, source: Any) -> str:
-    """`copy_`: the source, broadcast and cast to what it overwrites."""
+    """Return the source of a `copy_`, broadcast and cast to the tensor that it overwrites."""
     own = builder.types[builder.read(alias)]
     if not isinstance(source, Alias):
         raise NotFunctional("copy_ of a number")
@@ -417,7 +399,7 @@ def _copied(builder: Builder, alias: Alias, source: Any) -> str:
         (name,) = builder.emit("aten.detach.default", (Ref(name),), (builder.types[name],))
     name = fitted(builder, name, own)
     if alias.view is None and builder.read(alias) in builder.differentiable:
-        # What is overwritten keeps a gradient: zeros, not None.
+        # The overwritten value keeps a gradient, of zeros: autograd would not return None.
         (zeros,) = builder.emit("aten.fill.Scalar", (_ref(builder, alias), 0), (own,))
         (name,) = builder.emit("aten.add.Tensor", (Ref(zeros), Ref(name)), (own,))
     return name
@@ -438,7 +420,7 @@ def _drops(args: tuple[Any, ...]) -> bool:
 
 
 def _functional_name(name: str) -> str | None:
-    """`add_` -> `add`, `__ior__` -> `__or__`; None if the name is not that of an in-place op."""
+    """Return `add` for `add_`, `__or__` for `__ior__`; None for an op that is not in place."""
     if name.startswith("__i") and name.endswith("__"):
         return "__" + name[3:]
     if name.endswith("_") and not name.endswith("__"):

@@ -1,10 +1,11 @@
-"""Captured graphs on disk, for the next process that captures the same step.
+"""Store captured graphs on disk for other processes that capture the same step.
 
-An entry is looked up by a digest of everything that a capture depends on: versions and files of
-torch and Shardwise, the code that may run and the files of the user's own modules, the Python state
-that this code may read, the model's structure, the batch's shapes, and torch's settings. It also
-names the environment variables that were read while it was captured, which must not have changed.
-Any doubt means that nothing is stored or used: see `docs/decisions/0024-batches-and-sizes.md`.
+The key of an entry is a digest of everything that a capture depends on: versions and files of torch
+and Shardwise, the code that may run, the files of the user's own modules, the Python state that
+this code may read, the model's structure, the batch's shapes, and torch's settings. An entry also
+lists the environment variables that were read during capture, which must have the same values. In
+any doubt, nothing is stored or used: see `docs/decisions/0024-batches-and-sizes.md`. `Describe`
+writes values and code as text that, unlike a snapshot, outlives the process.
 
 `SHARDWISE_CACHE` names the folder; `SHARDWISE_CACHE=off` turns the cache off.
 """
@@ -17,12 +18,17 @@ import functools
 import hashlib
 import io
 import json
+import logging
 import os
+import random
+import re
 import sys
 import time
 import types
-from collections.abc import Iterator, Mapping
+from collections import UserList, deque
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +39,21 @@ from torch import nn
 from shardwise.batch import Call
 from shardwise.errors import ShardwiseError
 from shardwise.files import read_json, write_text
-from shardwise.frontend.builder import is_user_code
-from shardwise.frontend.describe import Describe, describe_code, digest
+from shardwise.frontend.errors import is_user_code
+from shardwise.frontend.fake import has_data
 from shardwise.frontend.hooks import hooks_of
 from shardwise.frontend.objective import Objective, StepFunction
-from shardwise.frontend.python_state import Place, Reach, Reads, reachable
+from shardwise.frontend.python_state import (
+    ATOMS,
+    MAX_ARRAY_BYTES,
+    MAX_PLAIN_ITEMS,
+    MISSING,
+    Place,
+    Reach,
+    Reads,
+    attributes_of,
+    reachable,
+)
 from shardwise.ir import Graph
 from shardwise.ir.stored import NotStorable, graph_from_json, graph_to_json
 from shardwise.version import __version__
@@ -50,7 +66,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _STARTED_NS = time.time_ns()
-_ENVIRONMENT = {  # what torch may have read when it was imported
+_ENVIRONMENT = {  # variables that torch may have read when it was imported
     name: value
     for name, value in sorted(os.environ.items())
     if name.startswith(("TORCH", "PYTORCH")) and not name.startswith("TORCHELASTIC_")
@@ -58,7 +74,7 @@ _ENVIRONMENT = {  # what torch may have read when it was imported
 
 
 def cache_folder() -> Path | None:
-    """Return where graphs are stored, or None if they are not."""
+    """Return the folder of stored graphs, or None if the cache is off."""
     chosen = os.environ.get("SHARDWISE_CACHE", "")
     if chosen.lower() in ("off", "0"):
         return None
@@ -68,13 +84,13 @@ def cache_folder() -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class CachedCapture:
-    """One capture's place in the cache, and what the code of its step may read."""
+    """The cache file of one capture, and what the code of its step may read."""
 
     file: Path
     reach: Reach
 
     def load(self, model: nn.Module, reads: Reads | None) -> Graph | None:
-        """Return the stored graph, if there is one that holds now."""
+        """Return the stored graph, if there is one and it is still valid."""
         try:
             entry = read_json(self.file, NotStorable)
             environment = entry["environment"].items()
@@ -91,7 +107,7 @@ class CachedCapture:
 
     @contextlib.contextmanager
     def storing(self, reads: Reads | None) -> Iterator[_Capture]:
-        """Observe a capture, and store what it gives."""
+        """Observe a capture, and store its graph."""
         capture = _Capture()
         with capture.observing():
             yield capture
@@ -113,12 +129,12 @@ class CachedCapture:
 
 @dataclass(slots=True)
 class _Capture:
-    """What is seen of a capture: its result, and what it reads from outside of Python."""
+    """A capture that is observed: its result, and what it reads from outside of Python."""
 
     graph: Graph | None = None
     reads: Reads = field(default_factory=Reads)
     variables: set[str] = field(default_factory=set)  # of the environment
-    is_impure: bool = False  # whether it read files, or the environment as a whole
+    is_impure: bool = False  # whether it read files, or all of the environment
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
@@ -150,7 +166,7 @@ class _Capture:
 
 
 def _is_for_the_model(frame: types.FrameType | None) -> bool:
-    """Whether the model's code asks, be it through a library: not torch, nor what torch imports."""
+    """Return whether the model's code is the caller, also through a library other than torch."""
     before = ""
     while frame is not None:
         file = frame.f_code.co_filename
@@ -169,7 +185,7 @@ def _is_for_the_model(frame: types.FrameType | None) -> bool:
 def cached_capture(
     model: nn.Module, call: Call, chosen: Objective, options: Mapping[str, Any]
 ) -> CachedCapture | None:
-    """Return the place of a capture's graph; None if no text tells it from all others."""
+    """Return the cache entry of a capture; None if it cannot be described completely."""
     folder = cache_folder()
     if folder is None:
         return None
@@ -186,34 +202,29 @@ def cached_capture(
             *_variables(reach, describe),
             *_structure(model, reach, describe),
         ]
-    except Exception:  # also of the user's own classes: any doubt means no cache
+    except Exception:  # classes of the user's may raise anything: in doubt, do not cache
         return None
     return CachedCapture(folder / f"{digest(parts)}.json", reach)
 
 
 @functools.cache
 def _installation() -> tuple[str, ...]:
-    """Versions, and the files of torch and Shardwise by size and times."""
+    """Return the versions, and a digest of the files of torch and Shardwise by size and time."""
     files = []
     for package in (Path(torch.__file__).parent, Path(__file__).parents[1]):
         for folder, folders, names in os.walk(package):
             folders[:] = sorted(set(folders) - {"include", "testing", "test", "share", "bin"})
             for name in sorted(names):
                 if name.endswith((".py", ".so")):
-                    files.append(_stamp(os.path.join(folder, name)))
+                    files.append(file_stamp(os.path.join(folder, name)))
     versions = (FORMAT, __version__, torch.__version__, torch.version.git_version, sys.version)
     return (*map(str, versions), np.__version__, digest(files))
 
 
-def _stamp(file: str) -> str:
-    status = os.stat(file)
-    return f"{file} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
-
-
 def _settings(call: Call, options: Mapping[str, Any]) -> list[str]:
-    """Options of the capture, and settings of torch that tracing follows."""
+    """Describe the options of the capture, and settings of torch that affect tracing."""
     if torch.overrides._get_current_function_mode_stack():  # type: ignore[no-untyped-call]
-        raise NotStorable("a mode changes what functions of torch do")
+        raise NotStorable("a function mode changes torch's functions")
     if any(v for k, v in vars(nn.modules.module).items() if k.startswith("_global_") and v):
         raise NotStorable("hooks on all modules")
     devices = {"cpu", torch.device(options["device"] or "cpu").type}
@@ -230,41 +241,41 @@ def _settings(call: Call, options: Mapping[str, Any]) -> list[str]:
 
 
 def _batch(call: Call) -> list[str]:
-    """The batch but for the contents of its tensors."""
+    """Describe the batch, without the contents of its tensors."""
     seen: dict[int, int] = {}
     parts = [call.kind, str(call.spec), repr(call.paths)]
     for leaf in call.leaves:
         if isinstance(leaf, torch.Tensor):
             if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.layout is not torch.strided:
-                raise NotStorable("a tensor of a type of its own")
+                raise NotStorable("a tensor subclass or layout")
             about = (leaf.dtype, leaf.device.type, tuple(leaf.shape), leaf.stride())
             parts.append(f"{about} {leaf.requires_grad} {seen.setdefault(id(leaf), len(seen))}")
         else:
             parts.append(f"{type(leaf).__name__} {leaf!r}")
     if any(" at 0x" in part for part in parts):
-        raise NotStorable("an object without a text")
+        raise NotStorable("an object whose repr is its address")
     return parts
 
 
 def _code(reach: Reach, describe: Describe) -> list[str]:
-    """The code that may run, and functions of torch, which a script may have replaced."""
+    """Describe the code that may run, and torch's functions, which a script may have replaced."""
     patched = [
         f"{name} {value.__name__} {describe_code(code) if code is not None else ''}"
         for namespace in (torch, torch.nn.functional, torch.Tensor)
         for name, value in vars(namespace).items()
         if isinstance(value, types.FunctionType | types.BuiltinFunctionType)
-        and name != "manual_seed"  # which torch wraps by itself
+        and name != "manual_seed"  # which torch itself wraps
         for code in [getattr(value, "__code__", None)]
     ]
     codes = sorted(describe_code(code) for code in reach.codes)
     files = {code.co_filename for code in reach.codes if "site-packages" in code.co_filename}
-    stamps = [_stamp(file) for file in sorted(files) if os.path.exists(file)]
+    stamps = [file_stamp(file) for file in sorted(files) if os.path.exists(file)]
     classes = sorted(describe(cls) for cls in reach.classes)
     return [digest(sorted(patched)), digest(codes), digest(stamps), digest(classes)]
 
 
 def _own_files() -> list[str]:
-    """The contents of all modules that are neither Python's nor a library's."""
+    """Describe the files of all modules that are neither Python's nor a library's."""
     parts = []
     for module in list(sys.modules.values()):
         file = vars(module).get("__file__")
@@ -274,14 +285,14 @@ def _own_files() -> list[str]:
                 content = hashlib.sha256(Path(file).read_bytes()).hexdigest()
             except OSError:
                 raise NotStorable(f"{file} cannot be read") from None
-            if changed > _STARTED_NS:  # what runs may be what it was before
+            if changed > _STARTED_NS:  # the running code may be the old one
                 raise NotStorable(f"{file} has changed since this process started")
             parts.append(f"{file} {content}")
     return sorted(set(parts))
 
 
 def _variables(reach: Reach, describe: Describe) -> list[str]:
-    """Global variables, closures, class attributes and defaults; the environment is observed."""
+    """Describe variables that code may read; the environment is observed instead."""
     environment = vars(os.environ)
     return sorted(
         f"{variable.kind} {variable.name} {variable.place} {describe(variable.read())}"
@@ -291,7 +302,7 @@ def _variables(reach: Reach, describe: Describe) -> list[str]:
 
 
 def _structure(model: nn.Module, reach: Reach, describe: Describe) -> list[str]:
-    """Modules, their attributes and hooks, and tensors by everything but their values."""
+    """Describe modules, their attributes and hooks, and tensors without their values."""
     if any(hooks_of(parameter) for parameter in model.parameters()):
         raise NotStorable("hooks on gradients")
     tensors: dict[int, int] = {}
@@ -327,7 +338,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _variable(name: str) -> str | None:
-    """The digest of an environment variable: entries do not show secrets."""
+    """Return the digest of an environment variable: entries must not reveal secrets."""
     value = os.environ.get(name)
     return None if value is None else digest([value])
 
@@ -335,12 +346,12 @@ def _variable(name: str) -> str | None:
 def _places(data: Any, model: nn.Module) -> dict[Place, None]:
     places = {(str(path), str(name)): None for path, name in data}
     for path, _ in places:
-        model.get_submodule(path)  # raises if there is none
+        model.get_submodule(path)  # raises if it does not exist
     return places
 
 
 def _drop_oldest(folder: Path) -> None:
-    """Keep the size of all entries within its limit."""
+    """Remove the least recently used entries beyond the size limit."""
     entries = []
     for file in folder.glob("*.json"):
         with contextlib.suppress(OSError):  # another process may have removed it
@@ -352,3 +363,205 @@ def _drop_oldest(folder: Path) -> None:
             break
         file.unlink(missing_ok=True)
         excess -= size
+
+
+# ---------------------------------------------------------------- values and code as text
+
+DEPTH = 12
+_NATIVE = (
+    *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
+    *(types.GetSetDescriptorType, types.MemberDescriptorType, np.ufunc),
+)
+_WRAPPERS = (staticmethod, classmethod, property, functools.cached_property)
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+_HIDDEN_STATE = (Iterator, random.Random, torch.Generator, io.IOBase, nn.Module)
+_HEAP_TYPE = 1 << 9  # flag of a class defined in Python code
+
+
+class Describe:
+    """Describe values by text that is equal in another process only if they are equal.
+
+    Objects are described by their attributes in `names`, modules of `model` by path. A value
+    without such a text (an iterator, a random generator, an object with hidden state, a module
+    outside the model) raises `NotStorable`.
+    """
+
+    def __init__(self, model: nn.Module, names: Set[str]) -> None:
+        self._names = names
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._known: dict[int, tuple[Any, str]] = {}  # with the values, so that no id is reused
+        self._open: list[int] = []  # values that are being described
+
+    def __call__(self, value: Any) -> str:
+        """Return the text of a value."""
+        if isinstance(value, Enum):
+            return f"{_name(type(value))}.{value.name}"
+        if isinstance(value, ATOMS):
+            return f"{type(value).__name__} {value!r}"
+        if value is MISSING:
+            return "missing"
+        if id(value) in self._known:
+            return self._known[id(value)][1]
+        if id(value) in self._open:
+            return f"value {len(self._open) - self._open.index(id(value))} above"
+        if len(self._open) >= DEPTH:
+            raise NotStorable("values are nested too deep")
+        self._open.append(id(value))
+        try:
+            text = digest(self._parts(value))
+        finally:
+            self._open.pop()
+        self._known[id(value)] = (value, text)
+        return text
+
+    def _all(self, values: Iterable[Any]) -> list[str]:
+        return [self(value) for value in values]
+
+    def _parts(self, value: Any) -> list[str]:
+        """Return the kind of a value, and texts that distinguish it from others of its kind."""
+        kind = _name(type(value))
+        if id(value) in self._paths:
+            return ["part", self._paths[id(value)]]
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if isinstance(value, types.MethodType):
+            return [kind, *self._all((value.__self__, value.__func__))]
+        if isinstance(value, _NATIVE):
+            return [kind, str(getattr(value, "__module__", "")), value.__name__]
+        if isinstance(value, type):
+            return self.class_parts(value)
+        if isinstance(value, types.ModuleType):
+            top = sys.modules.get(value.__name__.partition(".")[0])
+            return [value.__name__, str(getattr(top, "__version__", "")), describe_file(value)]
+        if isinstance(value, _WRAPPERS):
+            names = ("__func__", "fget", "fset", "func")
+            return [kind, *(self(getattr(value, name, None)) for name in names)]
+        if isinstance(value, functools.partial):
+            return [kind, *self._all((value.func, value.args, value.keywords))]
+        if isinstance(value, functools._lru_cache_wrapper):
+            return [kind, self(value.__wrapped__)]
+        if isinstance(value, torch.Tensor):
+            return _tensor(value)
+        if isinstance(value, np.ndarray):
+            if value.nbytes > MAX_ARRAY_BYTES or value.dtype.hasobject:
+                raise NotStorable("a large array")
+            return [kind, str(value.shape), str(value.dtype), _sha(value.tobytes())]
+        if isinstance(value, re.Pattern):
+            return [kind, repr(value.pattern), str(value.flags)]
+        if isinstance(value, logging.Logger):
+            return [kind, value.name, str(value.getEffectiveLevel())]
+        return [kind, *self._object(value)]
+
+    def _object(self, value: Any) -> list[str]:
+        """Return the items and attributes of any other object."""
+        if isinstance(value, _HIDDEN_STATE):
+            raise NotStorable(f"a {type(value).__name__} has state that cannot be described")
+        native = [c for c in type(value).__mro__ if not c.__flags__ & _HEAP_TYPE]
+        if any(c not in (*_CONTAINERS, deque, object) for c in native):
+            raise NotStorable(f"a {type(value).__name__} may have state that cannot be seen")
+        attributes = attributes_of(value)
+        texts = [f"{k}: {self(attributes[k])}" for k in sorted(attributes) if k in self._names]
+        if isinstance(value, (*_CONTAINERS, deque, UserList, Mapping)):
+            if len(value) > MAX_PLAIN_ITEMS:
+                raise NotStorable("a large container")
+            if isinstance(value, Mapping):
+                texts += [f"{self(key)} = {self(item)}" for key, item in value.items()]
+            else:
+                items = self._all(value)
+                texts += sorted(items) if isinstance(value, set | frozenset) else items
+        elif type(value).__flags__ & _HEAP_TYPE == 0 and type(value) is not object:
+            raise NotStorable(f"a {type(value).__name__}")
+        return texts
+
+    def _function(self, function: types.FunctionType) -> list[str]:
+        if (function.__module__ or "").startswith("torch."):  # whose attributes torch may change
+            return ["function", function.__module__, describe_code(function.__code__)]
+        closure = [_contents(cell) for cell in function.__closure__ or ()]
+        defaults = (function.__defaults__, function.__kwdefaults__)
+        own = {k: v for k, v in vars(function).items() if k != "__wrapped__"}
+        parts = self._all((*defaults, *closure, own, getattr(function, "__wrapped__", None)))
+        return ["function", function.__module__ or "", describe_code(function.__code__), *parts]
+
+    def class_parts(self, cls: type) -> list[str]:
+        """Return the members of a class and its bases that are code or plain values."""
+        parts = ["class", _name(cls)]
+        if cls.__module__.startswith("torch.") and not issubclass(cls, nn.Module):
+            return parts
+        for base in cls.__mro__:
+            if base.__flags__ & _HEAP_TYPE:
+                parts.append(_name(base))
+                for name, member in sorted(vars(base).items()):
+                    if isinstance(member, (types.FunctionType, *_WRAPPERS, *ATOMS)):
+                        parts.append(f"{name}: {self(member)}")
+        return parts
+
+
+def digest(parts: Iterable[str]) -> str:
+    """Return the SHA-256 of a list of texts."""
+    hashed = hashlib.sha256()
+    for part in parts:
+        encoded = part.encode(errors="backslashreplace")
+        hashed.update(len(encoded).to_bytes(8, "little") + encoded)
+    return hashed.hexdigest()
+
+
+def _sha(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def _tensor(value: torch.Tensor) -> list[str]:
+    plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
+    if not plain or not has_data(value) or value.nbytes > MAX_ARRAY_BYTES:
+        raise NotStorable("a tensor that is large, without data, or of a type of its own")
+    content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    about = (value.dtype, value.device, tuple(value.shape), value.stride(), value.requires_grad)
+    return ["tensor", *map(str, about), _sha(content)]
+
+
+@functools.lru_cache(maxsize=65536)
+def describe_code(code: types.CodeType) -> str:
+    """Describe the instructions, constants, names and lines of a function."""
+    numbers = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    place = (code.co_filename, code.co_firstlineno, code.co_qualname)
+    binary = (code.co_code, code.co_exceptiontable, code.co_linetable)
+    constants = [_constant(constant) for constant in code.co_consts]
+    return digest([repr(numbers), repr(names), repr(place), *map(_sha, binary), *constants])
+
+
+def _constant(value: Any) -> str:
+    if isinstance(value, types.CodeType):
+        return describe_code(value)
+    if isinstance(value, frozenset):
+        return repr(sorted(map(_constant, value)))
+    if isinstance(value, tuple):
+        return repr([_constant(item) for item in value])
+    return f"{type(value).__name__} {value!r}"
+
+
+def describe_file(module: types.ModuleType) -> str:
+    """Return a text that changes with the file of a library's module."""
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return ""
+    try:
+        return file_stamp(file)
+    except OSError:
+        raise NotStorable(f"{module.__name__} has no file") from None
+
+
+def file_stamp(file: str) -> str:
+    """Return a text that changes with a file: its name, size and times."""
+    status = os.stat(file)
+    return f"{file} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"

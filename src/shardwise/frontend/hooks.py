@@ -1,10 +1,10 @@
-"""Hooks that change gradients, as tensor computations.
+"""Trace hooks that change gradients.
 
-Forward hooks need nothing: capture runs them with the module they belong to. A hook that runs in
-backward is traced on a gradient without data. On a parameter it becomes a `GradientHook`, which
-the runtime applies to the complete gradient of a step; on an activation (`h.register_hook` inside
-forward) it becomes the backward of an identity node. A hook that is not a tensor computation, and
-the kinds that have no counterpart on several ranks, are refused with the place of their definition.
+Forward hooks need nothing: capture runs them with their module. A hook that runs in backward is
+traced on a gradient without data. On a parameter it becomes a `GradientHook`, which the runtime
+applies to the complete gradient of a step; on an activation (`h.register_hook` inside forward) it
+becomes the backward of an identity node. A hook that is not a tensor computation, or of a kind that
+has no counterpart on several ranks, is refused with the place of its definition.
 """
 
 from __future__ import annotations
@@ -33,29 +33,28 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import CaptureError, ShardwiseError
-from shardwise.frontend.builder import Frame, is_user_code, running_frame
 from shardwise.frontend.convert import Recorder, record_call
+from shardwise.frontend.errors import Frame, is_user_code, running_frame
 from shardwise.ir import GradientHook
 
 Hook = Callable[..., Any]
-_KEPT = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _SHAPELESS = ("aten.detach.default", "aten.clone.default", "aten._to_copy.default", "aten.alias")
-_PURE = "compute the new gradient with torch operations and return it"
 
 
 def gradient_hooks(model: nn.Module) -> tuple[GradientHook, ...]:
     """Return the hooks on the model's parameters, traced, in the order in which they run."""
-    found: list[GradientHook] = []
+    hooks: list[GradientHook] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        for kind in _KEPT:
+        for kind in _KINDS:
             for hook in (getattr(parameter, kind) or {}).values():
-                traced = trace(hook, parameter, f"parameter {name}", accumulated=kind == _KEPT[1])
-                found.append(
+                traced = trace(hook, parameter, f"parameter {name}", accumulated=kind == _KINDS[1])
+                hooks.append(
                     GradientHook(
                         parameter=name,
-                        accumulated=kind == _KEPT[1],
+                        accumulated=kind == _KINDS[1],
                         name=name_of(hook),
                         source=place_of(hook),
                         code=traced.code,
@@ -64,31 +63,31 @@ def gradient_hooks(model: nn.Module) -> tuple[GradientHook, ...]:
                         function=traced,
                     )
                 )
-    return tuple(found)
+    return tuple(hooks)
 
 
 def hooks_of(parameter: torch.Tensor) -> list[Hook]:
-    """Return the gradient hooks of a parameter, of both kinds."""
-    return [hook for kind in _KEPT for hook in (getattr(parameter, kind) or {}).values()]
+    """Return the gradient hooks of a parameter, before and after accumulation."""
+    return [hook for kind in _KINDS for hook in (getattr(parameter, kind) or {}).values()]
 
 
 def copy_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Give a copy of a parameter the hooks of the original, which `deepcopy` leaves behind."""
-    for kind in _KEPT:
+    """Copy the hooks of a parameter to its copy: `deepcopy` does not."""
+    for kind in _KINDS:
         if hooks := getattr(source, kind):
             setattr(target, kind, OrderedDict(hooks))
 
 
 def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Let two parameters have the same hooks, also those registered or removed from now on."""
-    for kind in _KEPT:
+    """Make two parameters share their hooks, also those registered or removed later."""
+    for kind in _KINDS:
         if getattr(source, kind) is None:
             setattr(source, kind, OrderedDict())
         setattr(target, kind, getattr(source, kind))
 
 
 def check_module_hooks(model: nn.Module) -> None:
-    """Refuse backward hooks of modules: they see gradients of one device's whole activations."""
+    """Refuse backward hooks of modules: they need the gradients of full activations."""
     registered = [
         (f"module {path}" if path else "the model", hook)
         for path, module in model.named_modules()
@@ -107,7 +106,7 @@ def check_module_hooks(model: nn.Module) -> None:
         )
 
 
-# --- tracing -------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- tracing
 
 
 class TracedHook:
@@ -133,7 +132,7 @@ class TracedHook:
 
     @property
     def constants(self) -> list[torch.Tensor]:
-        """The tensors that the hook reads besides the gradient."""
+        """Return the tensors that the hook reads besides the gradient."""
         names = [str(n.target) for n in self.module.graph.nodes if n.op == "get_attr"]
         return [getattr(self.module, name) for name in dict.fromkeys(names)]
 
@@ -145,12 +144,14 @@ class TracedHook:
         return result
 
 
-def trace(hook: Hook, like: torch.Tensor, target: str, *, accumulated: bool = False) -> TracedHook:
-    """Trace a hook on a gradient like `like`; refuse it if it does anything but compute."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    device = torch.device("cpu") if like.is_meta else like.device
-    with mode:
-        grad, value = (torch.empty(like.shape, dtype=like.dtype, device=device) for _ in range(2))
+def trace(
+    hook: Hook, hooked: torch.Tensor, target: str, *, accumulated: bool = False
+) -> TracedHook:
+    """Trace a hook on a gradient of `hooked`; refuse it if it does anything but compute."""
+    device = torch.device("cpu") if hooked.is_meta else hooked.device
+    shape, dtype = hooked.shape, hooked.dtype
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        grad, value = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
 
     def run(grad: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if not accumulated:
@@ -177,7 +178,7 @@ def trace(hook: Hook, like: torch.Tensor, target: str, *, accumulated: bool = Fa
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    # Without a gradient, the step of an optimizer does nothing, and nothing would be traced.
+    # Without gradients the step does nothing, so that tracing would not notice it.
     raise CaptureError(f"it steps an optimizer ({type(optimizer).__name__})")
 
 
@@ -192,8 +193,8 @@ def _reason(error: Exception) -> str:
 def _check(
     module: fx.GraphModule, grad: torch.Tensor, refuse: Callable[[str], CaptureError], hook: Hook
 ) -> None:
-    """Refuse randomness, state of its own, weights, and results of another shape."""
-    outside: set[fx.Node] = set()  # the parameter's value, and tensors from outside; their views
+    """Refuse randomness, writes, weights of the model, and results of another shape."""
+    outside: set[fx.Node] = set()  # the parameter's value, tensors from outside, and their views
     owned = _tensors_of_modules(hook)
     for node in module.graph.nodes:
         if node.op == "placeholder" and node.prev.op == "placeholder":
@@ -202,7 +203,7 @@ def _check(
             outside.add(node)
             tensor = getattr(module, str(node.target))
             if isinstance(tensor, nn.Parameter) or id(tensor) in owned:
-                raise refuse("it reads a tensor of the model, which is not the one being trained")
+                raise refuse("it reads a tensor of the model, not the copy that is trained")
         elif node.op == "call_function":
             schema = getattr(node.target, "_schema", None)
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
@@ -221,21 +222,14 @@ def _check(
 
 
 def _tensors_of_modules(hook: Hook) -> set[int]:
-    """Return the ids of all tensors of the modules that a hook is a method of, or has in its
-    closure.
-    """
+    """Return the ids of tensors of modules that the hook is a method of, or has in its closure."""
     function = inspect.unwrap(getattr(hook, "func", hook))
-    held = [getattr(function, "__self__", None)]
-    held += [c.cell_contents for c in getattr(function, "__closure__", None) or () if _filled(c)]
-    modules = [value for value in held if isinstance(value, nn.Module)]
+    values = [getattr(function, "__self__", None)]
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            values.append(cell.cell_contents)
+    modules = [value for value in values if isinstance(value, nn.Module)]
     return {id(t) for m in modules for t in (*m.parameters(), *m.buffers())}
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 def _is_elementwise(node: fx.Node) -> bool:
@@ -247,7 +241,7 @@ def _refusal(hook: Hook, target: str, reason: str) -> CaptureError:
     return CaptureError(
         f"the gradient hook {name_of(hook)} on {target} cannot be captured: {reason}",
         where=place_of(hook),
-        hint=_PURE,
+        hint="compute the new gradient with torch operations and return it",
     )
 
 
@@ -272,7 +266,7 @@ def _is_multi_gradient(hook: Hook) -> bool:
 
 
 def place_of(hook: Hook) -> str:
-    """`file.py:line` where a hook's function is defined."""
+    """Return `file.py:line` where a hook's function is defined."""
     function = _defined(hook)
     if not hasattr(function, "__code__"):
         function = type(function).__call__
@@ -280,12 +274,12 @@ def place_of(hook: Hook) -> str:
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else name_of(hook)
 
 
-# --- hooks registered in forward -----------------------------------------------------------------
+# ---------------------------------------------------------------- hooks registered in forward
 
 
 @dataclass(slots=True)
 class _Handle:
-    """What `register_hook` returns while capturing."""
+    """The handle that `register_hook` returns while capturing."""
 
     name: str
 
@@ -316,7 +310,7 @@ def recording_hooks(recorder: Recorder) -> Iterator[None]:
     def enter_saved(context: Any) -> None:
         if not isinstance(context, torch.autograd.graph.save_on_cpu):
             raise CaptureError(
-                "forward uses saved_tensors_hooks, which a captured graph does not keep",
+                "forward uses saved_tensors_hooks, which a captured graph cannot contain",
                 hint="torch.utils.checkpoint to save memory; offload=('activations',) in the plan",
             )
 
@@ -333,7 +327,7 @@ def recording_hooks(recorder: Recorder) -> Iterator[None]:
     for cls, hook, tensor, frame in hooked:
         traced = trace(hook, tensor, f"an activation ({frame.place})" if frame else "an activation")
         digest = hashlib.sha256(traced.code.encode()).hexdigest()[:8]
-        cls.traced = (traced,)  # a tuple, as a function would become a method
+        cls.traced = (traced,)  # in a tuple: a plain function would become a method
         cls.__qualname__ = f"hooks.<locals>.{cls.__name__}_{digest}"
 
 
@@ -384,7 +378,7 @@ class _NoHooks:
     def __getattr__(self, name: str) -> Any:
         if "hook" in name:
             raise CaptureError(
-                f"forward calls grad_fn.{name}, which a captured graph does not keep",
+                f"forward calls grad_fn.{name}, which a captured graph cannot contain",
                 hint="tensor.register_hook(f), where f maps a gradient to a gradient",
             )
         return getattr(self._node, name)

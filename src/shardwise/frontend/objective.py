@@ -1,4 +1,7 @@
-"""What one training step computes: the model's own call, or a function of several modules."""
+"""Define what one training step computes, and the module that is exported for it.
+
+A step is the model's call and its loss, or a function of the user's over several modules.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shardwise.batch import Call, path_name, register_dataclasses
+from shardwise.batch import Call, register_dataclasses
 from shardwise.errors import CaptureError, LossError
 from shardwise.frontend.python_state import Change, Watch
 
-# Which value is the loss.
-
+# ---------------------------------------------------------------- the loss
 
 LossFn = Callable[[Any, Any], Any]
 _HINT = (
@@ -26,7 +28,7 @@ _HINT = (
 
 
 def find_loss(output: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
-    """Return the loss of one step, or a `LossError` that says how to mark it.
+    """Return the loss of one step, or raise a `LossError` that says how to mark it.
 
     >>> find_loss({"loss": torch.tensor(1.0), "aux": torch.tensor(2.0)}, None, None)
     tensor(1.)
@@ -81,13 +83,15 @@ def _describe(output: Any) -> str:
     return f"a {type(output).__name__}"
 
 
+# ---------------------------------------------------------------- models and step functions
+
 StepFn = Callable[[Any, Any], Any]
 Model = nn.Module | Mapping[str, nn.Module]
 
 
 @dataclass(frozen=True, slots=True)
 class StepFunction:
-    """A step of the user's own: `fn(modules, batch)` gives the loss, or outputs that hold it."""
+    """A step of the user's own: `fn(modules, batch)` returns the loss, or outputs that have it."""
 
     fn: StepFn
 
@@ -96,14 +100,14 @@ Objective = LossFn | StepFunction | None
 
 
 def as_module(model: Model) -> nn.Module:
-    """Return the model; several named ones as one module, `modules.G` and `modules["G"]`."""
+    """Return the model; several named ones become one module, `modules.G` and `modules["G"]`."""
     if not isinstance(model, Mapping) or isinstance(model, nn.Module):
         return model
     if not model:
         raise CaptureError("no modules were given", hint='{"G": generator, "D": discriminator}')
     for name, module in model.items():
         if not isinstance(module, nn.Module):
-            raise CaptureError(f"{name!r} is an nn.Module, not a {type(module).__name__}")
+            raise CaptureError(f"{name!r} must be an nn.Module, not a {type(module).__name__}")
         if not isinstance(name, str) or not name.isidentifier() or hasattr(nn.ModuleDict, name):
             raise CaptureError(
                 f"{name!r} cannot be the name of a module",
@@ -115,7 +119,7 @@ def as_module(model: Model) -> nn.Module:
 
 
 def objective(loss_fn: Objective, step: StepFn | None) -> Objective:
-    """Return the one of the two that is given."""
+    """Return the loss function or the step, whichever is given; both are an error."""
     if step is None:
         return loss_fn
     if loss_fn is not None:
@@ -124,13 +128,13 @@ def objective(loss_fn: Objective, step: StepFn | None) -> Objective:
             hint="leave loss_fn out",
         )
     if not callable(step):
-        raise CaptureError(f"a step is a function of the modules and a batch, not {step!r}")
+        raise CaptureError(f"a step must be a function of the modules and a batch, not {step!r}")
     _check_call(step, "the step function", "the modules and the batch", "def step(modules, batch)")
     return StepFunction(step)
 
 
 def check_objective(chosen: Objective) -> None:
-    """Raise unless it can be called, as far as its signature tells."""
+    """Raise unless the objective can be called, as far as its signature tells."""
     if isinstance(chosen, nn.Module) and any(p.requires_grad for p in chosen.parameters()):
         raise CaptureError(
             "loss_fn has parameters of its own, which nothing would train",
@@ -144,7 +148,7 @@ def check_objective(chosen: Objective) -> None:
 def _check_call(function: Callable[..., Any], name: str, given: str, hint: str) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of a builtin
+    except (TypeError, ValueError):  # builtins have no signature
         return
     try:
         signature.bind(None, None)
@@ -155,9 +159,7 @@ def _check_call(function: Callable[..., Any], name: str, given: str, hint: str) 
 
 
 def run_objective(model: nn.Module, call: Call, batch: Any, chosen: Objective) -> Any:
-    """Return the output of one step on a batch; `loss_of(chosen)` then says which value is its
-    loss.
-    """
+    """Return the output of one step on a batch; `find_loss` with `loss_of(chosen)` has its loss."""
     if isinstance(chosen, StepFunction):
         return chosen.fn(model, batch)
     args, kwargs = call.arguments(batch, None if chosen is None else model)
@@ -165,54 +167,51 @@ def run_objective(model: nn.Module, call: Call, batch: Any, chosen: Objective) -
 
 
 def loss_of(chosen: Objective) -> LossFn | None:
-    """Return the loss function for `find_loss`; a step's output holds its loss."""
+    """Return the loss function for `find_loss`; the output of a step contains its loss."""
     return None if isinstance(chosen, StepFunction) else chosen
 
 
-# The leaves of a model's output that a training step keeps.
-#
-# Caches of keys and values (transformers' `DynamicCache` and its like) are for generating text. In
-# training they are written and never read, so they are left out as a whole: they are neither
-# results of the step nor compared with the model's.
+# ---------------------------------------------------------------- outputs
 
 
 def flatten_output(output: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of an output and how they nest; a cache is one leaf."""
+    """Return the leaves of an output and its structure; a cache of keys and values is one leaf.
+
+    Such caches (transformers' `DynamicCache`) serve text generation. Training writes them and never
+    reads them, so they are not results of the step.
+    """
     leaves, spec = pytree.tree_flatten(output, is_leaf=is_cache)
     return leaves, spec
 
 
-def kept_leaf(leaf: Any) -> Any:
-    """Return what the step gives for a leaf: tensors and plain values, None for other objects."""
+def output_leaf(leaf: Any) -> Any:
+    """Return the step's result for a leaf: tensors and plain values, None for other objects."""
     plain = isinstance(leaf, torch.Tensor | bool | int | float | str)
     return leaf if plain else None
 
 
 def is_cache(value: Any) -> bool:
-    """Whether an object is a cache of keys and values, by its class or by its methods."""
+    """Return whether an object is a cache of keys and values, by its class or its methods."""
     if any(c.__module__.startswith("transformers.cache_utils") for c in type(value).__mro__):
         return True
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
-# The module that is exported: the model's call, its loss, and what forward leaves behind.
-#
-# Wrapping keeps export away from the user's containers.
-
+# ---------------------------------------------------------------- the exported module
 
 Around = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(slots=True)
 class StepOutputs:
-    """What the flat outputs of the exported step are, filled in while it is traced."""
+    """The meaning of the exported step's flat outputs, recorded while it is traced."""
 
     has_loss: bool = False
     leaves: list[Any] = field(default_factory=list)  # a constant, or the marker `TENSOR`
     spec: Any = None
     assigned: list[str] = field(default_factory=list)  # buffers that forward reassigned
     replaced: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # plain attributes
-    cached: list[Change] = field(default_factory=list)  # attributes that now hold these tensors
+    cached: list[Change] = field(default_factory=list)  # attributes that now are these tensors
     warnings: list[str] = field(default_factory=list)
     has_symbols: bool = False  # whether a leaf is a number that depends on sizes
 
@@ -226,7 +225,10 @@ TENSOR = _Tensor()
 
 
 class Step(nn.Module):
-    """`forward(*tensors)`: the model on the batch rebuilt from `tensors`, then the loss."""
+    """Run the model on a batch rebuilt from flat tensors, then the loss.
+
+    Wrapping the model keeps export away from the user's containers.
+    """
 
     def __init__(
         self,
@@ -274,10 +276,10 @@ def _leaf(leaf: Any, results: list[torch.Tensor], report: StepOutputs) -> Any:
     if isinstance(leaf, torch.Tensor):
         results.append(leaf)
         return TENSOR
-    if kept_leaf(leaf) is None and leaf is not None:
+    if output_leaf(leaf) is None and leaf is not None:
         report.has_symbols |= isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)
-        report.warnings.append(f"the output's {type(leaf).__name__} is not kept: None in its place")
-    return kept_leaf(leaf)
+        report.warnings.append(f"the output's {type(leaf).__name__} is replaced by None")
+    return output_leaf(leaf)
 
 
 def _state(model: nn.Module) -> list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]:
@@ -288,20 +290,21 @@ def _state(model: nn.Module) -> list[tuple[str, nn.Module, dict[str, Any], dict[
 
 
 def _reassigned(model: nn.Module, before: Any, report: StepOutputs) -> list[torch.Tensor]:
-    """New contents of buffers bound to another tensor; other attributes are put back."""
-    fresh: list[torch.Tensor] = []
+    """Return the new contents of reassigned buffers; restore all other attributes."""
+    contents: list[torch.Tensor] = []
     for path, module, attributes, buffers in before:
+        prefix = f"{path}." if path else ""
         for name, old in buffers.items():
             new = module._buffers.get(name)
             if new is old:
                 continue
-            where = path_name(tuple(filter(None, (path, name))))
+            where = f"{prefix}{name}"
             if old is None or new is None or new.shape != old.shape or new.dtype != old.dtype:
                 raise CaptureError(
                     f"forward changes the shape or dtype of buffer {where}",
                     hint="keep the buffer's shape, or pass the state in the batch",
                 )
-            fresh.append(new)
+            contents.append(new)
             report.assigned.append(where)
             module._buffers[name] = old
         for name, new in list(vars(module).items()):
@@ -309,9 +312,9 @@ def _reassigned(model: nn.Module, before: Any, report: StepOutputs) -> list[torc
             if new is old or not isinstance(new, torch.Tensor):
                 continue
             if isinstance(old, torch.Tensor):
-                report.replaced.append((path_name(tuple(filter(None, (path, name)))), old))
+                report.replaced.append((f"{prefix}{name}", old))
             if name in attributes:
                 vars(module)[name] = old
             else:
                 del vars(module)[name]
-    return fresh
+    return contents

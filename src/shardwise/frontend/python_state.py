@@ -1,9 +1,9 @@
-"""Python state that one capture reads and writes.
+"""Record the Python state that a capture reads and writes.
 
-A captured graph holds the values that Python variables had. While the model runs for its graph,
-`Watch` notes which attributes of modules it reads, and compares attributes, global variables and
-closures before and after. `Reads` then says what later steps have to compare; a change that the
-next step would see is refused with the line that makes it.
+A captured graph contains the values that Python variables had. While the model is traced, `Watch`
+records which attributes of modules it reads, and compares attributes, global variables and closures
+before and after. `Reads` then lists what later steps have to compare; a change that the next step
+would see is refused, with the line that makes it.
 """
 
 from __future__ import annotations
@@ -32,21 +32,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError
-from shardwise.frontend.builder import Frame, is_user_code, running_frame
+from shardwise.frontend.errors import Frame, is_user_code, running_frame
 from shardwise.frontend.fake import has_data
 
-# Values of Python variables in a form that can be compared later.
-#
-# A snapshot holds no tensor, module or other large object: those are compared by identity (tensors
-# also by version), through weak references. Numbers, strings, arrays and containers are compared by
-# value, iterators by how far they are, other objects by those of their attributes that some code
-# names.
+# ---------------------------------------------------------------- snapshots of values
 
-
-LARGEST = 256  # elements of a container that are compared one by one
-MOST = 8192  # of one that holds numbers and strings alone
-LARGEST_ARRAY = 2**20  # bytes of an array that is compared by value
-DEPTH = 6
+MAX_ITEMS = 256  # of a container that is compared element by element
+MAX_PLAIN_ITEMS = 8192  # of a container of numbers and strings alone
+MAX_ARRAY_BYTES = 2**20  # of an array that is compared by value
+DEPTH = 6  # of nested containers and objects
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum, range)
 _SCALARS = {bool, int, float, complex, str, bytes, type(None)}
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
@@ -54,7 +48,7 @@ INTERNAL = (frozenset(vars(nn.Module())) | frozenset(vars(nn.Module))) - {"train
 
 
 class Missing:
-    """Stands for a variable that does not exist."""
+    """The value of a variable that does not exist."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -64,25 +58,30 @@ MISSING = Missing()
 
 
 class Same:
-    """An object that is compared by identity and not kept alive."""
+    """An object that is compared by identity, through a weak reference."""
 
     __slots__ = ("_get",)
 
     def __init__(self, value: Any) -> None:
         try:
             self._get: Callable[[], Any] = weakref.ref(value)
-        except TypeError:  # of a type without weak references: small, or builtin
+        except TypeError:  # builtin and small types have no weak references
             self._get = lambda: value
 
     def __eq__(self, other: object) -> bool:
-        mine = self._get()
-        return isinstance(other, Same) and mine is not None and mine is other._get()
+        value = self._get()
+        return isinstance(other, Same) and value is not None and value is other._get()
 
     __hash__ = None  # type: ignore[assignment]
 
 
 def snapshot(value: Any, names: Set[str], depth: int = DEPTH) -> Any:
-    """Return what to compare `value` with later; of objects, the attributes in `names`."""
+    """Return a snapshot of a value, to compare with a later one.
+
+    It keeps no large object alive: tensors and modules are compared by identity (tensors also by
+    version). Numbers, strings, arrays and containers are compared by value, iterators by their
+    position, other objects by their attributes in `names`, which some code mentions.
+    """
     if isinstance(value, ATOMS):
         exact = isinstance(value, bool | float | complex)  # True == 1 == 1.0
         return (type(value), repr(value)) if exact else value
@@ -90,9 +89,12 @@ def snapshot(value: Any, names: Set[str], depth: int = DEPTH) -> Any:
         counts = not isinstance(value, nn.Parameter) and not value.is_inference()
         return (Same(value), value._version if counts else 0)
     if isinstance(value, types.MethodType):
-        owner = value.__self__  # attributes of modules are compared by themselves
-        held = Same(owner) if isinstance(owner, nn.Module) else snapshot(owner, names, depth)
-        return (held, Same(value.__func__))
+        owner = value.__self__  # attributes of modules are compared separately
+        by_identity = isinstance(owner, nn.Module)
+        return (
+            Same(owner) if by_identity else snapshot(owner, names, depth),
+            Same(value.__func__),
+        )
     if isinstance(value, list | tuple | set | frozenset | dict) and depth:
         return _container(value, names, depth - 1)
     if isinstance(value, random.Random):
@@ -102,7 +104,7 @@ def snapshot(value: Any, names: Set[str], depth: int = DEPTH) -> Any:
     if isinstance(value, np.random.RandomState):
         return (Same(value), repr(value.get_state()))
     if isinstance(value, np.ndarray):
-        small = value.nbytes <= LARGEST_ARRAY
+        small = value.nbytes <= MAX_ARRAY_BYTES
         return (value.shape, value.dtype, value.tobytes()) if small else Same(value)
     if isinstance(value, nn.Module):
         return (Same(value), [_module(module, names) for module in value.modules()])
@@ -117,18 +119,16 @@ def snapshot(value: Any, names: Set[str], depth: int = DEPTH) -> Any:
 
 
 def _module(module: nn.Module, names: Set[str]) -> Any:
-    """Return the attributes of a module that is no part of the model, and the versions of its
-    tensors.
-    """
+    """Return attributes and tensor versions of a module that does not belong to the model."""
     own = vars(module)
-    kept = {k: v for k, v in own.items() if k not in INTERNAL and k != "training"}
+    public = {k: v for k, v in own.items() if k not in INTERNAL and k != "training"}
     tensors = [t for kind in ("_parameters", "_buffers") for t in own[kind].values()]
     versions = [t._version for t in tensors if t is not None and not t.is_inference()]
-    return ([(k, snapshot(v, names, 1)) for k, v in kept.items()], versions)
+    return ([(k, snapshot(v, names, 1)) for k, v in public.items()], versions)
 
 
 def _contents(value: Any, names: Set[str], depth: int) -> Any:
-    """What an object holds that is no attribute: items of a mapping, the place of an iterator."""
+    """Return an object's state besides its attributes: items, or the position of an iterator."""
     if isinstance(value, types.GeneratorType):
         frame = value.gi_frame
         return frame and (frame.f_lasti, _container(dict(frame.f_locals), names, depth - 1))
@@ -139,7 +139,7 @@ def _contents(value: Any, names: Set[str], depth: int) -> Any:
             return _container(list(value), names, depth - 1)
         if isinstance(value, Iterator):
             return _progress(value)
-    except Exception:  # of the user's own class: its attributes have to do
+    except Exception:  # a class of the user's may raise anything: compare its attributes only
         return None
     return None
 
@@ -154,18 +154,18 @@ def _progress(value: Iterator[Any]) -> Any:
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, in `__dict__` and in slots."""
-    found = dict(getattr(value, "__dict__", {}))
+    attributes = dict(getattr(value, "__dict__", {}))
     for cls in type(value).__mro__:
         slots = cls.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if hasattr(value, name):
-                found[name] = getattr(value, name)
-    return found
+                attributes[name] = getattr(value, name)
+    return attributes
 
 
 def _container(value: Any, names: Set[str], depth: int) -> Any:
     kind = type(value)
-    if len(value) > LARGEST:
+    if len(value) > MAX_ITEMS:
         return (kind, len(value), _large(value))
     if isinstance(value, dict):
         return (kind, [[snapshot(item, names, depth) for item in pair] for pair in value.items()])
@@ -175,19 +175,14 @@ def _container(value: Any, names: Set[str], depth: int) -> Any:
 
 
 def _large(value: Any) -> Any:
-    if len(value) <= MOST:
+    if len(value) <= MAX_PLAIN_ITEMS:
         items = (*value, *value.values()) if isinstance(value, dict) else tuple(value)
         if set(map(type, items)) <= _SCALARS:
             return items
     return Same(value)
 
 
-# Global variables, closure cells, class attributes and defaults that a model's code may read.
-#
-# Code is not run to find out: starting from the methods of the model's classes, functions are
-# followed through the names that they use. What a name may refer to is overestimated, never
-# underestimated, for plain functions, methods, closures, containers and attributes of objects.
-
+# ---------------------------------------------------------------- what code may read
 
 _ALWAYS = frozenset({"forward", "__call__", "__getitem__", "__getattr__", "__iter__", "__len__"})
 _BY_ANY_NAME = frozenset({"vars", "__dict__", "attrgetter", "asdict", "astuple", "fields"})
@@ -197,7 +192,7 @@ _WRAPPERS = (functools.partial, staticmethod, classmethod, property, functools.c
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A global variable, a cell of a closure or a class attribute, and what reads it."""
+    """A global variable, a closure cell or a class attribute, and the code that reads it."""
 
     name: str
     place: str  # "train.py:12"
@@ -205,7 +200,7 @@ class Variable:
 
     @property
     def kind(self) -> str:
-        """What the user calls it."""
+        """Return the kind of variable, as users call it."""
         if isinstance(self.home, type):
             return "class attribute"
         return "global variable" if isinstance(self.home, dict) else "enclosing variable"
@@ -221,13 +216,14 @@ class Variable:
         return home.get(self.name, MISSING)
 
     def write(self, value: Any) -> None:
-        """Set the value, for what a capture must undo."""
+        """Set the value, to undo what a capture changed."""
         if isinstance(self.home, types.CellType):
             self.home.cell_contents = value
         elif isinstance(self.home, type):
-            delattr(self.home, self.name) if value is MISSING else setattr(
-                self.home, self.name, value
-            )
+            if value is MISSING:
+                delattr(self.home, self.name)
+            else:
+                setattr(self.home, self.name, value)
         elif value is MISSING:
             self.home.pop(self.name, None)
         else:
@@ -236,23 +232,23 @@ class Variable:
 
 @dataclass(slots=True)
 class Reach:
-    """What code may read: variables, and the names of attributes."""
+    """Everything that code may read: variables, and the names of attributes."""
 
     variables: dict[tuple[int, str], Variable] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
     writes: dict[str, str] = field(default_factory=dict)  # "name" or ".attribute" -> assignment
-    codes: set[types.CodeType] = field(default_factory=set)  # that may run
-    classes: dict[type, None] = field(default_factory=dict)  # whose methods may run
+    codes: set[types.CodeType] = field(default_factory=set)  # code that may run
+    classes: dict[type, None] = field(default_factory=dict)  # classes whose methods may run
 
     def trained_tensors(self) -> dict[int, tuple[str, str]]:
-        """Return the addresses of tensors in variables that want a gradient: name and place."""
-        found: dict[int, tuple[str, str]] = {}
+        """Return name and place of tensors in variables that require a gradient, by address."""
+        trained: dict[int, tuple[str, str]] = {}
         for variable in self.variables.values():
             for name, tensor in _tensors(variable.read()):
                 if tensor.requires_grad and has_data(tensor):
                     full = ".".join(filter(None, (variable.name, name)))
-                    found[tensor.data_ptr()] = (full, variable.place)
-        return found
+                    trained[tensor.data_ptr()] = (full, variable.place)
+        return trained
 
 
 def _tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -261,14 +257,19 @@ def _tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield "", value
     elif isinstance(value, nn.Module):
         yield from value.named_parameters()
-    elif isinstance(value, dict | list | tuple) and len(value) <= LARGEST:
+    elif isinstance(value, dict | list | tuple) and len(value) <= MAX_ITEMS:
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(item, nn.Module | torch.Tensor):
                 yield from ((f"{key}.{name}", tensor) for name, tensor in _tensors(item))
 
 
 def reachable(model: nn.Module, functions: Iterable[Any]) -> Reach:
-    """Return the variables that the model's methods and these functions may read."""
+    """Return the variables that the model's methods and these functions may read.
+
+    No code runs: starting from the methods of the model's classes, functions are followed through
+    the names that they use. The result may include too much, but for plain functions, methods,
+    closures, containers and attributes of objects it misses nothing.
+    """
     walk = _Walk()
     for module in model.modules():
         walk.classes.setdefault(type(module))
@@ -286,15 +287,17 @@ def reachable(model: nn.Module, functions: Iterable[Any]) -> Reach:
 
 
 class _Walk:
+    """Follow the names that code uses, starting from some values."""
+
     def __init__(self) -> None:
         self.reach = Reach()
         self.classes = self.reach.classes
         self.modules: dict[int, types.ModuleType] = {}
-        self.libraries: dict[int, types.ModuleType] = {}  # whose functions may be replaced
+        self.libraries: dict[int, types.ModuleType] = {}  # whose functions a script may replace
         self._attributes: set[str] = set()  # of objects
         self._is_dynamic = False  # whether code reads attributes by names that it computes
         self._is_user: dict[type, bool] = {}
-        self._values: dict[int, Any] = {}  # holds them, so that ids stay theirs
+        self._values: dict[int, Any] = {}  # alive, so that no id is reused
 
     def value(self, value: Any, depth: int) -> None:
         """Follow a value that code may use."""
@@ -316,7 +319,7 @@ class _Walk:
         elif isinstance(value, type):
             self.classes.setdefault(value)
         elif isinstance(value, dict | list | tuple | set | frozenset):
-            if len(value) <= LARGEST:
+            if len(value) <= MAX_ITEMS:
                 for item in value.values() if isinstance(value, dict) else value:
                     self.value(item, depth)
         elif not isinstance(value, nn.Module) and _is_user_class(type(value)):
@@ -326,7 +329,7 @@ class _Walk:
                 self.value(item, depth - 1)
 
     def close(self) -> None:
-        """Follow attributes by name until nothing new is found."""
+        """Follow attributes by name until there are no new ones."""
         done: set[tuple[int, str]] = set()
         size = -1
         while size != len(done):
@@ -342,15 +345,15 @@ class _Walk:
                 self._members(module, names, done)
         if self._is_dynamic:
             self.reach.names |= self._attributes
-        if not {"environ", "getenv"}.isdisjoint(self.reach.names):  # a mapping without identity
-            held = vars(os.environ)
-            self.reach.variables[id(held), "_data"] = Variable("_data", "os.environ", held)
+        if not {"environ", "getenv"}.isdisjoint(self.reach.names):  # compared by content
+            data = vars(os.environ)
+            self.reach.variables[id(data), "_data"] = Variable("_data", "os.environ", data)
         for library in self.libraries.values():
             members = vars(library)
             for name in sorted(self.reach.names & members.keys()):
                 if isinstance(members[name], (*ATOMS, types.FunctionType, *_BUILTIN)):
-                    found = Variable(name, library.__name__, members)
-                    self.reach.variables.setdefault((id(members), name), found)
+                    variable = Variable(name, library.__name__, members)
+                    self.reach.variables.setdefault((id(members), name), variable)
 
     def _members(self, owner: Any, names: set[str], done: set[tuple[int, str]]) -> None:
         members = vars(owner)
@@ -361,19 +364,19 @@ class _Walk:
             if isinstance(owner, types.ModuleType):
                 self._variable(name, owner.__name__, members)
             elif not hasattr(type(members[name]), "__get__") and _is_own(owner, members[name]):
-                found = Variable(name, f"class {owner.__name__}", owner)
-                self.reach.variables.setdefault((id(owner), name), found)
+                variable = Variable(name, f"class {owner.__name__}", owner)
+                self.reach.variables.setdefault((id(owner), name), variable)
             self.value(members[name], DEPTH)
 
     def _function(self, function: types.FunctionType) -> None:
         code = function.__code__
         user = _is_user_function(function)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
-            found = Variable(name, _place(code), cell)
-            watched = "site-packages" not in code.co_filename or isinstance(found.read(), ATOMS)
+            variable = Variable(name, _place(code), cell)
+            watched = "site-packages" not in code.co_filename or isinstance(variable.read(), ATOMS)
             if user and watched and name != "__class__":
-                self.reach.variables[id(cell), name] = found
-            self.value(found.read(), DEPTH)
+                self.reach.variables[id(cell), name] = variable
+            self.value(variable.read(), DEPTH)
         own = user and "site-packages" not in code.co_filename
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         for number, default in enumerate(defaults):
@@ -384,8 +387,8 @@ class _Walk:
             self.value(default, DEPTH)
         for name in vars(function):
             if own and name != "__wrapped__":
-                found = Variable(name, _place(code), vars(function))
-                self.reach.variables[id(vars(function)), name] = found
+                variable = Variable(name, _place(code), vars(function))
+                self.reach.variables[id(vars(function)), name] = variable
             self.value(vars(function)[name], DEPTH)
         if user:
             self._code(code, function.__globals__)
@@ -417,12 +420,15 @@ class _Walk:
 def names_in(
     code: types.CodeType,
 ) -> tuple[tuple[str, ...], frozenset[str], dict[str, int]]:
-    """Return global names, attribute names and lines that assign either, of one code object."""
+    """Return the global names and attribute names of a code object, and lines that assign them."""
     used: dict[str, None] = {}
     written: dict[str, int] = {}
     line = code.co_firstlineno
     for instruction in dis.get_instructions(code):
-        line = instruction.starts_line or line if sys.version_info < (3, 13) else _line(instruction)
+        if sys.version_info >= (3, 13):
+            line = instruction.line_number or 0
+        else:
+            line = instruction.starts_line or line
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME"):
             used[instruction.argval] = None
         elif instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
@@ -436,12 +442,12 @@ def names_in(
 
 @functools.lru_cache(maxsize=65536)
 def _reads_any_name(code: types.CodeType) -> bool:
-    """Whether code reads attributes by names that it computes: `vars(x)`, `getattr(x, name)`."""
+    """Return whether code computes names of attributes that it reads, as `vars(x)` does."""
     if not _BY_ANY_NAME.isdisjoint(code.co_names):
         return True
     if "getattr" not in code.co_names:
         return False
-    plain: bool | None = None  # of the call of getattr that is being read
+    plain: bool | None = None  # whether the present call of getattr has a constant name
     for instruction in dis.get_instructions(code):
         name, value = instruction.opname, instruction.argval
         if name == "LOAD_GLOBAL" and value == "getattr":
@@ -460,14 +466,10 @@ def _reads_any_name(code: types.CodeType) -> bool:
 
 
 def _is_own(cls: type, value: Any) -> bool:
-    """Whether to compare a class attribute: in libraries, only plain ones change."""
+    """Return whether to compare a class attribute: in libraries, only plain values change."""
     module = sys.modules.get(cls.__module__)
     library = "site-packages" in (getattr(module, "__file__", None) or "")
     return not library or isinstance(value, ATOMS)
-
-
-def _line(instruction: Any) -> int:
-    return instruction.line_number or 0
 
 
 def _place(code: types.CodeType) -> str:
@@ -480,7 +482,7 @@ def _is_user(module: types.ModuleType) -> bool:
 
 
 def _is_user_class(cls: type) -> bool:
-    """Whether a class is the user's: by its module, or in notebooks and `exec` by its methods."""
+    """Return whether a class is the user's: by module or, in notebooks and `exec`, by methods."""
     module = sys.modules.get(cls.__module__)
     if module is not None and _is_user(module):
         return True
@@ -496,6 +498,8 @@ def _is_user_function(function: types.FunctionType) -> bool:
     return module is None or module.__name__ == "builtins" or _is_user(module)
 
 
+# ---------------------------------------------------------------- watching a model
+
 _MODULE_FILE = nn.modules.module.__file__
 Place = tuple[str, str]  # path of a module, name of an attribute
 _HINT = (
@@ -508,8 +512,8 @@ _HINT = (
 class Write:
     """An attribute that forward assigns and does not read.
 
-    `is_known` says that `value` is what every captured step assigns. Tensors and other objects that
-    only exist inside a step are not known.
+    With `is_known`, every captured step assigns `value`. Tensors and other objects that exist only
+    inside a step are not known.
     """
 
     value: Any
@@ -517,14 +521,14 @@ class Write:
     frame: Frame | None
 
     def merge(self, other: Write) -> Write:
-        """Return what is known after another capture has assigned the same attribute."""
+        """Combine with the assignment of the same attribute in another capture."""
         same = snapshot(self.value, frozenset()) == snapshot(other.value, frozenset())
         return Write(other.value, self.is_known and other.is_known and same, other.frame)
 
 
 @dataclass(slots=True)
 class Reads:
-    """The Python state that captures of one model read, and the attributes that they only write."""
+    """The Python state that captures of one model read, and attributes that they only write."""
 
     attributes: dict[Place, None] = field(default_factory=dict)
     methods: dict[Place, None] = field(default_factory=dict)
@@ -532,19 +536,19 @@ class Reads:
     reach: Reach = field(default_factory=Reach)
 
     def add(self, watch: Watch) -> None:
-        """Add what one capture read and wrote."""
+        """Add the state that one capture read and wrote."""
         self.add_places(dict.fromkeys(watch.first), watch.methods, watch.reach)
         self._add_writes(watch.writes)
 
     def merge(self, other: Reads) -> None:
-        """Add what other captures read and wrote."""
+        """Add the state that other captures read and wrote."""
         self.add_places(other.attributes, other.methods, other.reach)
         self._add_writes(other.writes)
 
     def add_places(
         self, attributes: Mapping[Place, None], methods: Mapping[Place, None], reach: Reach
     ) -> None:
-        """Add attributes and methods that were read, and what code may read besides."""
+        """Add attributes and methods that were read, and other state that code may read."""
         self.attributes.update(attributes)
         self.methods.update(methods)
         self.reach.variables.update(reach.variables)
@@ -558,7 +562,7 @@ class Reads:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An attribute that forward reads and leaves with another value."""
+    """An attribute that forward reads and then changes."""
 
     place: Place
     before: Any
@@ -571,13 +575,13 @@ class Change:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors that it holds now, unless it held one before."""
+        """Return the tensors of its new value, unless it was a tensor before."""
         if isinstance(self.before, torch.Tensor):
             return []
         return [t for t in pytree.tree_leaves(self.after) if isinstance(t, FakeTensor)]
 
     def refusal(self, what: str) -> CaptureError:
-        """Return the error that names the attribute, its line and the cure."""
+        """Return an error with the attribute, the line that changes it, and a hint."""
         return CaptureError(
             f"forward changes the attribute {self.name}, which it also reads: {what}",
             where=str(self.frame) if self.frame else None,
@@ -586,18 +590,18 @@ class Change:
 
 
 def _is_ours(frame: types.FrameType) -> bool:
-    """Whether code that looks at all attributes is that of `nn.Module` or of an integration."""
+    """Return whether code that reads `__dict__` belongs to `nn.Module` or to an integration."""
     name = frame.f_globals.get("__name__", "")
     return frame.f_code.co_filename == _MODULE_FILE or str(name).startswith("shardwise.")
 
 
 class Watch:
-    """Notes reads and writes of a model's Python state while it runs."""
+    """Record reads and writes of a model's Python state while it runs."""
 
     def __init__(self, model: nn.Module, functions: Iterable[Any]) -> None:
         self.modules = dict(model.named_modules())
         self._carries_growth = getattr(type(model), "carries_growth", False)
-        # An integration calls metrics after the step: their state is no part of what is captured.
+        # Integrations update metrics after the step: their state is not captured.
         is_carried = getattr(type(model), "carries_state_of", lambda module: False)
         self._paths = {
             id(vars(module)): path
@@ -606,10 +610,10 @@ class Watch:
         }
         self.reach = reachable(model, functions)
         self.first: dict[Place, Any] = {}  # snapshots of attributes when they were first read
-        self._values: dict[Place, Any] = {}  # the same, as values if they are plain
-        self._frames: dict[Place, Frame | None] = {}  # of the last use that may have been a write
-        self._assigned: dict[Place, Any] = {}  # written before they were read: the value before
-        self.methods: dict[Place, None] = {}  # that were called or otherwise read
+        self._values: dict[Place, Any] = {}  # the same, as values
+        self._frames: dict[Place, Frame | None] = {}  # the last use that may have been a write
+        self._assigned: dict[Place, Any] = {}  # values before a write without a read
+        self.methods: dict[Place, None] = {}  # methods that were called or otherwise read
         self.changes: list[Change] = []
         self.writes: dict[Place, Write] = {}
         self._plain_class: dict[tuple[type, str], bool] = {}
@@ -623,14 +627,14 @@ class Watch:
         def getattribute(module: nn.Module, name: str) -> Any:
             value = get(module, name)
             if name == "__dict__" and not _is_ours(sys._getframe(1)):
-                self._note_all(value)
+                self._record_all(value)
             elif name == "forward" or (name not in INTERNAL and not name.startswith("__")):
                 owner = get(module, "__dict__")
                 path = self._paths.get(id(owner))
                 if path is None:
                     return value
                 if name != "forward" and (name in owner or self._is_plain(type(module), name)):
-                    self._note_read((path, name), value)
+                    self._record_read((path, name), value)
                 elif name == "forward" or isinstance(value, types.MethodType):
                     self.methods[path, name] = None
             return value
@@ -639,7 +643,7 @@ class Watch:
             owner = get(module, "__dict__")
             path = self._paths.get(id(owner))
             if path is not None and name not in INTERNAL:
-                self._note_write((path, name), owner.get(name, MISSING))
+                self._record_write((path, name), owner.get(name, MISSING))
             put(module, name, value)
 
         nn.Module.__getattribute__ = getattribute  # type: ignore[assignment, method-assign]
@@ -654,7 +658,7 @@ class Watch:
             raise changed[0]
 
     def _is_plain(self, cls: type, name: str) -> bool:
-        """Whether a class attribute is a value, not a method or property."""
+        """Return whether a class attribute is a value, not a method or property."""
         key = (cls, name)
         if key not in self._plain_class:
             raw = next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
@@ -662,10 +666,10 @@ class Watch:
         return self._plain_class[key]
 
     def _is_torchs(self, place: Place) -> bool:
-        """Whether a module is torch's own, which keeps its state in order by itself."""
+        """Return whether a module is one of torch's, which manage their own state."""
         return type(self.modules[place[0]]).__module__.startswith("torch.nn.")
 
-    def _note_read(self, place: Place, value: Any) -> None:
+    def _record_read(self, place: Place, value: Any) -> None:
         if place in self._assigned:
             return
         plain = (*ATOMS, tuple, types.FunctionType, types.BuiltinFunctionType)
@@ -679,14 +683,14 @@ class Watch:
         if not isinstance(value, (*ATOMS, torch.Tensor, nn.Module, types.FunctionType)):
             self._frames[place] = running_frame()  # it may be changed in place
 
-    def _note_all(self, owner: dict[str, Any]) -> None:
-        """Note that code has taken the whole `__dict__` of a module."""
+    def _record_all(self, owner: dict[str, Any]) -> None:
+        """Record a read of every attribute, as code has taken the `__dict__` of a module."""
         path = self._paths.get(id(owner))
         if path is not None and is_user_code(sys._getframe(2).f_code.co_filename):
             for name in owner.keys() - INTERNAL - {"training"}:
-                self._note_read((path, name), owner[name])
+                self._record_read((path, name), owner[name])
 
-    def _note_write(self, place: Place, before: Any) -> None:
+    def _record_write(self, place: Place, before: Any) -> None:
         if self._is_torchs(place):
             return
         if place not in self.first and place not in self._assigned:
@@ -699,17 +703,15 @@ class Watch:
         return owner[place[1]] if place[1] in owner else getattr(type(module), place[1], MISSING)
 
     def compare(self) -> None:
-        """Find attributes that were read first and have another value now.
+        """Find attributes that were read before they changed.
 
-        Export sets attributes back afterwards, so this is done before forward returns to it. A
-        model that does the growth of its containers again after every step says so by
-        `carries_growth`; what its containers hold is then no part of the captured state.
+        Export restores attributes afterwards, so this runs before forward returns to it. A model
+        with `carries_growth` repeats the growth of its containers after every step; their contents
+        are then not part of the captured state.
         """
-        carried = (
-            []
-            if not self._carries_growth
-            else [place for place in self.first if isinstance(self._now(place), list | dict)]
-        )
+        carried = []
+        if self._carries_growth:
+            carried = [place for place in self.first if isinstance(self._now(place), list | dict)]
         for place, before in self.first.items():
             if place not in self._frames:
                 continue
@@ -718,7 +720,6 @@ class Watch:
                 self.changes.append(Change(place, self._values[place], now, self._frames[place]))
         for place in carried:
             del self.first[place]
-
         for place, old in self._assigned.items():
             now = self._now(place)
             if now is not old and now is not MISSING:
@@ -726,7 +727,7 @@ class Watch:
                 self.writes[place] = Write(now if known else None, known, self._frames[place])
 
     def warnings(self) -> list[str]:
-        """Return a line for each attribute that forward only writes and steps leave unset."""
+        """Return a line for each attribute that forward writes and parallel steps leave unset."""
         return [
             f"forward assigns the attribute {'.'.join(filter(None, place))} ({write.frame}), which "
             "parallel steps do not: return the value from forward to see it"
@@ -734,32 +735,30 @@ class Watch:
             if not write.is_known
         ]
 
-    # --- global variables and closures ---------------------------------------------------
-
     def _variables(self) -> dict[tuple[int, str], tuple[Any, Any, Any]]:
-        """Value, shallow copy and snapshot of every variable that code may read."""
-        found = {}
+        """Return value, shallow copy and snapshot of every variable that code may read."""
+        variables = {}
         for key, variable in self.reach.variables.items():
             value = variable.read()
-            kept = value.copy() if isinstance(value, list | dict | set) else None
-            found[key] = (value, kept, snapshot(value, self.reach.names))
-        return found
+            copied = value.copy() if isinstance(value, list | dict | set) else None
+            variables[key] = (value, copied, snapshot(value, self.reach.names))
+        return variables
 
     def _restore(self, before: dict[tuple[int, str], tuple[Any, Any, Any]]) -> list[CaptureError]:
-        """Undo the changes of variables; the errors that refuse them."""
+        """Undo changes of variables and return the errors that refuse them."""
         errors = []
-        for key, (value, kept, taken) in before.items():
+        for key, (value, copied, taken) in before.items():
             variable = self.reach.variables[key]
             now = variable.read()
             if now is value and snapshot(now, self.reach.names) == taken:
                 continue
             if now is not value:
                 variable.write(value)
-            elif isinstance(value, list) and kept is not None:
-                value[:] = kept
-            elif isinstance(value, dict | set) and kept is not None:
+            elif isinstance(value, list) and copied is not None:
+                value[:] = copied
+            elif isinstance(value, dict | set) and copied is not None:
                 value.clear()
-                value.update(kept)
+                value.update(copied)
             name = f".{variable.name}" if isinstance(variable.home, type) else variable.name
             errors.append(
                 CaptureError(

@@ -1,8 +1,8 @@
-"""Random numbers that would decide Python control flow, as in LayerDrop.
+"""Handle random numbers that would decide Python control flow, as in LayerDrop.
 
-`if torch.rand([]) < p: skip the layer` cannot be in a static graph. While capturing, scalar draws
-are `Draw`s: a comparison that cannot come out another way (p = 0) is answered, one that can is
-refused with the reason; used as a tensor, a `torch.rand` draw is an ordinary random node.
+A static graph cannot hold `if torch.rand([]) < p: skip the layer`. While capturing, scalar draws
+are `Draw`s: a comparison with only one possible outcome (p = 0) is answered, any other is refused
+with the reason; used as a tensor, a `torch.rand` draw is an ordinary random node.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import CaptureError
-from shardwise.frontend.builder import is_user_code
+from shardwise.frontend.errors import is_user_code
 
 _HINT = "set layerdrop (or the drop probability) to 0, or use torch.where on a drawn tensor"
 
@@ -32,7 +32,7 @@ _CLOCKS = ("time", "time_ns", "perf_counter", "monotonic", "process_time")
 
 
 class Draw:
-    """A number drawn uniformly from [low, high) that nobody has looked at yet."""
+    """A number drawn uniformly from [low, high) whose value is not decided yet."""
 
     def __init__(
         self, low: float = 0.0, high: float = 1.0, tensor: Callable[[], Any] | None = None
@@ -40,7 +40,7 @@ class Draw:
         self._low, self._high, self._make, self._value = low, high, tensor, None
 
     def materialize(self) -> Any:
-        """Return the draw as a tensor of the graph; a Python number cannot be one."""
+        """Return the draw as a tensor of the graph; refuse a draw of Python or NumPy."""
         if self._make is None:
             raise CaptureError(
                 "forward computes with a number drawn by Python's or NumPy's generator; "
@@ -64,24 +64,26 @@ class Draw:
         )
 
     def __lt__(self, other: Any) -> Any:
-        return self._compare(other, "lt", self._high, self._low)
+        return self._compare(other, "lt")
 
     def __le__(self, other: Any) -> Any:
-        return self._compare(other, "le", self._high, self._low)
+        return self._compare(other, "le")
 
     def __gt__(self, other: Any) -> Any:
-        return self._compare(other, "gt", self._low, self._high)
+        return self._compare(other, "gt")
 
     def __ge__(self, other: Any) -> Any:
-        return self._compare(other, "ge", self._low, self._high)
+        return self._compare(other, "ge")
 
-    def _compare(self, other: Any, name: str, sure: float, never: float) -> Any:
+    def _compare(self, other: Any, name: str) -> Any:
         if not isinstance(other, int | float):
             return getattr(torch, name)(self.materialize(), other)
         below = name in ("lt", "le")
-        always = other >= sure if below else other <= sure
-        impossible = other <= never if below else other >= never
-        known = True if always else False if impossible else None
+        known = None  # between low and high, both outcomes are possible
+        if other >= self._high:
+            known = below
+        elif other <= self._low:
+            known = not below
         return Comparison(self, name, other, known)
 
     def __getattr__(self, name: str) -> Any:
@@ -95,7 +97,7 @@ class Draw:
 
 
 class Comparison:
-    """`draw < p`: a bool when it is certain, a tensor when used as one, else refused."""
+    """The result of `draw < p`: a bool if it is certain, a tensor if used as one, else refused."""
 
     def __init__(self, draw: Draw, name: str, bound: float, known: bool | None) -> None:
         self._draw, self._name, self._bound, self._known = draw, name, bound, known
@@ -105,7 +107,11 @@ class Comparison:
 
     def __bool__(self) -> bool:
         if self._known is None:
-            raise _undecided(f"a random number compared with {self._bound}")
+            raise CaptureError(
+                f"a random number compared with {self._bound} decides which code runs; a graph has "
+                "one path",
+                hint=_HINT,
+            )
         return self._known
 
     def item(self) -> bool:
@@ -125,10 +131,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _undecided(what: str) -> CaptureError:
-    return CaptureError(f"{what} decides which code runs; a graph has one path", hint=_HINT)
-
-
 def _delegate(name: str) -> Callable[..., Any]:
     def method(self: Draw, *args: Any) -> Any:
         return getattr(self.materialize(), name)(*map(_plain, args))
@@ -146,7 +148,7 @@ for _name in (
 
 @contextlib.contextmanager
 def controlled_random() -> Iterator[None]:
-    """Patch the scalar draws; refuse any other Python or NumPy draw made without a seed."""
+    """Patch scalar draws; refuse any other draw of Python or NumPy without a seed, and clocks."""
     states = (random.getstate(), np.random.get_state())
     seeded: list[int] = []
     rand = torch.rand
@@ -162,7 +164,7 @@ def controlled_random() -> Iterator[None]:
     for name in ("rand", "random", "random_sample", "uniform"):
         patches.append((np.random, name, _numpy_draw(getattr(np.random, name), name)))
     for owner, names in _DRAWS:
-        patches.append((owner, "seed", _noting(owner.seed, seeded)))
+        patches.append((owner, "seed", _recording(owner.seed, seeded)))
         for name in names:
             patches.append((owner, name, _refusing(getattr(owner, name), _FROZEN, _TORCH, seeded)))
     for name in _CLOCKS:
@@ -190,7 +192,7 @@ def _is_shape(size: tuple[Any, ...]) -> bool:
 def _refusing(
     function: Callable[..., Any], message: str, hint: str, unless: list[int]
 ) -> Callable[..., Any]:
-    """Return the function for libraries; an error with the line for the user's own code."""
+    """Let libraries call a function, and raise an error if the user's own code does."""
 
     def refusing(*args: Any, **kwargs: Any) -> Any:
         file = sys._getframe(1).f_code.co_filename
@@ -201,12 +203,12 @@ def _refusing(
     return refusing
 
 
-def _noting(function: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:
-    def noted(*args: Any, **kwargs: Any) -> Any:
+def _recording(function: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:
+    def recorded(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         return function(*args, **kwargs)
 
-    return noted
+    return recorded
 
 
 def _numpy_draw(function: Callable[..., Any], name: str) -> Callable[..., Any]:

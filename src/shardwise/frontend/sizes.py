@@ -1,12 +1,10 @@
-"""One trace for batches of many sizes.
+"""Share one trace between batches of many sizes.
 
 A step is exported once with symbolic sizes. While Python runs, torch records every condition on
-them that it evaluates (`if x.shape[1] > 128`) as a guard. For other sizes that meet all guards the
-same trace holds, so that a graph is made of it by putting numbers in the place of symbols: through
-the same conversion as any other graph, without running Python again. Sizes that do not meet the
-guards take another path through the program and are captured for themselves.
-
-Enters: batches as they come. Leaves: a `Graph` for each.
+them that it evaluates (`if x.shape[1] > 128`) as a guard. For other sizes that satisfy all guards
+the same trace is valid: numbers replace its symbols, and the usual conversion makes a graph without
+running Python again. Sizes that violate a guard take another path through the program and are
+captured separately.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ from shardwise.ir import Graph
 
 __all__ = ["GraphsBySize", "SizedTrace"]
 
-STATIC_CAPTURES = 2  # of batches that differ in sizes alone, before a symbolic one is tried
-SYMBOLIC_CAPTURES = 6  # of one kind of batch: guards may divide sizes into some ranges
+STATIC_CAPTURES = 2  # of batches that differ only in sizes, before a symbolic capture
+SYMBOLIC_CAPTURES = 6  # per kind of batch: guards may divide sizes into several ranges
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -48,12 +46,11 @@ _PLAIN: dict[type, Any] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: 
 
 
 class GraphsBySize:
-    """Captures the step of one model; batches of other sizes share a trace where they can."""
+    """Capture the step of one model; batches of different sizes share a trace if possible."""
 
     def __init__(self) -> None:
-        self._seen: dict[
-            Hashable, dict[Shapes, str]
-        ] = {}  # fingerprints of captures without symbols
+        # Fingerprints of captures without symbols.
+        self._seen: dict[Hashable, dict[Shapes, str]] = {}
         self._traces: dict[Hashable, list[SizedTrace]] = {}
         self._attempts: Counter[Hashable] = Counter()
         self.num_traces = 0  # how often Python ran
@@ -68,7 +65,7 @@ class GraphsBySize:
         device: torch.device | str | None = None,
         reads: Reads | None = None,
     ) -> Graph:
-        """As `capture`; the model and everything it reads are the same in every call."""
+        """Capture as `capture` does; the model and all it reads must be the same in every call."""
         call = read_batch(batch)
         kind, shapes = _kind(call, training), _shapes(call)
         for known in self._traces.get(kind, ()):
@@ -88,7 +85,7 @@ class GraphsBySize:
             self._attempts[kind] += 1
             trace = _sized_trace(lambda: trace_step(model, batch, chosen, dims=dims, **options))
             if trace is not None and trace.agrees(call, seen):
-                if not trace.is_checked:  # a path that no capture without symbols has taken yet
+                if not trace.is_checked:  # no capture without symbols has taken this path yet
                     checked = capture(model, batch, chosen, reads=reads, **options)
                     seen[shapes] = checked.fingerprint
                 if trace.agrees(call, seen) and (made := trace.graph(call)) is not None:
@@ -107,13 +104,13 @@ class GraphsBySize:
         return graph
 
     def _may_try(self, kind: Hashable, shapes: Shapes, dims: list[list[int]]) -> bool:
-        """Whether a symbolic trace may pay: after some sizes, where none is 0 or 1."""
+        """Return whether to try a symbolic trace: after several sizes, if none is 0 or 1."""
         enough = len(self._seen[kind]) >= STATIC_CAPTURES and any(dims)
         return enough and not _tiny(shapes, dims) and self._attempts[kind] < SYMBOLIC_CAPTURES
 
 
 def _kind(call: Call, training: bool | None) -> Hashable:
-    """Everything that a capture depends on but the sizes of tensors."""
+    """Return everything that a capture depends on except the sizes of tensors."""
     tensors = tuple((path, t.dtype, t.dim(), t.requires_grad) for path, t in call.tensors)
     return training, call.kind, str(call.spec), tensors, repr(call.constants)
 
@@ -123,7 +120,7 @@ def _shapes(call: Call) -> Shapes:
 
 
 def _varying(shapes: list[Shapes]) -> list[list[int]]:
-    """For every tensor the dims that differ between batches."""
+    """Return for every tensor the dims that differ between batches."""
     return [
         [dim for dim, sizes in enumerate(zip(*each, strict=True)) if len(set(sizes)) > 1]
         for each in zip(*shapes, strict=True)
@@ -131,27 +128,25 @@ def _varying(shapes: list[Shapes]) -> list[list[int]]:
 
 
 def _tiny(shapes: Shapes, dims: list[list[int]]) -> bool:
-    """Whether a size is 0 or 1, of which torch makes no symbol."""
+    """Return whether a size is 0 or 1, which torch does not make symbolic."""
     return any(shape[dim] < 2 for shape, each in zip(shapes, dims, strict=True) for dim in each)
 
 
 def _sized_trace(trace: Callable[[], Traced]) -> SizedTrace | None:
-    """Return the trace with symbolic sizes, if there can be one:
-    not all of Python takes symbols.
-    """
+    """Return the trace with symbolic sizes, or None if the code does not accept symbols."""
     try:
         with _symbols_as_numbers():
             return SizedTrace(trace())
-    except ShardwiseError:  # the capture for this batch alone succeeds, or tells what is wrong
+    except ShardwiseError:  # capturing this batch alone succeeds, or reports the error
         return None
 
 
 @contextlib.contextmanager
 def _symbols_as_numbers() -> Iterator[None]:
-    """Let the user's code take symbols for numbers where torch leaves no guard.
+    """Make symbols look like numbers to the user's code where torch would record no guard.
 
-    A size that is written as text (a key of a cache) is no symbol any more, and an `int` is what
-    `isinstance` finds it to be without symbols.
+    A size that becomes text (a key of a cache) is no longer a symbol, and `isinstance` says `int`,
+    as it does without symbols.
     """
     is_instance = builtins.isinstance
     originals = {name: getattr(torch.SymInt, name) for name in ("__str__", "__repr__")}
@@ -180,17 +175,17 @@ def _symbols_as_numbers() -> Iterator[None]:
 
 
 def _called_by_torch() -> bool:
-    """Whether the caller of the function that asks is torch itself, or this package."""
+    """Return whether the caller's caller is torch or this package."""
     module = sys._getframe(2).f_globals.get("__name__", "")
     return module.partition(".")[0] in ("torch", "sympy", "shardwise")
 
 
 class SizedTrace:
-    """A traced step with symbolic sizes, and the sizes for which it holds."""
+    """A traced step with symbolic sizes, and the guards under which it is valid."""
 
     def __init__(self, traced: Traced) -> None:
         self._traced, self.watch = traced, traced.watch
-        self.is_checked = False  # whether it agreed with a capture without symbols
+        self.is_checked = False  # whether it was compared with a capture without symbols
         program = traced.program
         specs = program.graph_signature.input_specs
         nodes = [n for n in program.graph.nodes if n.op == "placeholder"]
@@ -209,7 +204,7 @@ class SizedTrace:
         if traced.step.outputs[0].has_symbols:
             raise CaptureError("the model returns a number that depends on sizes")
         if traced.changes:
-            raise CaptureError("the step leaves another state, which may depend on sizes")
+            raise CaptureError("the step changes state, which may depend on sizes")
         symbols = [s for value in self._inputs for s in value.shape if _is_free(s)]
         if not symbols:
             raise CaptureError("the model depends on every size of the batch")
@@ -225,8 +220,8 @@ class SizedTrace:
     def agrees(self, call: Call, fingerprints: Mapping[Shapes, str]) -> bool:
         """Compare the graphs of this trace with those of captures without symbols.
 
-        Guards are complete as far as Python computes with sizes. Code that asks for the type of a
-        number (`isinstance(n, int)`) leaves none; its graph differs from that of a plain capture.
+        Guards cover all computations with sizes. Code that tests the type of a number leaves none,
+        but then the graph differs from that of a capture without symbols.
         """
         for shapes, fingerprint in fingerprints.items():
             tensors = [
@@ -241,13 +236,13 @@ class SizedTrace:
         return True
 
     def graph(self, call: Call) -> Graph | None:
-        """Return the graph for a batch; None if the trace does not hold for its sizes."""
+        """Return the graph for a batch, or None if its sizes violate a guard."""
         tensors = [tensor for _, tensor in call.tensors]
         if not self._holds(self._guards, tensors):
             return None
         numbers = _Numbers(self._sizes(_shapes(call)))
         for node, value in self._values:
-            node.meta["val"] = numbers.in_place_of(value)
+            node.meta["val"] = numbers.substitute(value)
         try:
             return self._traced.graph(call)
         finally:
@@ -265,12 +260,12 @@ class SizedTrace:
 
 
 def _is_free(size: Any) -> bool:
-    """Whether a size may take several values."""
+    """Return whether a size can have several values."""
     return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
 
 
 def _symbols(value: Any) -> Iterator[Any]:
-    """All symbolic numbers in the value of a node."""
+    """Yield all symbolic numbers in the value of a node."""
     if isinstance(value, torch.Tensor):
         parts = (*value.shape, *value.stride(), value.storage_offset())
         yield from (part for part in parts if isinstance(part, _SYMBOLIC))
@@ -282,23 +277,23 @@ def _symbols(value: Any) -> Iterator[Any]:
 
 
 class _Numbers:
-    """Puts numbers in the place of symbols; tensors that shared memory go on sharing it."""
+    """Replace symbols by numbers; tensors that share memory still do."""
 
     def __init__(self, sizes: Mapping[Any, int]) -> None:
         self._sizes = sizes
         self._known: dict[Any, int] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
 
-    def in_place_of(self, value: Any) -> Any:
+    def substitute(self, value: Any) -> Any:
         """Return the value of a node for these sizes."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, tuple | list):
-            return type(value)(self.in_place_of(item) for item in value)
+            return type(value)(self.substitute(item) for item in value)
         if isinstance(value, torch.SymInt):
             return self._number(value)
         if isinstance(value, torch.SymFloat | torch.SymBool):
-            return None  # computed by Python's own operators, which round as the model would
+            return None  # recomputed by Python's operators, which round as the model would
         return value
 
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:

@@ -399,7 +399,7 @@ def _expressible(stored: Iterable[Placement]) -> bool:
 
 
 def _legal(held: Placements, pure: frozenset[int], need: Need) -> bool:
-    """Return whether lowering would take a value so held for this use (see `program.sources`)."""
+    """Return whether lowering would take a value so held for this use (see `program.lower`)."""
     rows, flows, demand = need
     if any(asked is not None and asked != (i in pure) for i, asked in enumerate(demand)):
         return False

@@ -9,7 +9,7 @@ by rule, so that plans stay regular and problems small:
 - Nodes without operands (position tables) are not sharded; what is computed from them alone is
   sharded only as one of its uses can be. Heads are not sharded inside if there are enough of them.
 
-Whether a full value counts as R~ follows `program.sources`: on a mesh axis a value is pure when
+Whether a full value counts as R~ follows `program.lower`: on a mesh axis a value is pure when
 every rank computes it by the same work from parameters (and values without a gradient) alone. If
 all uses of a pure value differ, it is R~: its partial gradient is reduced at the parameters. This
 is tracked for nodes with few ancestors (`PREFIX`: weights that are cast, the first norm), and in

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from shardwise.cluster import Cluster, Curve, Device
 from shardwise.cluster.device import Rates
 from shardwise.dtypes import dtype_name, torch_dtypes
-from shardwise.malloc_tuning import keep_pages
+from shardwise.malloc_tuning import keep_heap
 from shardwise.profiling.fit import rounded
 
 # Timing on one rank, while all ranks are busy.
@@ -154,7 +154,7 @@ def measure(clock: Clock, progress: Callable[[str], None], quick: bool) -> dict[
     """All rates of this rank's device."""
     kind = clock.device.type
     if kind == "cpu":
-        keep_pages()
+        keep_heap()
     kept = slice(None, None, 2) if quick else slice(None)
     progress("the cost of a call")
     overhead_s = _overhead(clock)

@@ -16,12 +16,10 @@ from shardwise.cluster import Mesh
 from shardwise.errors import ProgramError
 from shardwise.ir import Graph, TensorType, format_arg, iter_refs
 from shardwise.layouts.moves import kind, same_placement
-from shardwise.plans import Plan, Resolved
-from shardwise.program.sources import Sources
+from shardwise.plans import Plan
 from shardwise.redistribution import REDISTRIBUTIONS
 from shardwise.sharding.placements import Layout, same_on_axis
 from shardwise.sharding.rule import MeshAxis
-from shardwise.shares import lengths, part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,28 +277,3 @@ def merge_equal(programs: Iterable[RankProgram]) -> tuple[RankProgram, ...]:
         else:
             merged.append(program)
     return tuple(replace(p, ranks=tuple(sorted(p.ranks))) for p in merged)
-
-
-def rank_classes(resolved: Resolved, sources: Sources) -> list[tuple[int, ...]]:
-    """Group the ranks by their local sizes, in rank order; in time, ranks and micro-batches."""
-    mesh = resolved.plan.mesh
-    extents: dict[str, set[int]] = {axis: set() for axis in mesh.names}
-    layouts = list(sources.layouts.values())
-    for node in resolved.graph.nodes:
-        layouts += [*resolved.operand_layouts(node.name), *resolved.result_layouts(node.name)]
-    for layout in layouts:
-        for axis, shard in layout.shards:
-            extents[axis] |= {size for _, size, _ in shard.of}
-    known: set[int] = set()
-    for axis, ranks in mesh.axes:  # later axes may split what earlier ones leave of an extent
-        extents[axis] |= known
-        known |= {length for size in extents[axis] for length in lengths(size, ranks)}
-    classes: dict[tuple[tuple[int, ...], ...], list[int]] = {}
-    for rank in range(mesh.size):
-        coordinate = mesh.coordinate(rank)
-        key = tuple(
-            tuple(part(size, ranks, coordinate[axis])[1] for size in sorted(extents[axis]))
-            for axis, ranks in mesh.axes
-        )
-        classes.setdefault(key, []).append(rank)
-    return [tuple(ranks) for ranks in classes.values()]

@@ -85,7 +85,7 @@ def test_equal_layers_in_turn_are_one_class_and_a_loop() -> None:
 
 
 def test_a_first_layer_whose_input_has_no_gradient_may_differ() -> None:
-    """Its norm's gradient goes to its own parameters alone, and is summed with theirs."""
+    """Its norm's gradient goes to its own parameters alone, and is summed with their gradients."""
     text, _ = source(Stack((8, 8, 8), in_turn), "tensor")
     assert text.count("(nn.Module):") == 3
     assert "for i in range(1, 3):" in text

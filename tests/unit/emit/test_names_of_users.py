@@ -113,7 +113,7 @@ class Named(nn.Module):
     "names",
     [("outputs", "block"), ("self_", "torch"), ("checkpoint", "recomputed_1"), ("rt", "x2")],
 )
-def test_inputs_and_modules_with_names_of_ours(names: tuple[str, str]) -> None:
+def test_inputs_and_modules_with_reserved_names(names: tuple[str, str]) -> None:
     torch.manual_seed(0)
     batch = {name: torch.randn(4, 4, dtype=torch.float64) for name in names}
     model = Named()

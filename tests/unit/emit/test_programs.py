@@ -13,7 +13,7 @@ import shardwise as sw
 
 
 class Checkpointed(nn.Module):
-    """A region that backward computes again, with dropout in it."""
+    """A region that backward recomputes, with dropout in it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def test_a_checkpointed_region_is_recomputed(strategy: str) -> None:
 
 
 class Blocks(nn.Module):
-    """Equal blocks after an embedding whose rows are cut."""
+    """Equal blocks after an embedding with sharded rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Blocks(nn.Module):
         return x
 
 
-def test_every_comment_says_whose_lines_follow() -> None:
+def test_every_comment_names_the_module_of_its_lines() -> None:
     """Moves before a block are of the block; what a loss function computes is of no module."""
     batch = (torch.zeros(4, 3, dtype=torch.long),)
     graph = sw.capture(Blocks(), batch, lambda out, _: out.square().mean())

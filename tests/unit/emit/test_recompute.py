@@ -36,7 +36,7 @@ def program(name: str, strategy: str, recompute: Any) -> sw.types.Program:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_recomputed_block_is_called_so(strategy: str) -> None:
+def test_a_recomputed_block_is_called_through_checkpoint(strategy: str) -> None:
     text = program("fused_gpt", strategy, "full").source()
     call = f"            add = checkpoint(block, add, {OPTIONS})"
     assert f"        for block in self.blocks[:2]:\n{call}\n" in text
@@ -44,19 +44,19 @@ def test_a_recomputed_block_is_called_so(strategy: str) -> None:
     assert "def recomputed" not in text
 
 
-def test_products_are_kept() -> None:
-    found = program("fused_gpt", "fsdp", "selective")
-    assert "context_fn=rt.keep_products" in found.source()
-    assert "backward recomputes blocks.* with products kept (2)" in found.lowered.notes
+def test_products_are_saved() -> None:
+    result = program("fused_gpt", "fsdp", "selective")
+    assert "context_fn=rt.keep_products" in result.source()
+    assert "backward recomputes blocks.* with products kept (2)" in result.lowered.notes
 
 
 @pytest.mark.slow
 def test_parts_of_a_block_are_functions() -> None:
-    found = program("llama", "fsdp", ("model.layers.*.mlp",))
-    text = found.source()
+    result = program("llama", "fsdp", ("model.layers.*.mlp",))
+    text = result.source()
     assert text.count("def recomputed_1(post_attention_layernorm):") == 1
     assert "for block in self.model.layers[:2]:" in text
-    assert "backward recomputes model.layers.*.mlp (2)" in found.lowered.notes
+    assert "backward recomputes model.layers.*.mlp (2)" in result.lowered.notes
 
 
 def test_blocks_that_are_recomputed_differently_are_calls_of_their_own() -> None:
@@ -82,7 +82,7 @@ class Clashing(nn.Module):
         return (y * y + checkpoint).mean()
 
 
-def test_no_value_is_called_checkpoint() -> None:
+def test_no_value_is_named_checkpoint() -> None:
     model, batch = Clashing(), {"checkpoint": torch.randn(4, 6)}
     plan = sw.strategies.ddp(sw.capture(model, batch), sw.Cluster.local(2))
     certificate = sw.verify(model, batch, plan.with_(recompute=("checkpoint",)))
@@ -128,7 +128,7 @@ class Meter(TorchDispatchMode):
     def __init__(self, but: set[int]) -> None:
         super().__init__()
         self.but = but
-        self.found: dict[int, weakref.ref[Any]] = {}
+        self.result: dict[int, weakref.ref[Any]] = {}
         self.products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -138,12 +138,12 @@ class Meter(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in self.but:
-                    self.found[storage._cdata] = weakref.ref(storage)
+                    self.result[storage._cdata] = weakref.ref(storage)
         return result
 
     @property
     def live_bytes(self) -> int:
-        alive = [storage for ref in self.found.values() if (storage := ref()) is not None]
+        alive = [storage for ref in self.result.values() if (storage := ref()) is not None]
         return sum(storage.nbytes() for storage in alive)
 
 
@@ -166,15 +166,15 @@ def measured(recompute: Any, backwards: int = 1) -> tuple[int, int, dict[str, Te
 
 
 def test_memory_falls_and_products_are_repeated_only_in_full() -> None:
-    found = {mode: measured(mode) for mode in ("none", "full", "selective")}
-    live = {mode: row[0] for mode, row in found.items()}
-    products = {mode: row[1] for mode, row in found.items()}
+    result = {mode: measured(mode) for mode in ("none", "full", "selective")}
+    live = {mode: row[0] for mode, row in result.items()}
+    products = {mode: row[1] for mode, row in result.items()}
     assert live["full"] < 0.4 * live["none"]
     assert live["full"] < live["selective"] < 0.75 * live["none"]
     assert products["selective"] == products["none"] < products["full"]
-    for row in found.values():
+    for row in result.values():
         for name, gradient in row[2].items():
-            torch.testing.assert_close(gradient, found["none"][2][name], rtol=0, atol=0)
+            torch.testing.assert_close(gradient, result["none"][2][name], rtol=0, atol=0)
 
 
 def test_backward_may_run_twice() -> None:

@@ -43,7 +43,7 @@ def test_live_values_have_different_names(steps: list[tuple[str, bool]]) -> None
             del live[oldest]
 
 
-def test_wishes() -> None:
+def test_names_of_results() -> None:
     assert wish_for(1, "aten.linear.default", "blocks.0.up", True) == "up"
     assert wish_for(1, "aten.linear.default", "blocks.0", True) == "linear"
     assert wish_for(1, "aten._softmax.default", "", False) == "softmax"
@@ -107,7 +107,7 @@ def expressions(draw: Any, depth: int = 3) -> str:
 
 
 @given(expressions(), st.sampled_from(["value = ", "return ", "first, second = ", ""]))
-def test_broken_lines_say_the_same(expression: str, start: str) -> None:
+def test_broken_lines_mean_the_same(expression: str, start: str) -> None:
     line = f"    {start}{expression}"
     module = ast.dump(ast.parse(f"def f():\n{line}"))
     assert ast.dump(ast.parse(f"def f():\n{wrap(line)}")) == module

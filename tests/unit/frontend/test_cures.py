@@ -85,7 +85,7 @@ def branched(self: Any, x: Tensor, n: Tensor) -> Tensor:
         (branched, "if x.sum() > 0", "torch.where(condition, a, b)"),
     ],
 )
-def test_the_cure_fits_the_cause(function: Any, line: str, hint: str) -> None:
+def test_the_hint_matches_the_cause(function: Any, line: str, hint: str) -> None:
     code = function.__code__.replace(co_name="forward")  # torch keeps frames of this name
     kind = type("Model", (Model,), {"forward": types.FunctionType(code, globals())})
     with pytest.raises(CaptureError) as caught:

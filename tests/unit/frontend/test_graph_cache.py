@@ -78,7 +78,7 @@ def place(model: Model) -> graph_cache.CachedCapture | None:
     return graph_cache.cached_capture(model, read_batch(BATCH), None, options)
 
 
-def test_a_graph_is_found_again_with_what_it_read(folder: Path) -> None:
+def test_a_stored_graph_is_loaded_with_what_it_read(folder: Path) -> None:
     first, second = Reads(), Reads()
     graph = GraphsBySize()(Model(), BATCH, reads=first)
     graphs = GraphsBySize()
@@ -117,7 +117,7 @@ CHANGES: dict[str, Callable[[Model, pytest.MonkeyPatch], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_any_change_is_another_entry(
+def test_any_change_leads_to_another_entry(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = place(Model())
@@ -205,21 +205,23 @@ SPOILERS: list[Callable[[Any], Any]] = [
 def test_damaged_and_hostile_entries_are_not_used(folder: Path) -> None:
     model = Model()
     assert not was_stored(model)
-    found = place(model)
-    assert found is not None
-    text = found.file.read_text()
-    assert found.load(model, None) is not None
+    entry_of_model = place(model)
+    assert entry_of_model is not None
+    text = entry_of_model.file.read_text()
+    assert entry_of_model.load(model, None) is not None
     for spoil in SPOILERS:
         entry = json.loads(text)
         spoil(entry)
-        found.file.write_text(json.dumps(entry))
-        assert found.load(model, None) is None, entry
-    found.file.write_text(text[:100])
+        entry_of_model.file.write_text(json.dumps(entry))
+        assert entry_of_model.load(model, None) is None, entry
+    entry_of_model.file.write_text(text[:100])
     assert not was_stored(model)
     assert was_stored(model)  # written anew
 
 
-def test_entries_used_last_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_entries_are_removed_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder.mkdir()
     for age in range(4):
         (folder / f"{age}.json").write_bytes(b"x" * 100)

@@ -93,7 +93,7 @@ def test_views_made_before_a_write_see_it():
 
 
 @pytest.mark.parametrize("name", ["chunk", "split", "unbind", "tensor_split"])
-def test_pieces_are_written_where_they_lie(name):  # torch allows it without gradients only
+def test_writes_to_pieces_reach_the_base(name):  # torch allows it without gradients only
     def function(x, w):
         y = torch.ones(4, 4, dtype=torch.float64)
         if name == "chunk":
@@ -145,7 +145,7 @@ def test_a_view_read_first_under_no_grad_keeps_its_gradient():
     run(function)
 
 
-def test_copies_do_not_follow():
+def test_copies_do_not_see_writes():
     def function(x, w):
         y = x * 1.5
         copy, cast = y.clone(), y.to(torch.float64, copy=True)
@@ -178,7 +178,7 @@ def test_inplace_views_and_logic():
     run(function)
 
 
-def test_dropout_in_place_at_zero_vanishes():
+def test_dropout_in_place_at_zero_is_dropped():
     graph = run(lambda x, w: nn.functional.dropout(x * w, 0.0, True, inplace=True))
     assert not any("dropout" in node.op for node in graph.nodes)
 

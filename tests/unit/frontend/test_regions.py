@@ -211,7 +211,7 @@ def test_random_nodes_can_be_replaced():
     batch = x()
     graph = capture(model, batch)
     parameters = dict(model.named_parameters())
-    kept = interpret(
+    values = interpret(
         graph, parameters, {}, {"0": batch[0]}, random=lambda node, f, args, kwargs: args[0]
     )
-    assert torch.equal(kept[graph.loss], model.linear(batch[0]).sum())
+    assert torch.equal(values[graph.loss], model.linear(batch[0]).sum())

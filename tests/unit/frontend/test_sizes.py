@@ -78,14 +78,14 @@ PROGRAMS: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_graphs_equal_those_of_single_captures(name: str) -> None:
-    function, most = PROGRAMS[name]
+    function, max_traces = PROGRAMS[name]
     model, graphs = Model(function), GraphsBySize()
     for size in SIZES:
         batch = {"x": torch.randn(3, size, 6)}
         expected = capture(Model(function), batch, training=True)
-        found = graphs(model, batch, training=True)
-        assert found.fingerprint == expected.fingerprint, size
-    assert graphs.num_traces <= most
+        graph = graphs(model, batch, training=True)
+        assert graph.fingerprint == expected.fingerprint, size
+    assert graphs.num_traces <= max_traces
 
 
 def test_rows_and_columns_vary_together() -> None:

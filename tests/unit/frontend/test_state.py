@@ -151,7 +151,7 @@ def test_a_meta_model_gives_the_real_models_graph():
     assert capture(model.to("meta"), batch).fingerprint == real.fingerprint
 
 
-def test_a_skeleton_holds_no_weights_and_captures_alike():
+def test_a_skeleton_has_no_weights_and_captures_the_same_graph():
     model, batch = zoo.build("fused_gpt")
     graph = capture(model, batch)
     weights = [weakref.ref(p) for p in model.parameters()]
@@ -241,7 +241,7 @@ def test_a_parameter_reached_through_a_closure_is_refused():
         def forward(self, x):
             return self.function(x).sum()
 
-    with pytest.raises(CaptureError, match="parameter or buffer w past the module"):
+    with pytest.raises(CaptureError, match="parameter or buffer w "):
         capture(Model(), x())
 
 
@@ -256,7 +256,7 @@ def test_weight_norm_and_parametrizations():
     assert_captured(model, x(), lambda y, b: y.pow(2).sum())
 
 
-def test_the_empty_start_of_a_cache_vanishes():
+def test_the_empty_start_of_a_cache_is_dropped():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()

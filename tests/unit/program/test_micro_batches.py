@@ -34,7 +34,7 @@ class Words(nn.Module):
         if self.norm is not None:
             x = self.norm(x.transpose(1, 2)).transpose(1, 2)
         scores, flat = self.head(x), labels.flatten()
-        kept = flat != -100
+        counted = flat != -100
         known = labels.clamp(min=0)
         hot = F.one_hot(known, WORDS).to(scores.dtype)
         rows = scores.flatten(0, 1)
@@ -49,7 +49,7 @@ class Words(nn.Module):
         if self.kind == "masked":
             terms = F.cross_entropy(rows, flat, reduction="none")
             return {
-                "loss": (terms * kept).sum() / kept.sum().clamp(min=1),
+                "loss": (terms * counted).sum() / counted.sum().clamp(min=1),
                 "right": (scores.argmax(-1) == labels).sum(),
             }
         if self.kind == "square":
@@ -102,17 +102,17 @@ EXACT = ("mean", "sum", "weighted", "log", "masked", "square", "soft", "decay", 
 
 
 @pytest.mark.parametrize("kind", thinned(EXACT, lambda i, _: i % 2 == 0))
-def test_the_loss_is_that_of_the_whole_batch(kind: str) -> None:
-    found = verify(kind, 7, "hybrid", 4, dp=2, pp=2, num_microbatches=3)
-    assert found.ok, found
-    found = verify(kind, 7, "ddp", 1, num_microbatches=4)
-    assert found.ok, found
+def test_the_loss_is_that_of_the_full_batch(kind: str) -> None:
+    certificate = verify(kind, 7, "hybrid", 4, dp=2, pp=2, num_microbatches=3)
+    assert certificate.ok, certificate
+    certificate = verify(kind, 7, "ddp", 1, num_microbatches=4)
+    assert certificate.ok, certificate
 
 
 @pytest.mark.parametrize(
     ("kind", "node"), [("contrast", "matmul"), ("product", "mul"), ("root", "sqrt")]
 )
-def test_what_couples_samples_is_refused_by_name(kind: str, node: str) -> None:
+def test_nodes_that_couple_samples_are_named(kind: str, node: str) -> None:
     with pytest.raises(InfeasiblePlan, match="couples the samples") as caught:
         verify(kind, 8, "pipeline", 2, pp=2, num_microbatches=2)
     assert node in str(caught.value)
@@ -129,8 +129,8 @@ def test_batch_norm_over_micro_batches_is_refused_or_per_micro_batch(kind: str) 
     options = {"pp": 2, "num_microbatches": 4}
     with pytest.raises(InfeasiblePlan, match="batch_norm"):
         verify(kind, 8, "pipeline", 2, norm=True, **options)
-    found = verify(kind, 8, "pipeline", 4, norm=True, per_microbatch=True, **options)
-    assert found.ok, found
+    certificate = verify(kind, 8, "pipeline", 4, norm=True, per_microbatch=True, **options)
+    assert certificate.ok, certificate
 
 
 def test_micro_batches_of_their_own_have_one_size() -> None:
@@ -138,7 +138,7 @@ def test_micro_batches_of_their_own_have_one_size() -> None:
         verify("contrast", 7, "pipeline", 2, pp=2, num_microbatches=2, per_microbatch=True)
 
 
-def test_random_numbers_are_those_of_the_whole_batch() -> None:
+def test_random_numbers_are_those_of_the_full_batch() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.3))
     data = (torch.randn(7, 4, dtype=torch.float64),)
@@ -150,8 +150,8 @@ def test_random_numbers_are_those_of_the_whole_batch() -> None:
     for options in ({}, {"per_microbatch": True, "num_microbatches": 7}):
         made = {"pp": 2, "num_microbatches": 3, "schedule": "zero_bubble", **options}
         plan = sw.strategies.pipeline(graph, sw.Cluster.local(2), **made)
-        found = sw.verify(model, data, plan, loss)
-        assert found.ok, found
+        certificate = sw.verify(model, data, plan, loss)
+        assert certificate.ok, certificate
 
 
 def test_a_listed_schedule_may_split_some_backwards_only() -> None:
@@ -163,8 +163,8 @@ def test_a_listed_schedule_may_split_some_backwards_only() -> None:
         ("0F0", "0F1", "0F2", "0I0", "0W0", "0B1", "0B2"),
         ("1F0", "1I0", "1F1", "1B1", "1W0", "1F2", "1B2"),
     )
-    found = sw.verify(model, data, plan.with_(schedule=rows))
-    assert found.ok, found
+    certificate = sw.verify(model, data, plan.with_(schedule=rows))
+    assert certificate.ok, certificate
 
 
 def test_a_listed_schedule_that_cannot_run_is_refused_before_anything_starts() -> None:

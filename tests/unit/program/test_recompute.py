@@ -19,18 +19,18 @@ from tests.support import zoo
 def marked(model: nn.Module, batch: Any, recompute: Any) -> Graph:
     graph = sw.capture(model, batch)
     plan = sw.strategies.ddp(graph, sw.Cluster.local(2)).with_(recompute=recompute)
-    found = mark_recompute(graph, plan)
-    assert mark_recompute(found, plan) == found
-    return found
+    result = mark_recompute(graph, plan)
+    assert mark_recompute(result, plan) == result
+    return result
 
 
 def groups(graph: Graph) -> dict[str, list[str]]:
     """Group -> operators of its nodes."""
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for node in graph.nodes:
         if node.recompute:
-            found.setdefault(node.recompute, []).append(node.op.split(".")[1])
-    return found
+            result.setdefault(node.recompute, []).append(node.op.split(".")[1])
+    return result
 
 
 class Layer(nn.Module):
@@ -44,13 +44,13 @@ class Layer(nn.Module):
     def half(self, x: Tensor) -> Tensor:
         return torch.relu(self.up(x)) * 2.0
 
-    def whole(self, x: Tensor) -> Tensor:
+    def full(self, x: Tensor) -> Tensor:
         x = self.norm(x)
         inner = checkpoint(self.half, x, use_reentrant=False) if self.own else self.half(x)
         return torch.tanh(self.down(inner))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.whole(x)
+        return x + self.full(x)
 
 
 class Stack(nn.Module):
@@ -80,11 +80,11 @@ def test_full_takes_every_node_of_a_block() -> None:
 
 
 def test_code_of_a_block_in_its_parent_belongs_to_it() -> None:
-    found = groups(marked(*zoo.build("fused_gpt"), "full"))
-    assert list(found) == ["blocks.0", "blocks.1"]
-    assert found["blocks.0"] == found["blocks.1"]
-    assert (found["blocks.0"][0], found["blocks.0"][-1]) == ("layer_norm", "add")
-    assert "scaled_dot_product_attention" in found["blocks.0"]
+    result = groups(marked(*zoo.build("fused_gpt"), "full"))
+    assert list(result) == ["blocks.0", "blocks.1"]
+    assert result["blocks.0"] == result["blocks.1"]
+    assert (result["blocks.0"][0], result["blocks.0"][-1]) == ("layer_norm", "add")
+    assert "scaled_dot_product_attention" in result["blocks.0"]
 
 
 def test_selective_has_the_same_nodes() -> None:
@@ -107,14 +107,14 @@ def test_a_glob_without_a_module_is_an_error() -> None:
 
 def test_checkpoints_of_the_model_stay() -> None:
     inner = ["linear", "relu", "mul"]
-    found = groups(marked(Stack("half"), BATCH, "none"))
-    assert list(found.values()) == [inner, inner]
+    result = groups(marked(Stack("half"), BATCH, "none"))
+    assert list(result.values()) == [inner, inner]
     assert groups(marked(Stack("half"), BATCH, ("layers.0",))) == {
         "layers.0": ["layer_norm", *inner, "linear", "tanh", "add"],
         "checkpoint_1": inner,
     }
-    (whole,) = groups(marked(Stack("all"), BATCH, "full")).values()
-    assert len(whole) == 14
+    (full,) = groups(marked(Stack("all"), BATCH, "full")).values()
+    assert len(full) == 14
 
 
 class Counting(nn.Module):
@@ -143,7 +143,7 @@ class Buffers(nn.Module):
         return x.pow(2).mean()
 
 
-def test_what_reads_a_changing_buffer_is_not_repeated() -> None:
+def test_nodes_that_read_a_changed_buffer_are_not_recomputed() -> None:
     graph = marked(Buffers(), (torch.randn(6, 6),), "full")
     scales = {b.value for b in graph.buffers if b.name.endswith("scale")}
     outside = [n for n in graph.nodes if n.module.startswith("layers") and not n.recompute]

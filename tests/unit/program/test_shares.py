@@ -45,18 +45,18 @@ def test_ranks_of_equal_shares_run_one_program(
         assert rows == {0: 5, 1: 2, 2: 1}
 
 
-def test_parameters_are_cut_by_shares(graph: sw.Graph) -> None:
+def test_parameters_are_sharded_by_shares(graph: sw.Graph) -> None:
     plan = sw.strategies.tensor(graph, sw.Cluster.local(2), shares={"tp": (3, 1)})
     programs = sw.compile(graph, plan).lowered.rank_programs
-    held = {s.name: [s.local_shape] for s in programs[0].parameters}
+    shapes = {s.name: [s.local_shape] for s in programs[0].parameters}
     for storage in programs[1].parameters:
-        held[storage.name].append(storage.local_shape)
-    assert held["up.weight"] == [(12, 6), (4, 6)]
-    assert held["down.weight"] == [(6, 12), (6, 4)]
+        shapes[storage.name].append(storage.local_shape)
+    assert shapes["up.weight"] == [(12, 6), (4, 6)]
+    assert shapes["down.weight"] == [(6, 12), (6, 4)]
     assert sw.verify(Net(), BATCH, plan).ok
 
 
-def test_generated_files_say_the_shares(graph: sw.Graph) -> None:
+def test_generated_files_list_the_shares(graph: sw.Graph) -> None:
     meshes = [Mesh.of(dp=(2, 1)), Mesh()]
     plan = sw.strategies.pipeline(
         graph, sw.Cluster.local(3), stage_meshes=meshes, num_microbatches=2

@@ -28,7 +28,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_stages_of_the_same_ranks_store_a_parameter_alike(zero: int) -> None:
+def test_stages_of_the_same_ranks_store_a_parameter_in_one_layout(zero: int) -> None:
     graph = sw.capture(Tied(), {"tokens": torch.zeros(8, 3, dtype=torch.int64)})
     plan = sw.strategies.hybrid(
         graph, Cluster.local(4), dp=2, pp=2, schedule="zb_v", num_microbatches=4

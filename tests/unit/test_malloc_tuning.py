@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from shardwise.malloc_tuning import keep_pages
+from shardwise.malloc_tuning import keep_heap
 
 STEPS = """
 import resource, torch
-from shardwise.malloc_tuning import keep_pages
+from shardwise.malloc_tuning import keep_heap
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -20,7 +20,7 @@ def faults():
         torch.ones(12 << 20).add(1.0)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-print(faults(), keep_pages(), min(faults() for _ in range(8)))  # the first ones find their places
+print(faults(), keep_heap(), min(faults() for _ in range(8)))  # the first ones find their places
 """
 
 
@@ -30,8 +30,8 @@ def test_steps_find_the_memory_that_those_before_them_freed() -> None:
     done = subprocess.run(
         [sys.executable, "-c", STEPS], env=env, capture_output=True, text=True, timeout=120
     )
-    usual, kept, faults = done.stdout.split()
-    assert kept == "True"
+    usual, keeps, faults = done.stdout.split()
+    assert keeps == "True"
     assert int(faults) < 100 < 10_000 < int(usual)
 
 
@@ -41,4 +41,4 @@ def test_steps_find_the_memory_that_those_before_them_freed() -> None:
 )
 def test_what_the_user_set_stays(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
-    assert not keep_pages.__wrapped__()
+    assert not keep_heap.__wrapped__()
