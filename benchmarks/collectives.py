@@ -3,7 +3,7 @@
     python -m benchmarks.collectives [--cases slow,trunk] [--sizes 16MB,64MB] [--rounds 5]
 
 Needs root and Debian's iproute2. The namespaces are made and removed here (see
-`shardwise.collective_bench`); rates are those of the links, of which TCP leaves 95.6% to data.
+`shardwise.collectives.bench`); rates are those of the links, of which TCP leaves 95.6% to data.
 Both sides run by turns in the same processes; figures are medians. "ours" is what the selection
 takes: the solved program, or the library's own where it gains nothing. "of bound" is our time over
 the least that any algorithm can take; "of wires" is the same if headers counted as data. Writes
@@ -26,9 +26,9 @@ from typing import Any
 from benchmarks.pipeline import machine
 from shardwise.cli.collective import parse_bytes
 from shardwise.cluster import Cluster
-from shardwise.collective_bench.bench import Bench, Row, chosen, on_emulated_hosts, table
-from shardwise.collective_bench.emulation import FRAME
 from shardwise.collectives import Network
+from shardwise.collectives.bench.benchmark import Bench, Row, chosen, on_emulated_hosts, table
+from shardwise.collectives.bench.emulation import FRAME
 
 RESULTS = Path(__file__).parent / "results" / "collectives.json"
 DATA = 1 / FRAME  # of what a wire carries

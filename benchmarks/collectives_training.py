@@ -28,8 +28,8 @@ import shardwise as sw
 from benchmarks.collectives import hosts
 from benchmarks.models import GPT, tokens
 from benchmarks.pipeline import machine
-from shardwise.collective_bench.emulation import emulated, run_all
 from shardwise.collectives import Network
+from shardwise.collectives.bench.emulation import emulated, run_all
 
 RESULTS = Path(__file__).parent / "results" / "collectives_training.json"
 RATES = [800.0, 800.0, 800.0, 200.0]

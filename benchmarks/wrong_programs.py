@@ -26,17 +26,17 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.collectives.derive import lowered
-from shardwise.collectives.derive import verify as verify_trees
+from shardwise.collectives.messages import CollectiveChoice, MessageProgram
+from shardwise.collectives.messages.check import check as check_messages
+from shardwise.collectives.messages.check import interpret
+from shardwise.collectives.messages.choice import Tree
+from shardwise.collectives.solver.derive import lowered
+from shardwise.collectives.solver.derive import verify as verify_trees
 from shardwise.equivalence import check, double, run_reference
 from shardwise.equivalence.check import make_trials
 from shardwise.equivalence.ranks import subject_of
 from shardwise.equivalence.reference import widen_graph
 from shardwise.errors import ShardwiseError
-from shardwise.messages import CollectiveChoice, MessageProgram
-from shardwise.messages.check import check as check_messages
-from shardwise.messages.check import interpret
-from shardwise.messages.choice import Tree
 from tests.unit.equivalence import mutations as m
 
 Tensors = dict[str, torch.Tensor]

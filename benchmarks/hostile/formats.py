@@ -23,12 +23,12 @@ from shardwise.checkpoint import load_checkpoint, save_checkpoint, verify_checkp
 from shardwise.checkpoint.convert import convert_checkpoint
 from shardwise.cli import main
 from shardwise.collectives import Network, solve
+from shardwise.collectives.messages import CollectiveChoice, MessageProgram
+from shardwise.collectives.messages.check import check as check_messages
+from shardwise.collectives.messages.choice import Forest, Tree, Wire
 from shardwise.cost import OpTable
 from shardwise.errors import PlanMismatch, ShardwiseError
 from shardwise.ir import Graph
-from shardwise.messages import CollectiveChoice, MessageProgram
-from shardwise.messages.check import check as check_messages
-from shardwise.messages.choice import Forest, Tree, Wire
 from shardwise.published.rows import read_entries
 from shardwise.reports.recorded import read_trace
 from shardwise.runtime.loader import load

@@ -14,11 +14,11 @@ from shardwise.checkpoint.optimizer_state import Optimizers
 from shardwise.cluster import ClusterNode, Device, Link, Network, Start
 from shardwise.cluster.topology import Path as LinkPath
 from shardwise.collectives import Solution
+from shardwise.collectives.messages import CollectiveChoice
 from shardwise.cost import OpTable
 from shardwise.equivalence.certificate import Certificate, Comparison
 from shardwise.frontend.objective import LossFn, Model, StepFn
 from shardwise.ir import Buffer, Constant, GradientHook, Input, Node, Parameter, TensorType
-from shardwise.messages import CollectiveChoice
 from shardwise.planner.options import Constraints
 from shardwise.plans import ParameterEntry
 from shardwise.plans.search_result import SearchResult

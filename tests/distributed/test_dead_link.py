@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.collective_bench.emulation import emulated
+from shardwise.collectives.bench.emulation import emulated
 from tests.support.dead_link import RANKS, TIMEOUT_S, line
 
 pytestmark = [

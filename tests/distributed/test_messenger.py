@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.collectives import Network, solve
+from shardwise.collectives.messages import MessageProgram
 from shardwise.errors import LinkError, ProgramError, RankError
-from shardwise.messages import MessageProgram
 from shardwise.runtime.collectives.messenger import Messenger
 from shardwise.runtime.collectives.script import batches, run_rounds, write_rounds
 from tests.support.pool import Pool

@@ -9,12 +9,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardwise.collectives import OPERATIONS, Network, Send, Solution, solve
-from shardwise.collectives.classical import ring
-from shardwise.collectives.spec import demand_of
-from shardwise.collectives.trees import load_time
+from shardwise.collectives.messages import MessageProgram
+from shardwise.collectives.messages.check import check, interpret
+from shardwise.collectives.solver.classical import ring
+from shardwise.collectives.solver.spec import demand_of
+from shardwise.collectives.solver.trees import load_time
 from shardwise.errors import ClusterError
-from shardwise.messages import MessageProgram
-from shardwise.messages.check import check, interpret
 
 DTYPES = ("float16", "float32", "float64", "int32", "int64", "uint8")
 rates = st.sampled_from([1.0, 1.0, 2.0, 2.5, 7.0, 40.0]).map(lambda x: x * 1e8)

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardwise as sw
+from shardwise.collectives.messages import CollectiveChoice
 from shardwise.emit.quote import RESERVED, comment, identifier, in_fstring, is_attribute, literal
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.ir import Graph
-from shardwise.messages import CollectiveChoice
 
 HOSTILE = (
     '"""\nimport os; os.system("touch /tmp/ran")\n"""',

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from shardwise.collectives.messages.program import format_ranks
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.ir import Graph, node_keys
-from shardwise.messages.program import format_ranks
 from shardwise.plans import Plan, Resolved, resolve
 from shardwise.plans.text import explain_plan, format_plan
 from shardwise.program import Pipeline, Program, build_pipeline, lower

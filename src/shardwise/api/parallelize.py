@@ -182,7 +182,7 @@ def derive_for(plan: Plan) -> Derive | None:
     """How programs of messages follow from the plan's trees, which are checked first."""
     if not plan.collectives:
         return None
-    from shardwise.collectives.derive import derive, verify
+    from shardwise.collectives.solver.derive import derive, verify
 
     for choice in plan.collectives:
         verify(choice)

@@ -15,11 +15,11 @@ from torch import nn
 from shardwise import runtime as rt
 from shardwise.api.batches import BatchIndices
 from shardwise.api.compile import PipelineProgram, Program
+from shardwise.collectives.messages.program import format_ranks
 from shardwise.errors import PlanError, PlanMismatch
 from shardwise.frontend import capture
 from shardwise.frontend.objective import Objective, StepFn, objective
 from shardwise.ir import Graph, Ref
-from shardwise.messages.program import format_ranks
 from shardwise.plans import Plan
 from shardwise.program.program import Storage
 from shardwise.sharding.factors import gradient_carriers

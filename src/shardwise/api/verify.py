@@ -115,7 +115,7 @@ def _verify(
     max_bytes: float | None,
 ) -> Certificate:
     if plan.collectives:
-        from shardwise.collectives.derive import verify as verify_trees
+        from shardwise.collectives.solver.derive import verify as verify_trees
 
         for choice in plan.collectives:
             verify_trees(choice)

@@ -19,10 +19,10 @@ from shardwise.errors import did_you_mean
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
-    from shardwise.collective_bench.bench import Bench, Row
     from shardwise.collectives import Network, Solution
-    from shardwise.messages import MessageProgram
-    from shardwise.messages.check import Facts
+    from shardwise.collectives.bench.benchmark import Bench, Row
+    from shardwise.collectives.messages import MessageProgram
+    from shardwise.collectives.messages.check import Facts
     from shardwise.plans import Plan
 
 app = typer.Typer(no_args_is_help=True, help="Solve collectives for the links of a cluster.")
@@ -175,9 +175,9 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show a program: the trees of its data, and what each rank sends, receives and adds."""
+    from shardwise.collectives.messages import svg
+    from shardwise.collectives.messages.check import check
     from shardwise.errors import ProgramError
-    from shardwise.messages import svg
-    from shardwise.messages.check import check
     from shardwise.schema import Reader
 
     require_own(picture, "picture", option="--svg")
@@ -219,7 +219,7 @@ def bench(
     Under torchrun it runs on its processes; with --emulate, in network namespaces of this machine
     that have the cluster's rates; otherwise in processes of this machine.
     """
-    from shardwise.collective_bench import bench as benches
+    from shardwise.collectives.bench import benchmark as benches
 
     if use not in ("", benches.SOLVED, benches.LIBRARY):
         raise typer.BadParameter(f"--use {use!r}: {benches.SOLVED} or {benches.LIBRARY}")
@@ -249,7 +249,7 @@ def bench(
 
 def _time(task: Bench, *, emulate: bool) -> list[Row] | None:
     """Return the rows, or None on ranks that print nothing."""
-    from shardwise.collective_bench import bench as benches
+    from shardwise.collectives.bench import benchmark as benches
 
     if emulate:
         return benches.on_emulated_hosts(task)
@@ -265,7 +265,7 @@ def _time(task: Bench, *, emulate: bool) -> list[Row] | None:
 
 
 def _lines(program: MessageProgram, facts: Facts, rank: int | None) -> Iterable[str]:
-    from shardwise.messages import trees_text
+    from shardwise.collectives.messages import trees_text
 
     if rank is not None or len(program.chunks) <= MAX_CHUNKS:
         yield from program.lines(None if rank is None else [rank])
@@ -283,9 +283,9 @@ def _lines(program: MessageProgram, facts: Facts, rank: int | None) -> Iterable[
 
 def _read(source: str) -> MessageProgram | None:
     """Return the program in a file, or None if it holds something else, such as a cluster."""
+    from shardwise.collectives.messages import MessageProgram
     from shardwise.errors import ProgramError
     from shardwise.files import read_json
-    from shardwise.messages import MessageProgram
 
     if Path(source).suffix != ".json":
         return None

@@ -113,7 +113,7 @@ def _estimate(plan: Plan, target: str | None, cluster: str | None, table: Path |
 
 def _timeline(estimate: Estimate, plan: Plan) -> dict[str, Any]:
     """Return time and memory as a Chrome trace, a process for each group, named by its ranks."""
-    from shardwise.messages.program import format_ranks
+    from shardwise.collectives.messages.program import format_ranks
 
     trace: dict[str, Any] = estimate.timeline.trace(estimate.memory)
     for event in trace["traceEvents"]:
@@ -165,7 +165,7 @@ def estimate_text(plan: Plan, estimate: Estimate, width: int) -> str:
 
 def _memory(plan: Plan, estimate: Estimate, width: int) -> Iterator[list[str]]:
     """Yield the memory of every group over a step; groups with equal memory are shown once."""
-    from shardwise.messages.program import format_ranks
+    from shardwise.collectives.messages.program import format_ranks
     from shardwise.simulation.estimate import memory_over_time
 
     equal: dict[object, list[int]] = {}

@@ -1,26 +1,39 @@
-"""Synthesize collectives for a network as programs of messages, with lower bounds on their time."""
+"""Synthesize collectives for a network as programs of messages, with lower bounds on their time.
+
+`messages` defines the programs and what a plan stores of them, `solver` finds the fastest program
+for a network, and `bench` times programs against the library's collectives. Names are imported on
+first use: the runtime needs `messages` alone and must not load the solver.
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shardwise.collectives.network import Network, Send
-from shardwise.collectives.solve import Solution, solve
-from shardwise.collectives.spec import OPERATIONS
-
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from shardwise.collectives.solver.network import Network, Send
+    from shardwise.collectives.solver.solve import Solution, solve
+    from shardwise.collectives.solver.spec import OPERATIONS
 
     choose: Callable[..., Any]
     tune: Callable[..., Any]
 
 __all__ = ["OPERATIONS", "Network", "Send", "Solution", "choose", "solve", "tune"]
 
-_ABOVE = {"choose": "shardwise.planner.write", "tune": "shardwise.tuning.tune_collectives"}
+_HOMES = {
+    "OPERATIONS": "shardwise.collectives.solver.spec",
+    "Network": "shardwise.collectives.solver.network",
+    "Send": "shardwise.collectives.solver.network",
+    "Solution": "shardwise.collectives.solver.solve",
+    "solve": "shardwise.collectives.solver.solve",
+    "choose": "shardwise.planner.write",
+    "tune": "shardwise.tuning.tune_collectives",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ABOVE:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_ABOVE[name]), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)

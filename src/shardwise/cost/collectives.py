@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from shardwise.arrays import Floats, Ints
 from shardwise.cluster import Cluster, Curve, Factor, Topology
 from shardwise.cluster.links import ONE, OPERATIONS, factor_of
+from shardwise.collectives.messages.choice import CollectiveChoice
 from shardwise.errors import ClusterError, did_you_mean
-from shardwise.messages.choice import CollectiveChoice
 
 # ------------------------------------------------------------ traffic
 #

@@ -22,13 +22,19 @@ import numpy as np
 from shardwise.arrays import Ints
 from shardwise.cluster import Cluster, Link
 from shardwise.cluster.links import factor_of
-from shardwise.collectives.classical import best_ring, hierarchical
-from shardwise.collectives.derive import forest_of, lowered
-from shardwise.collectives.network import Network, find_symmetry
-from shardwise.collectives.solve import solve
-from shardwise.collectives.spec import cut_bound, demand_of
+from shardwise.collectives.messages.choice import (
+    OPERATIONS,
+    REFERENCE_BYTES,
+    Chooser,
+    CollectiveChoice,
+    Forest,
+)
+from shardwise.collectives.solver.classical import best_ring, hierarchical
+from shardwise.collectives.solver.derive import forest_of, lowered
+from shardwise.collectives.solver.network import Network, find_symmetry
+from shardwise.collectives.solver.solve import solve
+from shardwise.collectives.solver.spec import cut_bound, demand_of
 from shardwise.cost.collectives import CollectiveModel, Line, collective_model
-from shardwise.messages.choice import OPERATIONS, REFERENCE_BYTES, Chooser, CollectiveChoice, Forest
 
 WORTH = 0.1  # fraction of the library's time that another implementation must save
 MAX_RANKS = 16  # of a group that is solved while plans are searched; larger ones on request

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from shardwise.collectives.messages import CollectiveChoice
 from shardwise.dtypes import dtype_name
 from shardwise.emit.blocks import BlockCall, Item, Loop, final_values, find_blocks, fold_loops
 from shardwise.emit.expressions import wrap
@@ -28,7 +29,6 @@ from shardwise.emit.quote import (
     unused,
 )
 from shardwise.ir import Graph, Ref
-from shardwise.messages import CollectiveChoice
 from shardwise.plans import Plan
 from shardwise.program import Program, RankProgram, Step, Storage
 from shardwise.sharding.placements import Layout

@@ -12,12 +12,12 @@ import torch
 
 from shardwise import runtime as rt
 from shardwise.cluster import Mesh
+from shardwise.collectives.messages import MessageProgram
+from shardwise.collectives.messages.check import interpret
 from shardwise.emit import emit, emit_pipeline
 from shardwise.equivalence.reference import LEARNING_RATE
 from shardwise.equivalence.trial import Trial
 from shardwise.ir import Graph
-from shardwise.messages import MessageProgram
-from shardwise.messages.check import interpret
 from shardwise.plans import Plan
 from shardwise.program import Pipeline, Program
 from shardwise.runtime.loader import LoadedPipeline, build, load
@@ -78,7 +78,7 @@ def along_trees(plan: Plan) -> Collective | None:
     trees = [replace(choice, min_bytes=0) for choice in plan.collectives if choice.has_trees]
     if not trees:
         return None
-    from shardwise.collectives.derive import derive
+    from shardwise.collectives.solver.derive import derive
 
     known: dict[object, MessageProgram | None] = {}
 

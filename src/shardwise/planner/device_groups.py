@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from math import gcd
 
 from shardwise.cluster import Cluster, Mesh
+from shardwise.collectives.messages.program import format_ranks
 from shardwise.errors import ClusterError, InfeasiblePlan
-from shardwise.messages.program import format_ranks
 from shardwise.plans.search_result import LeftOutDevices
 from shardwise.shares import Shares
 from shardwise.simulation.costs import Group

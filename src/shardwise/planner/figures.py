@@ -15,10 +15,10 @@ import yaml
 
 from shardwise.cluster import Cluster
 from shardwise.cluster.cluster import AS_HERE
+from shardwise.collectives.messages.choice import chosen
 from shardwise.cost import OpTable
 from shardwise.ir import Graph
 from shardwise.ir.blocks import block_glob
-from shardwise.messages.choice import chosen
 from shardwise.planner.module_tree import module_tree
 from shardwise.planner.search import Candidate, Search, SearchOutcome
 from shardwise.planner.search_space import UserOptions

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from shardwise.arrays import Floats
+from shardwise.collectives.messages.program import format_ranks
 from shardwise.dtypes import dtype_name
 from shardwise.ir.blocks import is_number
-from shardwise.messages.program import format_ranks
 from shardwise.planner.step_details import SimulatedStep
 from shardwise.plans import Plan
 from shardwise.plans.search_result import MODULE_FIGURES as FIGURES

@@ -11,11 +11,16 @@ from dataclasses import replace
 from itertools import combinations
 
 from shardwise.cluster import Cluster
+from shardwise.collectives.messages.choice import (
+    IMPLEMENTATIONS,
+    OPERATIONS,
+    Chooser,
+    CollectiveChoice,
+)
 from shardwise.cost.selection import chooser
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.ir import Graph, node_keys
 from shardwise.ir.blocks import block_glob, large_blocks
-from shardwise.messages.choice import IMPLEMENTATIONS, OPERATIONS, Chooser, CollectiveChoice
 from shardwise.planner.search import Candidate
 from shardwise.planner.strategies.make import batch_inputs, fold_entries
 from shardwise.plans import ParameterEntry, Plan, Precision, Stage, model_fingerprint

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import torch
 
 from shardwise.cluster import Mesh
+from shardwise.collectives.messages.program import format_ranks, parse_ranks
 from shardwise.dtypes import DTYPES, dtype_name
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.ir import Graph
-from shardwise.messages.program import format_ranks, parse_ranks
 from shardwise.schema import Form, Writer
 
 RECOMPUTE_MODES = ("none", "full", "selective")

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from shardwise.cluster import Cluster, Mesh
+from shardwise.collectives.messages.choice import CollectiveChoice, check_ranks
+from shardwise.collectives.messages.program import parse_ranks
 from shardwise.errors import PlanError, PlanMismatch, did_you_mean
 from shardwise.files import read_json, write_text
 from shardwise.ir import Graph, Node, node_keys
 from shardwise.ir.blocks import ConstraintKey, block_glob
-from shardwise.messages.choice import CollectiveChoice, check_ranks
-from shardwise.messages.program import parse_ranks
 from shardwise.plans.execution import (
     OFFLOADS,
     RECOMPUTE_MODES,

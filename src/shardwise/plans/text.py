@@ -13,9 +13,9 @@ from dataclasses import fields
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from shardwise.collectives.messages.program import format_ranks
 from shardwise.errors import ShardwiseError
 from shardwise.formatting import Column, amount, bar, counted, money, seconds, size, table, wrapped
-from shardwise.messages.program import format_ranks
 from shardwise.plans.plan import Plan
 from shardwise.plans.search_result import (
     CAUSES,

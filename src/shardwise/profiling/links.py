@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.messages import Chunk, Instruction, MessageProgram
+from shardwise.collectives.messages import Chunk, Instruction, MessageProgram
 from shardwise.profiling.compute import FEWEST_SAMPLES, largest, meet, timed
 from shardwise.runtime.collectives.messenger import Messenger
 from shardwise.runtime.collectives.shared_memory import SharedBuckets

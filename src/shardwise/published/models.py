@@ -241,7 +241,7 @@ class RowWorks(WorkloadModel):
         saved.
         """
         ranks = {a.axis: a.ranks for a in self.assignments}
-        names = ("saved", "saved_selective", "held", "held_selective")
+        names = ("saved", "saved_selective", "freed", "freed_selective")
         changed = {name: getattr(work, name).copy() for name in names}
         for talk in work.collectives:
             if talk.op == "all_gather" and talk.phase == FORWARD and "dp" not in talk.axes:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cluster import Cluster
 from shardwise.cluster.links import expand
+from shardwise.collectives.messages.choice import REFERENCE_BYTES, CollectiveChoice, format_groups
+from shardwise.collectives.messages.program import format_ranks
 from shardwise.errors import PlanError
-from shardwise.messages.choice import REFERENCE_BYTES, CollectiveChoice, format_groups
-from shardwise.messages.program import format_ranks
 from shardwise.plans import Plan
 from shardwise.plans.search_result import (
     CAUSES,

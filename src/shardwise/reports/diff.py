@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from operator import attrgetter
 from typing import Any
 
-from shardwise.messages.choice import format_groups
-from shardwise.messages.program import format_ranks
+from shardwise.collectives.messages.choice import format_groups
+from shardwise.collectives.messages.program import format_ranks
 from shardwise.plans import ParameterEntry, Plan
 from shardwise.plans.search_result import CAUSES
 from shardwise.plans.text import SHOWN

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from shardwise.api.parallelize import trace_labels
+from shardwise.collectives.messages.program import format_ranks
 from shardwise.errors import TraceError
 from shardwise.formatting import digits, short_seconds
-from shardwise.messages.program import format_ranks
 from shardwise.plans import Plan
 from shardwise.plans.search_result import CAUSES as PREDICTED
 from shardwise.reports.recorded import Recording, read_trace

@@ -18,9 +18,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Protocol
 
+from shardwise.collectives.messages.program import format_ranks, parse_ranks
 from shardwise.errors import ShardwiseError
 from shardwise.ir import Graph
-from shardwise.messages.program import format_ranks, parse_ranks
 from shardwise.plans import Plan
 from shardwise.plans.search_result import GeneratedCode, GeneratedFile, PlanDetails
 from shardwise.reports.document import Code, CodeFile, source_row

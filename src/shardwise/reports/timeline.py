@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.collectives.messages.program import format_ranks
 from shardwise.formatting import seconds
-from shardwise.messages.program import format_ranks
 from shardwise.plans import Plan
 from shardwise.reports.document import (
     RankClass,

@@ -11,10 +11,10 @@ import numpy as np
 
 from shardwise.arrays import Floats, Ints
 from shardwise.cluster import Cluster, Device, Mesh
+from shardwise.collectives.messages.choice import Chooser
 from shardwise.cost import OpTable, adamw, call_seconds, kernel_seconds
 from shardwise.cost.collectives import CollectiveModel, collective_model
 from shardwise.dtypes import itemsize
-from shardwise.messages.choice import Chooser
 from shardwise.plans import Precision
 from shardwise.schedules import Schedule
 from shardwise.simulation.workload import BACKWARD, FORWARD, WEIGHT, Workload

@@ -12,11 +12,11 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from shardwise.cluster import Cluster, Device, Mesh
+from shardwise.collectives.messages.choice import Chooser, chosen
 from shardwise.cost import OpTable, Signature
 from shardwise.errors import PlanError
 from shardwise.formatting import GIB, seconds
 from shardwise.ir import Graph
-from shardwise.messages.choice import Chooser, chosen
 from shardwise.plans import Plan, Resolved, model_fingerprint, resolve, used_devices
 from shardwise.plans.plan import block_constraints
 from shardwise.plans.search_result import MemoryFigures

@@ -12,10 +12,10 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from shardwise.collectives.messages import CollectiveChoice
+from shardwise.collectives.messages.choice import REFERENCE_BYTES
 from shardwise.cost.selection import saves_enough
 from shardwise.errors import ProgramError
-from shardwise.messages import CollectiveChoice
-from shardwise.messages.choice import REFERENCE_BYTES
 from shardwise.plans import Plan
 from shardwise.runtime.rendezvous import require_ranks, starting
 from shardwise.runtime.transport import Group
@@ -82,7 +82,7 @@ class _Tuner:
 
     def seconds(self, trials: Sequence[CollectiveChoice]) -> list[float]:
         """Return per trial the median over rounds of the slowest rank's time, on all ranks."""
-        from shardwise.collectives.derive import derive
+        from shardwise.collectives.solver.derive import derive
 
         rank, groups = dist.get_rank(), trials[0].groups
         mine = next((ranks for ranks in groups if rank in ranks), None)

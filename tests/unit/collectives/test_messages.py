@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 
 from shardwise.collectives import Network, solve
-from shardwise.errors import ProgramError
-from shardwise.messages import (
+from shardwise.collectives.messages import (
     Chunk,
     Instruction,
     MessageProgram,
-    check,
-    interpret,
     svg,
     trees_text,
 )
+from shardwise.collectives.messages.check import check, interpret
+from shardwise.errors import ProgramError
 
 
 def program(*lists: str, window: int = 1, chunks: int = 1) -> MessageProgram:

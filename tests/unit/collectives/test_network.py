@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.cluster import Cluster
 from shardwise.collectives import Network, Send, solve
-from shardwise.collectives.network import find_symmetry
+from shardwise.collectives.solver.network import find_symmetry
 from shardwise.errors import ClusterError
 
 TWO = {("a", "b"): Send(resources=("wire",)), ("b", "a"): Send(resources=("wire",))}

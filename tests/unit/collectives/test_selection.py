@@ -14,14 +14,14 @@ from hypothesis import given, settings
 
 from shardwise.cluster import Cluster
 from shardwise.collectives import solve
-from shardwise.collectives.derive import chunk_of, derive, verify
+from shardwise.collectives.messages import CollectiveChoice
+from shardwise.collectives.messages.check import check, interpret
+from shardwise.collectives.messages.choice import OPERATIONS, REFERENCE_BYTES
+from shardwise.collectives.solver.derive import chunk_of, derive, verify
 from shardwise.cost import selection
 from shardwise.cost.collectives import collective_model
 from shardwise.cost.selection import may_gain, saves_enough, select
 from shardwise.errors import PlanError
-from shardwise.messages import CollectiveChoice
-from shardwise.messages.check import check, interpret
-from shardwise.messages.choice import OPERATIONS, REFERENCE_BYTES
 from tests.support.clusters import cards, uneven
 
 EVEN = [

@@ -8,11 +8,11 @@ import pytest
 
 from shardwise.cluster import Cluster
 from shardwise.collectives import Network, Send, solve
-from shardwise.collectives.classical import ring
-from shardwise.collectives.spec import demand_of
-from shardwise.collectives.trees import cheapest, depths, load_time, shallow
+from shardwise.collectives.messages.check import check
+from shardwise.collectives.solver.classical import ring
+from shardwise.collectives.solver.spec import demand_of
+from shardwise.collectives.solver.trees import cheapest, depths, load_time, shallow
 from shardwise.errors import ClusterError
-from shardwise.messages.check import check
 from tests.support.work import calls
 
 MBIT = 125e3

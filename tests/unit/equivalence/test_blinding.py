@@ -15,7 +15,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.api import verify as verifying
-from shardwise.collectives.derive import verify as verify_trees
+from shardwise.collectives.solver.derive import verify as verify_trees
 from shardwise.equivalence.certificate import compare
 from shardwise.errors import PlanError, ProgramError, RuleError, ShardwiseError, VerifyError
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.cluster import Mesh
+from shardwise.collectives.messages import CollectiveChoice
+from shardwise.collectives.messages.program import format_ranks, format_steps, parse_ranks
 from shardwise.errors import PlanError
-from shardwise.messages import CollectiveChoice
-from shardwise.messages.program import format_ranks, format_steps, parse_ranks
 from shardwise.plans import TIME, ParameterEntry, Plan, Precision, Stage
 
 

@@ -11,7 +11,7 @@ import pytest
 import shardwise as sw
 from shardwise import cli
 from shardwise.cli.report import difference_text
-from shardwise.messages import CollectiveChoice
+from shardwise.collectives.messages import CollectiveChoice
 from shardwise.reports.diff import diff
 from tests.support.reported import HOSTILE, LAYERS
 

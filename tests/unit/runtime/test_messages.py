@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.collectives import Network, solve
+from shardwise.collectives.messages import Chunk, Instruction, MessageProgram
+from shardwise.collectives.messages.check import interpret
 from shardwise.errors import ProgramError
-from shardwise.messages import Chunk, Instruction, MessageProgram
-from shardwise.messages.check import interpret
 from shardwise.runtime.collectives.messenger import run_script
 from shardwise.runtime.collectives.script import (
     message_rounds,

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.collectives.messages import CollectiveChoice, MessageProgram
 from shardwise.dtypes import torch_dtypes
 from shardwise.errors import ProgramError, RankError
-from shardwise.messages import CollectiveChoice, MessageProgram
 from shardwise.runtime.transport import Group, Pending
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ import torch.distributed
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.collectives.messages import MessageProgram
 from shardwise.errors import LinkError, ProgramError, RankError
-from shardwise.messages import MessageProgram
 from shardwise.runtime.collectives import CommunicationThread, Handle
 from shardwise.runtime.collectives.script import (
     Act,

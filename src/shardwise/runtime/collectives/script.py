@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.collectives.messages import Instruction, MessageProgram
 from shardwise.errors import ProgramError
-from shardwise.messages import Instruction, MessageProgram
 
 __all__ = [
     "Act",

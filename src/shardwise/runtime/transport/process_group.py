@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.collectives.messages import CollectiveChoice
 from shardwise.dtypes import torch_dtypes
 from shardwise.errors import ProgramError, RankError
-from shardwise.messages import CollectiveChoice
 from shardwise.runtime.collectives import CollectiveBackends, Derive
 from shardwise.runtime.mesh import ProcessMesh, axis_groups
 from shardwise.runtime.operators import widened

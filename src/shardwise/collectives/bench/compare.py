@@ -1,6 +1,6 @@
 """A solved program next to the library's collective, by turns, on the ranks of a process group.
 
-    python -m shardwise.measuring.compare TASK.json RANK
+    python -m shardwise.collectives.bench.compare TASK.json RANK
 
 A round is one collective of each kind; its time is from a
 barrier until the last rank is done. Every result is compared with what it must be.
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.collectives.messages import MessageProgram
 from shardwise.errors import RankError
-from shardwise.messages import MessageProgram
 from shardwise.runtime.collectives.messenger import Messenger
 
 CLOSE = 1e-3  # of a sum: what floating point of little precision may lose

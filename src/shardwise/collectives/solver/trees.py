@@ -10,9 +10,9 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from shardwise.arrays import Bools, Floats, Ints
-from shardwise.collectives.master_lp import Answer, Column, Master, generate
-from shardwise.collectives.network import Network, Symmetry
-from shardwise.collectives.spec import Demand
+from shardwise.collectives.solver.master_lp import Answer, Column, Master, generate
+from shardwise.collectives.solver.network import Network, Symmetry
+from shardwise.collectives.solver.spec import Demand
 
 # Spanning trees of minimum cost, and cheap trees of bounded depth.
 #

@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.collectives.messages.program import Instruction, MessageProgram
 from shardwise.errors import ProgramError
-from shardwise.messages.program import Instruction, MessageProgram
 
 # Run a message program in one process over any kind of values.
 #

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.collectives.network import Network
-from shardwise.collectives.spec import Demand
-from shardwise.collectives.trees import Part, Route
-from shardwise.messages import Chunk, Instruction, MessageProgram
+from shardwise.collectives.messages import Chunk, Instruction, MessageProgram
+from shardwise.collectives.solver.network import Network
+from shardwise.collectives.solver.spec import Demand
+from shardwise.collectives.solver.trees import Part, Route
 
 # Order messages by when each would leave and arrive.
 #

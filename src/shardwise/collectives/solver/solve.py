@@ -16,14 +16,15 @@ from typing import Any
 import numpy as np
 
 from shardwise.arrays import Floats, Ints
-from shardwise.collectives.classical import (
+from shardwise.collectives.messages import MessageProgram
+from shardwise.collectives.solver.classical import (
     Rounds,
     best_ring,
     binomial,
     halving_doubling,
     recursive_doubling,
 )
-from shardwise.collectives.lower import (
+from shardwise.collectives.solver.lower import (
     SMALLEST_CHUNK_BYTES,
     WORTH,
     Load,
@@ -35,9 +36,9 @@ from shardwise.collectives.lower import (
     lower_routes,
     most_chunks,
 )
-from shardwise.collectives.network import Network, Symmetry, find_symmetry
-from shardwise.collectives.spec import Demand, cut_bound, demand_of, whole_number
-from shardwise.collectives.trees import (
+from shardwise.collectives.solver.network import Network, Symmetry, find_symmetry
+from shardwise.collectives.solver.spec import Demand, cut_bound, demand_of, whole_number
+from shardwise.collectives.solver.trees import (
     SLACK,
     Packing,
     Part,
@@ -48,7 +49,6 @@ from shardwise.collectives.trees import (
     load_time,
 )
 from shardwise.errors import ClusterError
-from shardwise.messages import MessageProgram
 
 # Format a solution as text.
 

@@ -1,7 +1,7 @@
 """Collectives as lists of messages: data that are checked, interpreted, drawn and run."""
 
-from shardwise.messages.choice import CollectiveChoice, svg, trees_text
-from shardwise.messages.program import Chunk, Instruction, MessageProgram
+from shardwise.collectives.messages.choice import CollectiveChoice, svg, trees_text
+from shardwise.collectives.messages.program import Chunk, Instruction, MessageProgram
 
 __all__ = [
     "Chunk",

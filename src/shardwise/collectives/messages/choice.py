@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.collectives.messages.program import MessageProgram, Ranks, format_steps, parse_ranks
 from shardwise.errors import PlanError
 from shardwise.formatting import short_seconds, short_size
-from shardwise.messages.program import MessageProgram, Ranks, format_steps, parse_ranks
 from shardwise.schema import Form, OneOf, Range, Reader, Stored, Writer, check_fields
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from shardwise.cluster import Cluster
-from shardwise.collective_bench import bench
-from shardwise.collective_bench import emulation as hosts
-from shardwise.collective_bench.bench import Bench, chosen, on_emulated_hosts, table
-from shardwise.collective_bench.emulation import layout, ways
 from shardwise.collectives import Network, Send
+from shardwise.collectives.bench import benchmark as bench
+from shardwise.collectives.bench import emulation as hosts
+from shardwise.collectives.bench.benchmark import Bench, chosen, on_emulated_hosts, table
+from shardwise.collectives.bench.emulation import layout, ways
 from shardwise.errors import ClusterError, LaunchError
 from shardwise.launch.node import descendants
 from shardwise.processes import is_abandoned, owned
@@ -122,7 +122,7 @@ def test_a_rank_that_hangs_is_a_time_out():
 KEPT = """
 import sys, time
 from shardwise.collectives import Network
-from shardwise.collective_bench.emulation import emulated
+from shardwise.collectives.bench.emulation import emulated
 with emulated(Network.of_cards([1e6, 1e6])) as plan:
     print(plan.middle, flush=True)
     time.sleep(60)
@@ -159,7 +159,7 @@ def test_emulated_hosts_have_the_rates_of_the_network(operation, tmp_path: Path)
 BENCH = """
 import sys
 from shardwise.collectives import Network
-from shardwise.collective_bench.bench import Bench, on_this_machine
+from shardwise.collectives.bench.benchmark import Bench, on_this_machine
 network = Network.of_cards([1e9, 1e9])
 on_this_machine(Bench(network=network, operation="all_reduce", sizes=[4_000_000], rounds=100_000))
 """

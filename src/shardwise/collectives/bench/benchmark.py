@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cluster import Cluster
-from shardwise.collective_bench.compare import Task, Times, compare
-from shardwise.collective_bench.emulation import emulated, run_all
 from shardwise.collectives import Network, Solution, solve
+from shardwise.collectives.bench.compare import Task, Times, compare
+from shardwise.collectives.bench.emulation import emulated, run_all
 from shardwise.cost.selection import select
 from shardwise.dtypes import DTYPES
 from shardwise.errors import ClusterError, RankError
@@ -210,7 +210,7 @@ def _in_processes(
         module = [
             sys.executable,
             "-m",
-            "shardwise.collective_bench.compare",
+            "shardwise.collectives.bench.compare",
             str(place / "task.json"),
         ]
         commands = [[*module, str(rank)] for rank in range(bench.network.num_ranks)]

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.arrays import Ints
-from shardwise.collectives.lower import Lowered, Message, rounds_s
-from shardwise.collectives.network import Network
-from shardwise.collectives.spec import Demand
-from shardwise.collectives.trees import Part, load_time
-from shardwise.messages import Chunk
+from shardwise.collectives.messages import Chunk
+from shardwise.collectives.solver.lower import Lowered, Message, rounds_s
+from shardwise.collectives.solver.network import Network
+from shardwise.collectives.solver.spec import Demand
+from shardwise.collectives.solver.trees import Part, load_time
 
 ALL_ORDERS = 6  # with at most this many ranks, try all rings
 

@@ -11,14 +11,20 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from shardwise.collectives.lower import SMALLEST_CHUNK_BYTES, Lowered, Size, lower_parts
-from shardwise.collectives.network import NONE, Network
-from shardwise.collectives.spec import Demand
-from shardwise.collectives.trees import Part, load_time
+from shardwise.collectives.messages import MessageProgram
+from shardwise.collectives.messages.check import check
+from shardwise.collectives.messages.choice import (
+    CollectiveChoice,
+    Forest,
+    Tree,
+    Wire,
+    format_groups,
+)
+from shardwise.collectives.solver.lower import SMALLEST_CHUNK_BYTES, Lowered, Size, lower_parts
+from shardwise.collectives.solver.network import NONE, Network
+from shardwise.collectives.solver.spec import Demand
+from shardwise.collectives.solver.trees import Part, load_time
 from shardwise.errors import PlanError, ProgramError
-from shardwise.messages import MessageProgram
-from shardwise.messages.check import check
-from shardwise.messages.choice import CollectiveChoice, Forest, Tree, Wire, format_groups
 
 WHOLE_CHUNK_BYTES = 16 << 20  # chunks reach their full size from this much data on
 MOST_CHUNKS = 4_000  # per program

@@ -15,7 +15,7 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array, csr_array
 
 from shardwise.arrays import Bools, Floats
-from shardwise.collectives.network import Network, Symmetry
+from shardwise.collectives.solver.network import Network, Symmetry
 from shardwise.errors import ClusterError, did_you_mean
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all")

@@ -1,0 +1,1 @@
+"""Find the fastest message program of a collective on a network, and prove lower bounds."""
