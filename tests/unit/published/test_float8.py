@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.unit.published.test_models import ROW
 
 from shardwise.published.machines import FLOAT8, cluster_of
 from shardwise.published.models import prepare
 from shardwise.published.rows import Unusable
 from shardwise.simulation.workload import Workload
+from tests.unit.published.test_models import ROW
 
 LLAMA = replace(
     ROW,

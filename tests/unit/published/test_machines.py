@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.published.test_models import ROW
 
 from shardwise.cost.collectives import collective_model
 from shardwise.published.machines import cluster_of, read_device, read_machine
 from shardwise.published.rows import Unusable
+from tests.unit.published.test_models import ROW
 
 
 @pytest.mark.parametrize(

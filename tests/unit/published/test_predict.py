@@ -8,14 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.unit.published.test_models import ROW
-from tests.unit.published.test_rows import LINE
 
 from shardwise import cli
 from shardwise.published import Row, predict_entry, predict_file, read_entries, summarize
 from shardwise.published.machines import cluster_of
 from shardwise.published.predict import predict_row
 from shardwise.published.rows import Sharding
+from tests.unit.published.test_models import ROW
+from tests.unit.published.test_rows import LINE
 
 PUBLISHED = Path(__file__).parents[4] / "shared/data/published_calibration.csv"
 SMALL = replace(

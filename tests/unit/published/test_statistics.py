@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
-from tests.unit.published.test_models import ROW
 
 from shardwise.published import Row
 from shardwise.published.report import Outcome, rank_correlation, summarize
+from tests.unit.published.test_models import ROW
 
 FEW = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=12)
 
