@@ -10,4 +10,5 @@ from shardwise.cli import main
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-main()
+if __name__ == "__main__":
+    main()
