@@ -197,7 +197,7 @@ def test_errors_show_no_control_characters_and_have_an_end() -> None:
 def test_a_mesh_or_schedule_beyond_all_machines_is_refused() -> None:
     plan = PLAN.to_json()
     for change, message in (
-        ({"mesh": {"dp": 2**31}}, "larger than"),
+        ({"mesh": {"dp": 2**31}}, "2,147,483,648 ranks"),
         ({"mesh": {f"a{i}": 4 for i in range(40)}}, "axes"),
         ({"num_microbatches": 10**6}, "num_microbatches=1,000,000"),
         ({"num_microbatches": 2**70}, "num_microbatches"),

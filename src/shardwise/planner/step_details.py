@@ -21,7 +21,7 @@ from shardwise.cluster.links import expand
 from shardwise.cost.collectives import PHASES, CollectiveModel, crossing_bytes
 from shardwise.ir import Graph
 from shardwise.plans.search_result import LinkTraffic, MemoryCurve
-from shardwise.schedules.replay import levels_of
+from shardwise.schedules.levels import levels_of
 from shardwise.simulation.costs import ExecutionConfig, Group
 from shardwise.simulation.estimate import Estimate, Evaluator
 from shardwise.simulation.folded_graph import FoldedGraph

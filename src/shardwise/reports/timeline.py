@@ -22,8 +22,8 @@ from shardwise.reports.document import (
     TimelineChart,
     TimelineRow,
 )
-from shardwise.schedules.replay import KINDS as LETTERS
-from shardwise.schedules.replay import Levels, levels_of
+from shardwise.schedules.levels import KINDS as LETTERS
+from shardwise.schedules.levels import Levels, levels_of
 from shardwise.simulation import Estimate
 from shardwise.simulation.costs import Span
 from shardwise.simulation.step import KINDS

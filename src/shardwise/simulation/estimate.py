@@ -24,7 +24,7 @@ from shardwise.program.microbatches import separate_means
 from shardwise.program.pipeline import plan_schedule
 from shardwise.program.stages import with_keys
 from shardwise.schedules import Schedule, default_schedule, make
-from shardwise.schedules.replay import KINDS, levels_of
+from shardwise.schedules.levels import KINDS, levels_of
 from shardwise.sharding.factors import analyze
 from shardwise.simulation.costs import ClusterCosts, ExecutionConfig, Group, NodeTimes
 from shardwise.simulation.folded_graph import FoldedGraph

@@ -31,8 +31,8 @@ from shardwise.plans.search_result import (
     TiedTransfer,
 )
 from shardwise.schedules import Action, Schedule
-from shardwise.schedules.replay import KINDS as ORDER
-from shardwise.schedules.replay import levels_of
+from shardwise.schedules.levels import KINDS as ORDER
+from shardwise.schedules.levels import levels_of
 from shardwise.simulation.costs import ClusterCosts, ExecutionConfig, Span
 from shardwise.simulation.memory import MemoryUse
 from shardwise.simulation.stages import StageCost, UnitCost

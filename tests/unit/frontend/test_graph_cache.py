@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,11 @@ def _read() -> float:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    # Modules that earlier tests wrote into temporary folders are newer than this process: nothing
+    # would be stored.
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(tempfile.gettempdir()):
+            monkeypatch.delitem(sys.modules, name)
     return tmp_path / "graphs"
 
 

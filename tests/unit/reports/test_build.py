@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from shardwise.plans.explain import explain_json, explain_plan
 
 import shardwise as sw
 from shardwise.errors import PlanError
 from shardwise.planner.figures import with_figures
+from shardwise.plans.text import explain_json, explain_plan
 from shardwise.reports.render import with_code
 from shardwise.reports.timeline import critical_path
 from shardwise.simulation import stored_estimate

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.schedules import make, replay
-from shardwise.schedules.replay import KINDS, Levels, levels_of
+from shardwise.schedules.levels import KINDS, Levels, levels_of
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"])

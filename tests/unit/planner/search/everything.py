@@ -24,7 +24,7 @@ import numpy as np
 
 from shardwise.cluster import Cluster, Device
 from shardwise.ir import Graph
-from shardwise.schedules.replay import levels_of
+from shardwise.schedules.levels import levels_of
 from shardwise.simulation.costs import ExecutionConfig
 from shardwise.simulation.step import pairs
 from tests.unit.planner.search.neighbours import (
