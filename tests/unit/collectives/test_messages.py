@@ -17,12 +17,8 @@ from shardwise.collectives.messages import (
     svg,
     trees_text,
 )
-<<<<<<< HEAD
 from shardwise.collectives.messages.check import check, interpret
 from shardwise.errors import ProgramError
-=======
-from shardwise.messages.check import check, interpret
->>>>>>> 244dcfd (Keep NumPy out of the command line's start; follow renamed workload fields)
 
 
 def program(*lists: str, window: int = 1, chunks: int = 1) -> MessageProgram:
