@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.arrays import Floats, Ints
-from shardwise.schedules.schedule import Action, Links, Schedule
+from shardwise.schedules.schedule import Action, Links, Schedule, run_in_order
 
 KINDS = "FBIW"
 CACHED = 256
