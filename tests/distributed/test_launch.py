@@ -1,4 +1,4 @@
-"""Two nodes train together through `shardwise launch`: network namespaces, and sshd on loopback."""
+"""Two nodes train together through `shardwise launch`: network namespaces and local sshd."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(300)
 IP = shutil.which("ip") or "/usr/sbin/ip"
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 
-# Gradients are averaged over ranks with a share of the batch each: one rank alone has all of it.
+# Every rank has a share of the batch and gradients are summed; a single rank has all of it.
 TRAIN = """
 import json, os, pathlib, sys, torch
 import torch.distributed as dist
@@ -63,9 +63,9 @@ dist.barrier() if dist.get_rank() != 2 else time.sleep(100)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of one process: this one."""
-    folder = tmp_path_factory.mktemp("alone")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Return the losses of a single process: this one."""
+    folder = tmp_path_factory.mktemp("reference")
     write(folder / "train.py", TRAIN)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RANK", raising=False)
@@ -76,10 +76,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return list(losses)
 
 
-def check_losses(path: Path, size: int, alone: list[float]) -> None:
-    found = json.loads(path.read_text())
-    assert found[0] == size
-    assert found[1] == pytest.approx(alone, rel=1e-12)
+def check_losses(path: Path, size: int, reference: list[float]) -> None:
+    num_ranks, losses = json.loads(path.read_text())
+    assert num_ranks == size
+    assert losses == pytest.approx(reference, rel=1e-12)
 
 
 def ip(*words: str, check: bool = True) -> bool:
@@ -89,14 +89,14 @@ def ip(*words: str, check: bool = True) -> bool:
 
 @pytest.fixture(scope="module")
 def namespaces() -> Iterator[tuple[str, str]]:
-    """Two network namespaces on a bridge: 10.231.77.1 and .2, each on `eth0`."""
+    """Create two network namespaces on a bridge: 10.231.77.1 and .2, each on `eth0`."""
     if os.geteuid() != 0 or not Path(IP).exists():
         pytest.skip("network namespaces need root and ip")
     tag = f"sw{os.getpid() % 100000}"
     names = (f"{tag}a", f"{tag}b")
     try:
         if not ip("link", "add", f"{tag}br", "type", "bridge", check=False):
-            pytest.skip("this machine makes no bridges")
+            pytest.skip("this machine cannot create bridges")
         ip("link", "set", f"{tag}br", "up")
         for number, name in enumerate(names, 1):
             ip("netns", "add", name)
@@ -112,8 +112,10 @@ def namespaces() -> Iterator[tuple[str, str]]:
         ip("link", "del", f"{tag}br", check=False)
 
 
-def node_in(folder: Path, names: tuple[str, str], counts: tuple[int, int] = (2, 1)) -> None:
-    """A cluster file whose ssh enters the namespace of an address."""
+def namespace_cluster(
+    folder: Path, names: tuple[str, str], counts: tuple[int, int] = (2, 1)
+) -> None:
+    """Write a cluster file whose ssh enters the namespace of an address."""
     cases = "".join(f"10.231.77.{i}) node={name};;\n" for i, name in enumerate(names, 1))
     script = f"""#!/bin/bash
 target=${{@: -2:1}}
@@ -129,11 +131,11 @@ exec {IP} netns exec $node sh -c "${{@: -1}}"
 
 @pytest.mark.slow
 def test_two_namespaces_train_together(
-    tmp_path: Path, namespaces: tuple[str, str], alone: list[float]
+    tmp_path: Path, namespaces: tuple[str, str], reference: list[float]
 ) -> None:
-    """Two ranks on one node and one on the other: the losses of a single process."""
+    """Two ranks on one node and one on the other have the losses of a single process."""
     write(tmp_path / "train.py", TRAIN)
-    node_in(tmp_path, namespaces)
+    namespace_cluster(tmp_path, namespaces)
     code, out, err = run_launch(tmp_path, "--", "train.py", "out $(x)", timeout_s=120)
     assert code == 0, err
     assert sorted(out.splitlines()) == [
@@ -141,37 +143,39 @@ def test_two_namespaces_train_together(
         "[a] rank 1 of 3 local 1",
         "[b] rank 2 of 3 local 0",
     ]
-    check_losses(tmp_path / "out $(x)", 3, alone)
+    check_losses(tmp_path / "out $(x)", 3, reference)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "expected"), [("exit", 3), ("kill", 137), ("interrupt", 130)])
-def test_a_lost_rank_or_an_interrupt_ends_both_namespaces(
-    tmp_path: Path, namespaces: tuple[str, str], how: str, expected: int
+@pytest.mark.parametrize(("event", "expected"), [("exit", 3), ("kill", 137), ("interrupt", 130)])
+def test_a_lost_rank_or_an_interrupt_stops_both_namespaces(
+    tmp_path: Path, namespaces: tuple[str, str], event: str, expected: int
 ) -> None:
     write(tmp_path / "train.py", STUCK)
-    node_in(tmp_path, namespaces)
+    namespace_cluster(tmp_path, namespaces)
     mark = f"mark-{tmp_path}"
-    process = start_launch(tmp_path, "--", "train.py", how, mark)
+    process = start_launch(tmp_path, "--", "train.py", event, mark)
     for rank in range(3):
         wait_for(tmp_path / f"rank-{rank}", 120)
     began = time.monotonic()
-    if how == "kill":
+    if event == "kill":
         time.sleep(1)
         os.kill(int((tmp_path / "rank-2").read_text()), signal.SIGKILL)
-    if how == "interrupt":
+    if event == "interrupt":
         process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == expected, err
     assert time.monotonic() - began < 30
-    assert how == "interrupt" or f"node b failed with exit code {expected}" in err
+    assert event == "interrupt" or f"node b failed with exit code {expected}" in err
     assert wait_until_gone(mark) == []
 
 
-def test_a_busy_port_of_a_namespace(tmp_path: Path, namespaces: tuple[str, str]) -> None:
-    """It is looked for where the ranks meet: what is in use here does not matter."""
+def test_a_busy_port_is_reported_for_its_namespace(
+    tmp_path: Path, namespaces: tuple[str, str]
+) -> None:
+    """The port is checked on the first node; ports in use elsewhere do not matter."""
     write(tmp_path / "train.py", "")
-    node_in(tmp_path, namespaces)
+    namespace_cluster(tmp_path, namespaces)
     listen = "import socket,time; s = socket.create_server(('', 29500)); print(1, flush=True)"
     server = subprocess.Popen(
         [IP, "netns", "exec", namespaces[0], sys.executable, "-c", f"{listen}; time.sleep(60)"],
@@ -190,11 +194,11 @@ def test_a_busy_port_of_a_namespace(tmp_path: Path, namespaces: tuple[str, str])
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[int]]]:
-    """Two sshd on loopback with a throw-away key; `known` has their host key."""
+    """Start two sshd on loopback with a throw-away key; `known` has their host key."""
     if not Path(SSHD).exists() or shutil.which("ssh-keygen") is None:
         pytest.skip("no sshd here")
     if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(exist_ok=True)  # where it locks itself in before a login
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd changes its root there before a login
     folder = tmp_path_factory.mktemp("sshd")
     folder.chmod(0o700)
     for name in ("host", "key", "other"):
@@ -245,8 +249,8 @@ def _wait_for_ports(ports: list[int]) -> None:
                 time.sleep(0.1)
 
 
-def by_ssh(folder: Path, servers: tuple[Path, list[int]], *, key: str, known: str) -> None:
-    """Nodes `a` and `b` behind the two servers."""
+def ssh_cluster(folder: Path, servers: tuple[Path, list[int]], *, key: str, known: str) -> None:
+    """Write a cluster file of nodes `a` and `b` behind the two servers."""
     home, ports = servers
     settings = [
         {
@@ -258,33 +262,33 @@ def by_ssh(folder: Path, servers: tuple[Path, list[int]], *, key: str, known: st
     ]
     path = cluster_file(folder, ssh={"port": "SSH"}, environment={"OMP_NUM_THREADS": "1"})
     text = path.read_text().replace("&id001", "").replace("*id001", "{port: SSH}")
-    for one in settings:
-        text = text.replace("{port: SSH}", json.dumps(one), 1).replace(
-            "\n    port: SSH", " " + json.dumps(one), 1
+    for node in settings:
+        text = text.replace("{port: SSH}", json.dumps(node), 1).replace(
+            "\n    port: SSH", " " + json.dumps(node), 1
         )
     path.write_text(text)
 
 
 @pytest.mark.slow
-def test_two_sshd_train_together(
-    tmp_path: Path, servers: tuple[Path, list[int]], alone: list[float]
+def test_two_nodes_behind_sshd_train_together(
+    tmp_path: Path, servers: tuple[Path, list[int]], reference: list[float]
 ) -> None:
     write(tmp_path / "train.py", TRAIN)
-    by_ssh(tmp_path, servers, key="key", known="known")
+    ssh_cluster(tmp_path, servers, key="key", known="known")
     code, out, err = run_launch(tmp_path, "--port", "0", "--", "train.py", "o 'u' t", timeout_s=120)
     assert code == 0, err
     assert sorted(line[:4] for line in out.splitlines()) == ["[a] ", "[b] "]
-    check_losses(tmp_path / "o 'u' t", 2, alone)
+    check_losses(tmp_path / "o 'u' t", 2, reference)
 
 
 @pytest.mark.slow
 def test_remote_processes_end_with_their_ssh(
     tmp_path: Path, servers: tuple[Path, list[int]]
 ) -> None:
-    """The launcher is killed: the guards behind sshd see the end of their inputs."""
+    """When the launcher is killed, the guards behind sshd see their input end."""
     script = "import pathlib, os, time\npathlib.Path(f'on{os.getpid()}').touch()\ntime.sleep(100)\n"
     write(tmp_path / "train.py", script)
-    by_ssh(tmp_path, servers, key="key", known="known")
+    ssh_cluster(tmp_path, servers, key="key", known="known")
     mark = f"mark-{tmp_path}"
     process = start_launch(tmp_path, "--port", "0", "--grace-s", "5", "--", "train.py", mark)
     end = time.monotonic() + 100
@@ -295,7 +299,7 @@ def test_remote_processes_end_with_their_ssh(
     assert wait_until_gone(mark, 30) == []
 
 
-def test_refusals_are_named(tmp_path: Path, servers: tuple[Path, list[int]]) -> None:
+def test_ssh_refusals_are_explained(tmp_path: Path, servers: tuple[Path, list[int]]) -> None:
     write(tmp_path / "train.py", "")
     write(servers[0] / "empty", "")
     wrong = (
@@ -312,7 +316,7 @@ def test_refusals_are_named(tmp_path: Path, servers: tuple[Path, list[int]]) -> 
         ("key", "empty", "its host key is not known here"),
         ("key", "wrong", "its host key is not the known one"),
     ):
-        by_ssh(tmp_path, servers, key=key, known=known)
+        ssh_cluster(tmp_path, servers, key=key, known=known)
         code, _, err = run_launch(tmp_path, "--port", "0", "--", "train.py")
         assert code == 1
         assert f"node a: {message}" in err
@@ -320,8 +324,8 @@ def test_refusals_are_named(tmp_path: Path, servers: tuple[Path, list[int]]) -> 
         assert "try: " in err
 
 
-def test_an_unreachable_node_is_named_in_time(tmp_path: Path) -> None:
-    """Addresses of nobody, which drop, refuse or have no route: it depends on the network."""
+def test_unreachable_nodes_are_named_in_time(tmp_path: Path) -> None:
+    """Unused addresses drop packets, refuse them or have no route, depending on the network."""
     write(tmp_path / "train.py", "")
     cluster_file(tmp_path, addresses=("198.51.100.1", "203.0.113.1"), ssh={"port": 2222})
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Clusters for tests of launches: nodes that are this machine, reached by a stand-in for ssh."""
+"""Clusters for launch tests: local nodes that a stand-in for ssh reaches."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ HOSTILE = (
     "-",
     "é中",
 )
-# ssh gives its last argument to a shell; so does this.
+# Runs its last argument in a shell, as ssh does.
 SSH = """#!/bin/sh
 for last; do :; done
 exec sh -c "$last"
 """
-# A torchrun that starts one plain process per node at once: the launcher is tested, not torch.
+# Starts one plain process per node, fast: these tests are about the launcher, not torch.
 TORCHRUN = """
 import argparse, os, subprocess, sys
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -52,12 +52,12 @@ def main(arguments):
     parser.add_argument("--no-python", action="store_true")
     parser.add_argument("-m", action="store_true")
     parser.add_argument("script")
-    parser.add_argument("rest", nargs=argparse.REMAINDER)
-    given = parser.parse_args(arguments)
-    argv = [] if given.no_python else [sys.executable]
-    argv += ["-m"] if given.m else []
-    env = {**os.environ, "NODE": given.node_rank, "PORT": given.master_port}
-    code = subprocess.run([*argv, given.script, *given.rest], env=env).returncode
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args(arguments)
+    argv = [] if options.no_python else [sys.executable]
+    argv += ["-m"] if options.m else []
+    env = {**os.environ, "NODE": options.node_rank, "PORT": options.master_port}
+    code = subprocess.run([*argv, options.script, *options.arguments], env=env).returncode
     if code:
         raise ChildFailedError(code)
 """
@@ -79,9 +79,9 @@ def write(path: Path, text: str, mode: int = 0o644) -> Path:
     return path
 
 
-def stand_in_for_torch(place: Path) -> Path:
-    """A folder for PYTHONPATH, with a `torch` that only has a simple torchrun."""
-    package = place / "fake" / "torch"
+def stand_in_for_torch(parent: Path) -> str:
+    """Return a PYTHONPATH with this source tree and a `torch` that has only a simple torchrun."""
+    package = parent / "fake" / "torch"
     errors = "distributed/elastic/multiprocessing/errors.py"
     files = {
         "distributed/run.py": TORCHRUN,
@@ -92,8 +92,8 @@ def stand_in_for_torch(place: Path) -> Path:
     for name, text in files.items():
         write(package / name, text)
         for folder in (package / name).parents[: len(Path(name).parts)]:
-            write(folder / "__init__.py", "")  # a package of files goes before the installed one
-    return package.parent
+            write(folder / "__init__.py", "")  # a regular package precedes the installed one
+    return f"{package.parent}{os.pathsep}{ROOT / 'src'}"
 
 
 def stand_in_for_ssh(folder: Path, text: str = SSH) -> Path:
@@ -110,7 +110,7 @@ def cluster_file(
     with_ssh: bool = True,
     port: int = 29500,
 ) -> Path:
-    """A file of CPU nodes `a`, `b`, …, all of them this machine unless addresses are given."""
+    """Write a cluster file of CPU nodes `a`, `b`, …, all local without `addresses`."""
     names = "abcdefgh"[: len(counts)]
     settings = {"program": str(folder / "fake ssh")} if ssh is None else ssh
     nodes = [
@@ -137,7 +137,7 @@ def cluster_file(
 
 
 def start_launch(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """`shardwise launch`, under way."""
+    """Start `shardwise launch`."""
     return subprocess.Popen(
         [sys.executable, "-m", "shardwise.cli", "launch", *arguments],
         cwd=folder,
@@ -149,7 +149,7 @@ def start_launch(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def run_launch(folder: Path, *arguments: str, timeout_s: float = 60) -> tuple[int, str, str]:
-    """Its exit code, output and errors."""
+    """Run `shardwise launch`; return its exit code, output and errors."""
     process = start_launch(folder, *arguments)
     try:
         out, err = process.communicate(timeout=timeout_s)
@@ -159,28 +159,28 @@ def run_launch(folder: Path, *arguments: str, timeout_s: float = 60) -> tuple[in
 
 
 def processes_with(mark: str) -> list[str]:
-    """The command lines of living processes that hold `mark`, but for this one's."""
-    found = []
+    """Return the command lines of other living processes that contain `mark`."""
+    command_lines = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
         if mark in words and entry.name != str(os.getpid()):
-            found.append(words)
-    return found
+            command_lines.append(words)
+    return command_lines
 
 
 def wait_until_gone(mark: str, timeout_s: float = 15) -> list[str]:
-    """What is left of `processes_with` when it is empty or the time is over."""
+    """Wait until no process contains `mark`; return those that remain after the timeout."""
     end = time.monotonic() + timeout_s
-    while (left := processes_with(mark)) and time.monotonic() < end:
+    while (remaining := processes_with(mark)) and time.monotonic() < end:
         time.sleep(0.1)
-    return left
+    return remaining
 
 
 def wait_for(path: Path, timeout_s: float = 60) -> None:
-    """Until a process has written the file."""
+    """Wait until a process has written the file."""
     end = time.monotonic() + timeout_s
     while not path.exists():
         assert time.monotonic() < end, f"no {path}"

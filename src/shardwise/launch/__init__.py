@@ -1,8 +1,8 @@
-"""Starting one process per device on every node of a cluster, by ssh or by a job file.
+"""Start one process per device on every node of a cluster, by ssh or through a job file.
 
-Enters: a `Cluster` and the command that each rank runs. Leaves: running nodes and an exit code
-(`launch`), the commands to type (`launch_commands`), or a job file for Slurm, Kubernetes or Ray.
-Names are imported on first use: what runs on a node needs the standard library alone.
+`launch` runs a command on all nodes and returns its exit code, `launch_commands` returns the
+commands to type, and the others write a job file for Slurm, Kubernetes or Ray. Names are imported
+on first use because the modules that run on a node need only the standard library.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Where the ranks of a cluster start: each machine with all that a launch needs to know of it."""
+"""Find where the ranks of a cluster start, and build the commands that start them.
+
+Every node runs `shardwise.launch.node`, which starts `torchrun` and ends it when the launcher is
+gone. Nodes may have different numbers of devices: torchrun's agents exchange the
+numbers, and ranks are numbered node by node, in the order of the cluster file.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +19,21 @@ from shardwise.cluster import Cluster, ClusterNode, Ssh, Start
 from shardwise.errors import ClusterError
 
 LOCAL_NAMES = ("local", "localhost")
+DEFAULT_TIMEOUT_S = 120.0  # importing torch from a cold network drive takes a minute
+DEFAULT_GRACE_S = 20.0
+CONNECT_S = 10
+# ssh's own keep-alive messages: a node that disappears is noticed after a minute.
+KEEP_ALIVE = ("ServerAliveInterval=15", "ServerAliveCountMax=4")
+UNBUFFERED = ("PYTHONUNBUFFERED", "1")  # so that lines arrive as they are printed
 Environment = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """One machine. Without `ssh` it is this one; empty `folder` and `python` are as here."""
+class Host:
+    """A node and how to start processes on it.
+
+    Without `ssh`, it is this machine. An empty `folder` or `python` means the launcher's own.
+    """
 
     name: str
     address: str
@@ -30,98 +44,115 @@ class Place:
     python: str
     environment: Environment
 
-    @property
-    def is_here(self) -> bool:
-        return self.ssh is None
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCommand:
+    """The command that starts one node's ranks; it runs here and connects to the node by ssh."""
+
+    node: str
+    argv: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return shlex.join(self.argv)
 
 
-def places(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Time limits: for starting, and for a node to end after it was asked to."""
+
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    grace_s: float = DEFAULT_GRACE_S
+
+
+DEFAULTS = Settings()
+
+
+# ------------------------------------------------------------ hosts
+
+
+def cluster_hosts(
     cluster: Cluster, *, ssh_program: str | None = None, environment: Environment = ()
-) -> tuple[Place, ...]:
-    """Every machine; `ssh_program` and `environment` go before what the file says."""
-    extra = Start(environment=environment)
-    found = []
-    for machine in cluster.machines():
-        start = extra.over(machine.start.over(cluster.start))
+) -> tuple[Host, ...]:
+    """Return the hosts; `ssh_program` and `environment` take precedence over the cluster file."""
+    hosts = []
+    for node in cluster.machines():
+        start = Start(environment=environment).over(node.start.over(cluster.start))
         if "=" in start.python:
             raise ClusterError(
-                f"env would read {start.python!r} as a variable", where=f"node {machine.name}"
+                f"env would read {start.python!r} as a variable", where=f"node {node.name}"
             )
-        ssh = _ssh(machine, alone=cluster.num_nodes == 1)
+        ssh = _ssh(node, single=cluster.num_nodes == 1)
         if ssh is not None and ssh_program is not None:
             ssh = replace(ssh, program=ssh_program)
-        found.append(
-            Place(
-                name=machine.name,
-                address=_address(machine),
-                num_devices=machine.count,
-                kind=machine.device.kind,
+        hosts.append(
+            Host(
+                name=node.name,
+                address=_address(node),
+                num_devices=node.count,
+                kind=node.device.kind,
                 ssh=ssh,
                 folder=start.folder,
                 python=start.python,
                 environment=start.environment,
             )
         )
-    return tuple(found)
+    return tuple(hosts)
 
 
-def meeting_address(found: Sequence[Place]) -> str:
-    """Where the ranks meet: the first node, under an address that all the others can use."""
-    first = found[0]
-    if all(place.is_here for place in found):
+def master_address(hosts: Sequence[Host]) -> str:
+    """Return the address of the first node at which the ranks of all nodes rendezvous."""
+    if all(host.ssh is None for host in hosts):
         return "localhost"
-    if _is_loopback(first.address) and any(not _is_loopback(p.address) for p in found):
-        own = own_address(next(p.address for p in found if not _is_loopback(p.address)))
+    first = hosts[0]
+    remote = [host.address for host in hosts if not _is_loopback(host.address)]
+    if _is_loopback(first.address) and remote:
         raise ClusterError(
             f"the other nodes cannot reach the first one as {first.address!r}",
             where=f"node {first.name}",
-            hint=f"address: {own}",
+            hint=f"address: {_own_address(remote[0])}",
         )
     return first.address
 
 
-def own_address(towards: str) -> str:
-    """Return this machine's address in the network of `towards`; nothing is sent to find it."""
+def _own_address(peer: str) -> str:
+    """Return this machine's address in the network of `peer`, without sending anything."""
     try:
-        family = socket.AF_INET6 if ":" in towards else socket.AF_INET
+        family = socket.AF_INET6 if ":" in peer else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((towards, 9))
+            probe.connect((peer, 9))  # UDP: only selects the interface
             return str(probe.getsockname()[0])
     except OSError:
         return "10.0.0.1"
 
 
-def _address(machine: ClusterNode) -> str:
-    address = machine.address or machine.name
+def _address(node: ClusterNode) -> str:
+    address = node.address or node.name
     return "localhost" if address in LOCAL_NAMES else address
 
 
-def _ssh(machine: ClusterNode, *, alone: bool) -> Ssh | None:
-    """What the file says; otherwise plain ssh, but for this machine and for a lone node."""
-    if machine.ssh is not None:
-        _check_ssh(machine, machine.ssh)
-        if machine.ssh != Ssh():
-            return machine.ssh
-    address = _address(machine)
-    alone = alone and machine.ssh is None
-    if alone or machine.name in LOCAL_NAMES or _is_loopback(address) or _is_own(address):
-        return None
-    ssh = Ssh()
-    _check_ssh(machine, ssh)
-    return ssh
+def _ssh(node: ClusterNode, *, single: bool) -> Ssh | None:
+    """Return the ssh settings of a node, or None if its processes start on this machine.
 
-
-def _check_ssh(machine: ClusterNode, ssh: Ssh) -> None:
-    address = _address(machine)
-    for word in (address, ssh.user):
-        if word.startswith("-"):
+    A node without settings is reached by plain ssh, unless it is this machine or the only node.
+    """
+    address, ssh = _address(node), node.ssh or Ssh()
+    is_local = (
+        (single and node.ssh is None)
+        or node.name in LOCAL_NAMES
+        or _is_loopback(address)
+        or _is_own(address)
+    )
+    if node.ssh is not None or not is_local:
+        for word in (address, ssh.user):
+            if word.startswith("-"):
+                raise ClusterError(
+                    f"ssh would read {word!r} as an option", where=f"node {node.name}"
+                )
+        if not ssh.program:
             raise ClusterError(
-                f"ssh would read {word!r} as an option", where=f"node {machine.name}"
+                "no ssh program", where=f"node {node.name}", hint="ssh: {program: ssh}"
             )
-    if not ssh.program:
-        raise ClusterError(
-            "no ssh program", where=f"node {machine.name}", hint="ssh: {program: ssh}"
-        )
+    return None if is_local and ssh == Ssh() else ssh
 
 
 def _is_loopback(address: str) -> bool:
@@ -132,7 +163,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _is_own(address: str) -> bool:
-    """Whether it is this machine's host name, or a number that one of its cards has."""
+    """Return whether this is the machine's host name or an address of one of its interfaces."""
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
     except ValueError:
@@ -146,41 +177,7 @@ def _is_own(address: str) -> bool:
     return True
 
 
-# The commands that start one process per device, a command for each node.
-#
-# Every node runs `shardwise.launch.node`, which starts `torchrun` and ends it when its launcher is
-# gone. Nodes may have different numbers of devices: torchrun's agents tell each other theirs, and
-# ranks are numbered node by node, as in the cluster file.
-
-
-DEFAULT_TIMEOUT_S = 120.0  # torch from a cold network drive takes a minute
-DEFAULT_GRACE_S = 20.0
-CONNECT_S = 10
-# Sent through the connection: a node that is gone is noticed after a minute.
-ALIVE = ("ServerAliveInterval=15", "ServerAliveCountMax=4")
-UNBUFFERED = ("PYTHONUNBUFFERED", "1")  # lines arrive as they are printed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeCommand:
-    """What starts the ranks of one node: `argv` runs here, and reaches the node by ssh itself."""
-
-    node: str
-    argv: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return shlex.join(self.argv)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How long the start may take, and how long a node has to end once it is asked to."""
-
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    grace_s: float = DEFAULT_GRACE_S
-
-
-DEFAULTS = Settings()
+# ------------------------------------------------------------ commands
 
 
 def launch_commands(
@@ -192,33 +189,33 @@ def launch_commands(
     environment: Environment = (),
     settings: Settings = DEFAULTS,
 ) -> tuple[NodeCommand, ...]:
-    """One command per node for the program `argv`; ranks meet at the first node's address.
+    """Return one command per node for the program `argv`; ranks rendezvous at the first node.
 
     >>> (command,) = launch_commands(Cluster.local(2), ["train.py", "--name", "a b"])
     >>> str(command).endswith("--rdzv-conf timeout=120 -- train.py --name 'a b'")
     True
     """
-    found = places(cluster, ssh_program=ssh_program, environment=environment)
-    return node_commands(found, argv, port=port or cluster.port, settings=settings)
+    hosts = cluster_hosts(cluster, ssh_program=ssh_program, environment=environment)
+    return node_commands(hosts, argv, port=port or cluster.port, settings=settings)
 
 
 def node_commands(
-    found: Sequence[Place], argv: Sequence[str], *, port: int, settings: Settings = DEFAULTS
+    hosts: Sequence[Host], argv: Sequence[str], *, port: int, settings: Settings = DEFAULTS
 ) -> tuple[NodeCommand, ...]:
-    """Return the commands for machines that are known."""
+    """Return the command of each host."""
     program = rank_program(argv)
-    address = meeting_address(found)
+    address = master_address(hosts)
     return tuple(
         NodeCommand(
-            node=place.name,
-            argv=reach(
-                place,
+            node=host.name,
+            argv=node_argv(
+                host,
                 (
                     "run",
-                    *("--folder", place.folder or os.getcwd()),
+                    *("--folder", host.folder or os.getcwd()),
                     *("--grace", f"{settings.grace_s:g}"),
                     "--",
-                    *torchrun_arguments(len(found), place.num_devices, str(index)),
+                    *torchrun_arguments(len(hosts), host.num_devices, str(index)),
                     *("--master-addr", address),
                     *("--master-port", str(port)),
                     *("--rdzv-conf", f"timeout={max(1, round(settings.timeout_s))}"),
@@ -227,12 +224,12 @@ def node_commands(
                 settings.timeout_s,
             ),
         )
-        for index, place in enumerate(found)
+        for index, host in enumerate(hosts)
     )
 
 
 def torchrun_arguments(num_nodes: int, num_devices: int, node_rank: str) -> tuple[str, ...]:
-    """Return the sizes, as torchrun takes them."""
+    """Return torchrun's options for the number of nodes and processes."""
     return (
         *("--nnodes", str(num_nodes)),
         *("--nproc-per-node", str(num_devices)),
@@ -241,23 +238,24 @@ def torchrun_arguments(num_nodes: int, num_devices: int, node_rank: str) -> tupl
 
 
 def rank_program(argv: Sequence[str]) -> tuple[str, ...]:
-    """What each rank runs, as torchrun takes it: a script, `-m module`, or any program.
+    """Return the program of each rank as torchrun takes it: a script, `-m module`, or a command.
 
-    The `--` keeps torchrun from reading an argument as its own.
+    The `--` keeps torchrun from parsing the program's arguments as its own.
 
     >>> rank_program(["shardwise", "train", "config.yaml"])
     ('-m', '--', 'shardwise.cli', 'train', 'config.yaml')
     """
     words = list(argv)
     if any("\0" in word for word in words):
-        raise ClusterError("an argument has a zero byte")
+        raise ClusterError("an argument contains a zero byte")
     if words and os.path.basename(words[0]) in ("python", "python3"):
-        words = words[1:]  # each node has its own
+        words = words[1:]  # each node has its own interpreter
+    example = "shardwise launch --cluster FILE -- train.py"
     if not words or words == ["-m"]:
-        raise ClusterError("nothing to run", hint="shardwise launch --cluster FILE -- train.py")
+        raise ClusterError("nothing to run", hint=example)
     if words[0] == "torchrun":
         raise ClusterError(
-            "torchrun is started for you",
+            "shardwise launch starts torchrun itself",
             where=shlex.join(argv),
             hint=f"shardwise launch … -- {shlex.join(words[1:])}",
         )
@@ -268,45 +266,34 @@ def rank_program(argv: Sequence[str]) -> tuple[str, ...]:
     if words[0].endswith(".py"):
         return ("--", *words)
     if words[0].startswith("-"):
-        raise ClusterError(
-            f"{words[0]!r} is no program", hint="shardwise launch --cluster FILE -- train.py"
-        )
+        raise ClusterError(f"{words[0]!r} is not a program", hint=example)
     return ("--no-python", "--", *words)
 
 
-def script_of(program: Sequence[str]) -> str:
-    """Return the file that every node must have, or nothing."""
-    return program[1] if program[0] == "--" else ""
-
-
-def reach(place: Place, arguments: Sequence[str], timeout_s: float) -> tuple[str, ...]:
-    """`python -m shardwise.launch.node ARGUMENTS` on that machine, as it is typed here."""
-    environment = dict([UNBUFFERED, *place.environment])
+def node_argv(host: Host, arguments: Sequence[str], timeout_s: float) -> tuple[str, ...]:
+    """Return the local command that runs `python -m shardwise.launch.node` on a host."""
+    environment = dict([UNBUFFERED, *host.environment])
     words = ("env", *(f"{name}={value}" for name, value in environment.items()))
-    python = place.python or sys.executable
+    python = host.python or sys.executable
     module = ("-m", "shardwise.launch.node", *arguments)
-    ssh = place.ssh
+    ssh = host.ssh
     if ssh is None:
         return (*words, os.path.expanduser(python), *module)
-    options = [*ssh.options, "BatchMode=yes", f"ConnectTimeout={connect_s(timeout_s)}", *ALIVE]
-    key = ("-i", ssh.key, "-o", "IdentitiesOnly=yes") if ssh.key else ()
+    connect_s = max(1, min(CONNECT_S, round(timeout_s)))
+    options = [*ssh.options, "BatchMode=yes", f"ConnectTimeout={connect_s}", *KEEP_ALIVE]
     return (
         *(ssh.program, "-T"),
         *(word for option in options for word in ("-o", option)),
-        *key,
-        *(("-p", str(ssh.port)) if ssh.port != 22 else ()),  # 22, or what ~/.ssh/config says
-        f"{ssh.user}@{place.address}" if ssh.user else place.address,
+        *(("-i", ssh.key, "-o", "IdentitiesOnly=yes") if ssh.key else ()),
+        # Port 22 is left to ssh, whose own configuration may override it.
+        *(("-p", str(ssh.port)) if ssh.port != 22 else ()),
+        f"{ssh.user}@{host.address}" if ssh.user else host.address,
         f"{shlex.join(words)} {quoted_path(python)} {shlex.join(module)}",
     )
 
 
-def connect_s(timeout_s: float) -> int:
-    """What one attempt to connect may take of the time for the start."""
-    return max(1, min(CONNECT_S, round(timeout_s)))
-
-
 def quoted_path(path: str) -> str:
-    """Return a path for a shell: `~/` stays what it means there, all else is taken as it is.
+    """Quote a path for a shell that expands a leading `~/` and nothing else.
 
     >>> quoted_path("~/my env/bin/python")
     "~/'my env/bin/python'"

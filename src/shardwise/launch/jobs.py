@@ -1,7 +1,12 @@
-"""What the job files of schedulers have in common."""
+"""Write job files that start the ranks of a cluster: for Slurm, Kubernetes (PyTorchJob) and Ray.
+
+The scheduler chooses the machines: of the cluster file, only the numbers of nodes and devices and
+the settings for starting count.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -27,7 +32,7 @@ NO_OPTIONS: Mapping[str, str] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Equal nodes that follow each other."""
+    """Consecutive nodes with the same number of devices."""
 
     num_nodes: int
     num_devices: int
@@ -36,7 +41,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """What a scheduler is asked to start; the machines' addresses are the scheduler's to give."""
+    """The job that a scheduler starts."""
 
     name: str
     groups: tuple[Group, ...]
@@ -60,27 +65,34 @@ def job_spec(
     python: str = "python3",
     environment: Environment = (),
     options: Mapping[str, str] = NO_OPTIONS,
+    known_options: Sequence[str] | None = None,
 ) -> JobSpec:
-    """Return the job of a cluster; node-wise folders, interpreters and variables must agree."""
-    machines = cluster.machines()
-    starts = [machine.start.over(cluster.start) for machine in machines]
-    for machine, start in zip(machines, starts, strict=True):
+    """Return the job of a cluster, whose nodes must share folder, interpreter and variables."""
+    nodes = cluster.machines()
+    starts = [node.start.over(cluster.start) for node in nodes]
+    for node, start in zip(nodes, starts, strict=True):
         if start != starts[0]:
             raise ClusterError(
-                f"nodes {machines[0].name} and {machine.name} start differently; a job file has"
-                " one way",
-                where=f"node {machine.name}",
+                f"nodes {nodes[0].name} and {node.name} have different start settings;"
+                " a job file has one for all nodes",
+                where=f"node {node.name}",
                 hint="start: {…} at the top of the cluster file",
             )
-    kinds = {machine.device.kind for machine in machines}
+    kinds = {node.device.kind for node in nodes}
     if len(kinds) > 1:
-        raise ClusterError("nodes with and without GPUs in one job", hint="a cluster file each")
+        raise ClusterError(
+            "a job cannot mix nodes with and without GPUs", hint="one cluster file for each kind"
+        )
     for option, value in options.items():
-        if not re.fullmatch(r"[a-z][a-z0-9-]*", option) or any(not c.isprintable() for c in value):
-            raise ClusterError(f"{option}={value!r} is no option", hint="--option partition=gpu")
+        if known_options is not None and option not in known_options:
+            raise ClusterError(f"unknown option {option!r}", hint=", ".join(known_options))
+        if not re.fullmatch(r"[a-z][a-z0-9_-]*", option) or not value.isprintable():
+            raise ClusterError(
+                f"{option}={value!r} is not a valid option", hint="--option partition=gpu"
+            )
     return JobSpec(
         name=job_name(name or cluster.name),
-        groups=_groups([machine.count for machine in machines]),
+        groups=_groups([node.count for node in nodes]),
         is_cuda=kinds == {"cuda"},
         program=rank_program(argv),
         folder=starts[0].folder,
@@ -91,7 +103,7 @@ def job_spec(
 
 
 def job_name(text: str) -> str:
-    """Return a name that every scheduler takes: lower case, digits and hyphens, at most 40 of them.
+    """Return a name valid in every scheduler: at most 40 lower-case letters, digits and hyphens.
 
     >>> job_name("My lab's $(job)")
     'my-lab-s-job'
@@ -100,23 +112,18 @@ def job_name(text: str) -> str:
 
 
 def _groups(counts: Sequence[int]) -> tuple[Group, ...]:
-    found: list[Group] = []
-    for index, count in enumerate(counts):
-        if found and found[-1].num_devices == count:
-            last = found.pop()
-            grown = Group(num_nodes=last.num_nodes + 1, num_devices=count, first=last.first)
-            found.append(grown)
-        else:
-            found.append(Group(num_nodes=1, num_devices=count, first=index))
-    return tuple(found)
+    groups, first = [], 0
+    for num_devices, equal in itertools.groupby(counts):
+        num_nodes = len(list(equal))
+        groups.append(Group(num_nodes=num_nodes, num_devices=num_devices, first=first))
+        first += num_nodes
+    return tuple(groups)
 
 
-# A job script for Slurm.
-#
-# Nodes of unequal numbers of devices are the components of a heterogeneous job, each started by a
-# step of its own; ranks meet on the first node that Slurm gives.
+# ------------------------------------------------------------ Slurm
 
-
+# Groups of nodes with different numbers of devices are the components of a heterogeneous job, each
+# with its own step. Ranks rendezvous on the first node that Slurm allocates.
 SCRIPT = """\
 #!/bin/bash
 # {nodes} nodes, {ranks} ranks. Submit with: sbatch FILE
@@ -129,7 +136,7 @@ export SHARDWISE_PORT={port}
 python={python}
 program=({program})
 
-# On each node: FIRST is the number of its step's first node, then the step's devices per node.
+# Arguments of each node: the number of its step's first node, devices per node, interpreter.
 node='first=$1 devices=$2 python=$3; shift 3
 exec "$python" -m torch.distributed.run --nnodes {nodes} --nproc-per-node "$devices" \\
     --node-rank "$((first + SLURM_PROCID))" \\
@@ -138,7 +145,7 @@ exec "$python" -m torch.distributed.run --nnodes {nodes} --nproc-per-node "$devi
 steps=()
 trap 'kill -TERM "${{steps[@]}}" 2>/dev/null || true' TERM INT
 {steps}
-# The first step that fails ends the others.
+# When a step fails, stop the others.
 code=0
 for _ in "${{steps[@]}}"; do
     wait -n || code=$?
@@ -154,7 +161,7 @@ STEP = """\
 srun {het}--ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 --label \\
     bash -c "$node" node {first} {devices} "$python" "${{program[@]}}" &
 steps+=($!)"""
-ANY_PORT = "$((20000 + SLURM_JOB_ID % 20000))  # jobs that share a node do not meet"
+ANY_PORT = "$((20000 + SLURM_JOB_ID % 20000))  # distinct for jobs that share a node"
 
 
 def slurm_script(
@@ -166,10 +173,9 @@ def slurm_script(
     environment: Environment = (),
     options: Mapping[str, str] = NO_OPTIONS,
 ) -> str:
-    """Return the script for `sbatch`; `options` are its own: `{"partition": "gpu", "time":
-    "2:00:00"}`.
+    """Return a script for `sbatch`, with its options, such as `{"partition": "gpu"}`.
 
-    Port 0 is chosen from the job's number.
+    With port 0, the port follows from the job's number.
     """
     job = job_spec(cluster, argv, name=name, environment=environment, options=options)
     settings = [f"export {key}={shlex.quote(value)}" for key, value in job.environment]
@@ -182,47 +188,41 @@ def slurm_script(
         port=port or ANY_PORT,
         python=quoted_path(job.python),
         program=shlex.join(job.program),
-        steps="\n".join(_step(job, index) for index in range(len(job.groups))),
+        steps="\n".join(
+            STEP.format(
+                het=f"--het-group={index} " if len(job.groups) > 1 else "",
+                nodes=group.num_nodes,
+                first=group.first,
+                devices=group.num_devices,
+            )
+            for index, group in enumerate(job.groups)
+        ),
     )
 
 
 def _header(job: JobSpec) -> str:
-    common = [f"#SBATCH --job-name={job.name}"]
-    components = [_component(job, group) for group in job.groups]
-    return "\n".join(common + "\n#SBATCH hetjob\n".join(components).split("\n"))
-
-
-def _component(job: JobSpec, group: Group) -> str:
     amount = "gpus-per-node" if job.is_cuda else "cpus-per-task"
-    own = {"nodes": str(group.num_nodes), "ntasks-per-node": "1", amount: str(group.num_devices)}
-    return "\n".join(f"#SBATCH --{key}={_value(v)}" for key, v in (own | dict(job.options)).items())
+    components = []
+    for group in job.groups:
+        sizes = {"nodes": group.num_nodes, "ntasks-per-node": 1, amount: group.num_devices}
+        options = {key: str(size) for key, size in sizes.items()} | dict(job.options)
+        components.append("\n".join(f"#SBATCH --{k}={_value(v)}" for k, v in options.items()))
+    return f"#SBATCH --job-name={job.name}\n" + "\n#SBATCH hetjob\n".join(components)
 
 
 def _value(text: str) -> str:
-    """As sbatch reads it: words, with quotes and backslashes as in a shell."""
+    """Quote a value for sbatch, which splits words and reads quotes as a shell does."""
     plain = text and all(c.isalnum() or c in "-_.,:;/@%+=[]*" for c in text)
     return text if plain else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _step(job: JobSpec, index: int) -> str:
-    group = job.groups[index]
-    return STEP.format(
-        het=f"--het-group={index} " if len(job.groups) > 1 else "",
-        nodes=group.num_nodes,
-        first=group.first,
-        devices=group.num_devices,
-    )
+# ------------------------------------------------------------ Kubernetes
 
-
-# A PyTorchJob (kubeflow.org/v1) for Kubernetes.
-#
-# The operator gives each pod RANK (the node's number), MASTER_ADDR and MASTER_PORT; ranks are
-# torchrun's.
-
-
+# The PyTorchJob operator (kubeflow.org/v1) sets RANK (the node's number), MASTER_ADDR and
+# MASTER_PORT in each pod; torchrun numbers the ranks.
 KUBERNETES_OPTIONS = ("image", "namespace", "gpu-resource", "shared-memory", "memory")
-DEFAULT_IMAGE = "shardwise:latest"  # of this repository's Dockerfile
-PORT_NAME = "pytorchjob-port"  # by which the operator finds it
+DEFAULT_IMAGE = "shardwise:latest"  # built from this repository's Dockerfile
+PORT_NAME = "pytorchjob-port"  # required by the operator
 
 
 def pytorch_job(
@@ -234,27 +234,26 @@ def pytorch_job(
     environment: Environment = (),
     options: Mapping[str, str] = NO_OPTIONS,
 ) -> str:
-    """Return the job's YAML; `options`: image, namespace, gpu-resource, memory, shared-memory."""
-    for option in options:
-        if option not in KUBERNETES_OPTIONS:
-            raise ClusterError(
-                f"no option {option!r} for Kubernetes", hint=", ".join(KUBERNETES_OPTIONS)
-            )
+    """Return a PyTorchJob as YAML; `options`: image, namespace, gpu-resource, memory, …."""
     job = job_spec(
-        cluster, argv, name=name, python="python", environment=environment, options=options
+        cluster,
+        argv,
+        name=name,
+        python="python",
+        environment=environment,
+        options=options,
+        known_options=KUBERNETES_OPTIONS,
     )
     for path in (job.folder, job.python):
         if path.startswith("~"):
-            raise ClusterError(
-                f"{path}: a container has no home to begin at", hint="start: {…: /work}"
-            )
+            raise ClusterError(f"{path}: a container has no home folder", hint="start: {…: /work}")
     groups = job.groups
     if len(groups) > 2 or (len(groups) == 2 and groups[0].num_nodes != 1):
         counts = ", ".join(f"{group.num_nodes} x {group.num_devices}" for group in groups)
         raise ClusterError(
             f"nodes of {counts} devices: a PyTorchJob has one template for the first node and one"
             " for all others",
-            hint="the odd node first in the file; or --to slurm, --to ray",
+            hint="list the node that differs first; or --to slurm, --to ray",
         )
     replicas = {"Master": _replica(job, 1, groups[0].num_devices, port or cluster.port)}
     if job.num_nodes > 1:
@@ -268,7 +267,7 @@ def pytorch_job(
         "kind": "PyTorchJob",
         "metadata": metadata,
         "spec": {
-            "runPolicy": {"cleanPodPolicy": "Running"},  # one failed pod ends the others
+            "runPolicy": {"cleanPodPolicy": "Running"},  # a failed pod stops the others
             "pytorchReplicaSpecs": replicas,
         },
     }
@@ -285,7 +284,7 @@ def _replica(job: JobSpec, replicas: int, num_devices: int, port: int) -> dict[s
     if "shared-memory" in options:
         shared |= {"sizeLimit": options["shared-memory"]}
     container = {
-        "name": "pytorch",  # by which the operator finds it
+        "name": "pytorch",  # required by the operator
         "image": options.get("image", DEFAULT_IMAGE),
         "command": [literal(job.python), "-m", "torch.distributed.run"],
         "args": [
@@ -296,7 +295,7 @@ def _replica(job: JobSpec, replicas: int, num_devices: int, port: int) -> dict[s
         "env": [{"name": key, "value": literal(value)} for key, value in job.environment],
         "ports": [{"name": PORT_NAME, "containerPort": port}],
         "resources": {"limits": limits},
-        # NCCL and data loaders exchange through shared memory; a container has 64 MiB of it.
+        # NCCL and data loaders need more shared memory than a container's default of 64 MiB.
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
     }
     if job.folder:
@@ -310,7 +309,7 @@ def _replica(job: JobSpec, replicas: int, num_devices: int, port: int) -> dict[s
 
 
 def literal(text: str) -> str:
-    """Text that Kubernetes takes as it is: it replaces `$(NAME)`, and `$$` by `$`.
+    """Escape text for Kubernetes, which expands `$(NAME)` and turns `$$` into `$`.
 
     >>> literal("$(HOME) costs $5")
     '$$(HOME) costs $$5'
@@ -318,13 +317,10 @@ def literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
-# A driver script for Ray.
-#
-# It needs `ray` and `torch` alone.
-
+# ------------------------------------------------------------ Ray
 
 RAY_OPTIONS = ("address", "timeout_s")
-MARK = '"JOB"'  # in the driver's file, where the job goes
+PLACEHOLDER = '"JOB"'  # of the job in the driver's template
 
 
 def ray_driver(
@@ -336,19 +332,25 @@ def ray_driver(
     environment: Environment = (),
     options: Mapping[str, str] = NO_OPTIONS,
 ) -> str:
-    """Return the driver's text; `options`: `address` of the Ray cluster, `timeout_s` for its nodes.
+    """Return a driver script, which needs only `ray` and `torch`.
 
-    Port 0 is chosen on the first node.
+    `options`: `address` of the Ray cluster, `timeout_s` for its nodes. With port 0, the first node
+    selects a free one.
     """
-    for option in options:
-        if option not in RAY_OPTIONS:
-            raise ClusterError(f"no option {option!r} for Ray", hint=", ".join(RAY_OPTIONS))
+    job = job_spec(
+        cluster,
+        argv,
+        name=name,
+        python="",
+        environment=environment,
+        options=options,
+        known_options=RAY_OPTIONS,
+    )
     timeout_s = options.get("timeout_s", "600")
     if not timeout_s.isdigit():
         raise ClusterError(
-            f"timeout_s={timeout_s!r} is not a whole number", hint="--option timeout_s=600"
+            f"timeout_s={timeout_s!r} is not an integer", hint="--option timeout_s=600"
         )
-    job = job_spec(cluster, argv, name=name, python="", environment=environment, options=options)
     devices = [group.num_devices for group in job.groups for _ in range(group.num_nodes)]
     settings = {
         "address": options.get("address", "auto"),
@@ -362,5 +364,5 @@ def ray_driver(
         "timeout_s": int(timeout_s),
     }
     text = resources.files("shardwise.launch").joinpath("ray_driver.py.txt").read_text("utf-8")
-    # A JSON text in a Python string: data, whatever it holds.
-    return text.replace(MARK, repr(json.dumps(settings)), 1)
+    # JSON inside a Python string literal: no value of the job can become code.
+    return text.replace(PLACEHOLDER, repr(json.dumps(settings)), 1)

@@ -1,7 +1,4 @@
-"""`torchrun`, whose exit code is that of the rank which failed first.
-
-Enters: torchrun's arguments. Leaves: the exit code; torchrun's own is 1 whatever happened.
-"""
+"""Run `torchrun` and return the exit code of the rank that failed first; torchrun's own is 1."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-SIGNALLED = 128
+from shardwise.launch.node import SIGNAL_STATUS, exit_status
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -24,28 +21,31 @@ def main(arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
-        how = f"exit code {code}" if code > 0 else f"signal {-code}"
-        sys.stderr.write(f"shardwise: rank {rank} failed first: {how} (process {failure.pid})\n")
-        return code if code > 0 else SIGNALLED - code
+        reason = f"exit code {code}" if code > 0 else f"signal {-code}"
+        sys.stderr.write(f"shardwise: rank {rank} failed first: {reason} (process {failure.pid})\n")
+        return exit_status(code) or 1
     except SignalException as error:
-        return SIGNALLED + int(error.sigval)
+        return SIGNAL_STATUS + int(error.sigval)
     return 0
 
 
 def _bind_store() -> None:
-    """Have the first node's agent host its store at the address of the ranks' meeting alone."""
+    """Make the first node's agent listen on the master address only, not on all interfaces."""
     from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 
     from shardwise.listening import listening_socket
 
-    made: Any = static_tcp_rendezvous.TCPStore  # type: ignore[attr-defined]
+    tcp_store: Any = static_tcp_rendezvous.TCPStore  # type: ignore[attr-defined]
 
-    def store(host: str, port: int, hosts: int, is_master: bool, *rest: Any, **more: Any) -> Any:
+    def bound_store(
+        host: str, port: int, num_hosts: int, is_master: bool, *args: Any, **options: Any
+    ) -> Any:
         if is_master:
-            more["master_listen_fd"] = listening_socket(host, port, num_hosts=hosts).detach()
-        return made(host, port, hosts, is_master, *rest, **more)
+            listener = listening_socket(host, port, num_hosts=num_hosts)
+            options["master_listen_fd"] = listener.detach()
+        return tcp_store(host, port, num_hosts, is_master, *args, **options)
 
-    static_tcp_rendezvous.TCPStore = store  # type: ignore[attr-defined, assignment]
+    static_tcp_rendezvous.TCPStore = bound_store  # type: ignore[attr-defined, assignment]
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def nodes(*, ssh: Ssh | None = None, start: Start | None = None) -> Cluster:
     return Cluster(name="x", nodes=(node,))
 
 
-def test_one_command_for_each_node() -> None:
+def test_each_node_has_one_command() -> None:
     cluster = replace(Cluster.preset("h100", nodes=2), port=1234)
     commands = launch_commands(cluster, ["train.py", "--name", "it's $HOME"])
     assert [command.node for command in commands] == ["node0", "node1"]
@@ -43,7 +43,7 @@ def test_one_command_for_each_node() -> None:
         assert words[-3:] == ["train.py", "--name", "it's $HOME"]
 
 
-def test_unequal_nodes_say_how_many_devices_each_has() -> None:
+def test_each_command_has_its_node_s_number_of_devices() -> None:
     (node,) = Cluster.preset("cpu", nodes=2, devices_per_node=2).nodes
     first, second = node.machine(0), replace(node.machine(1), devices=node.devices[:1])
     commands = launch_commands(Cluster(name="x", nodes=(first, second)), ["a.py"])
@@ -51,7 +51,7 @@ def test_unequal_nodes_say_how_many_devices_each_has() -> None:
     assert [words[words.index("--nproc-per-node") + 1] for words in inner] == ["2", "1"]
 
 
-def test_ssh_gets_what_the_file_says() -> None:
+def test_ssh_options_come_from_the_cluster_file() -> None:
     ssh = Ssh(user="me", key="/k", port=23, program="/opt/ssh", options=("Compression=yes",))
     start = Start(folder="/my work", python="~/my env/bin/python", environment=(("A", "x y"),))
     command = launch_commands(nodes(ssh=ssh, start=start), ["a.py"])[1]
@@ -62,7 +62,7 @@ def test_ssh_gets_what_the_file_says() -> None:
     assert "--folder '/my work'" in command.argv[-1]
 
 
-def test_a_node_says_otherwise_than_the_whole_cluster() -> None:
+def test_a_node_overrides_the_start_settings_of_the_cluster() -> None:
     base = Start(folder="/all", environment=(("A", "1"), ("B", "2")))
     own = Start(python="/py", environment=(("B", "3"),))
     merged = Start(folder="/all", python="/py", environment=(("A", "1"), ("B", "3")))
@@ -72,7 +72,7 @@ def test_a_node_says_otherwise_than_the_whole_cluster() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "address", "here"),
+    ("name", "address", "is_local"),
     [
         ("local", "", True),
         ("localhost", "", True),
@@ -83,50 +83,50 @@ def test_a_node_says_otherwise_than_the_whole_cluster() -> None:
         ("x", "", False),
     ],
 )
-def test_this_machine_needs_no_ssh(name: str, address: str, here: bool) -> None:
+def test_this_machine_needs_no_ssh(name: str, address: str, is_local: bool) -> None:
     (cpu,) = Cluster.preset("cpu", nodes=1, devices_per_node=1).nodes
     nic = Cluster.preset("cpu", nodes=2, devices_per_node=1).nodes[0].nic
     other = ClusterNode(name="other", address="192.0.2.9", devices=cpu.devices, nic=nic)
     node = ClusterNode(name=name, address=address, devices=cpu.devices, nic=nic)
     command = launch_commands(Cluster(name="c", nodes=(other, node)), ["a.py"])[1]
-    assert (command.argv[0] == "env") is here
-    lone = launch_commands(Cluster(name="c", nodes=(node,)), ["a.py"])[0]
-    assert lone.argv[0] == "env"
-    assert "--master-addr localhost" in str(lone)
+    assert (command.argv[0] == "env") is is_local
+    only = launch_commands(Cluster(name="c", nodes=(node,)), ["a.py"])[0]
+    assert only.argv[0] == "env"
+    assert "--master-addr localhost" in str(only)
 
 
-def test_what_cannot_be_started_is_refused() -> None:
+def test_invalid_programs_and_options_are_refused() -> None:
     for words in ([], ["-m"], ["python"]):
         with pytest.raises(ClusterError, match="nothing to run"):
             launch_commands(Cluster.local(2), words)
     with pytest.raises(ClusterError, match="zero byte"):
         launch_commands(Cluster.local(2), ["a.py", "\0"])
-    with pytest.raises(ClusterError, match="torchrun is started for you"):
+    with pytest.raises(ClusterError, match="starts torchrun itself"):
         launch_commands(Cluster.local(2), ["torchrun", "a.py"])
-    with pytest.raises(ClusterError, match="is no program"):
+    with pytest.raises(ClusterError, match="'--lr' is not a program"):
         launch_commands(Cluster.local(2), ["--lr", "1"])
     (node,) = Cluster.local(2).nodes
-    for evil in (Ssh(), Ssh(user="-oProxyCommand=x")):
-        bad = replace(node, address="-oProxyCommand=x" if not evil.user else "h", ssh=evil)
+    for ssh in (Ssh(), Ssh(user="-oProxyCommand=x")):
+        bad = replace(node, address="-oProxyCommand=x" if not ssh.user else "h", ssh=ssh)
         with pytest.raises(ClusterError, match="as an option"):
             launch_commands(Cluster(name="x", nodes=(bad,)), ["a.py"])
     with pytest.raises(ClusterError, match="A B"):
         Start(environment=(("A B", "x"),))
 
 
-def test_the_first_node_must_be_reachable_for_the_others() -> None:
+def test_the_first_node_needs_an_address_that_the_others_can_reach() -> None:
     cluster = Cluster.preset("cpu", nodes=2, devices_per_node=1)
     (node,) = cluster.nodes
-    local, far = replace(node.machine(0), name="local", address=""), node.machine(1)
+    local, remote = replace(node.machine(0), name="local", address=""), node.machine(1)
     with pytest.raises(ClusterError, match="cannot reach the first one as 'localhost'"):
-        launch_commands(Cluster(name="x", nodes=(local, far)), ["a.py"])
-    good = replace(local, address="192.0.2.1")
-    assert len(launch_commands(Cluster(name="x", nodes=(good, far)), ["a.py"])) == 2
+        launch_commands(Cluster(name="x", nodes=(local, remote)), ["a.py"])
+    reachable = replace(local, address="192.0.2.1")
+    assert len(launch_commands(Cluster(name="x", nodes=(reachable, remote)), ["a.py"])) == 2
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash"])
-def test_a_hostile_argument_arrives_as_it_is(tmp_path: Path, shell: str) -> None:
-    """The node's shell runs the stub with the same words, and nothing else."""
+def test_a_hostile_argument_arrives_unchanged(tmp_path: Path, shell: str) -> None:
+    """The node's shell runs the stub with the same arguments, and nothing else."""
     stub = "#!/bin/sh\nexec " + sys.executable + " -c 'import json,sys;print(json.dumps("
     write(tmp_path / "st ub's", stub + 'sys.argv[1:]))\' "$@"\n', 0o755)
     start = Start(folder="a $(touch pwned)", python=str(tmp_path / "st ub's"))
@@ -142,24 +142,24 @@ def test_a_hostile_argument_arrives_as_it_is(tmp_path: Path, shell: str) -> None
 
 
 @given(arguments)
-def test_words_survive_both_quotings(words: list[str]) -> None:
+def test_arguments_survive_both_levels_of_quoting(words: list[str]) -> None:
     command = launch_commands(nodes(ssh=Ssh()), ["a.py", *words])[0]
     assert shlex.split(shlex.split(str(command))[-1])[-len(words) - 1 :] == ["a.py", *words]
 
 
 @settings(max_examples=30, deadline=None)
 @given(arguments)
-def test_torchrun_leaves_the_program_its_words(words: list[str]) -> None:
+def test_torchrun_passes_all_arguments_to_the_program(words: list[str]) -> None:
     from torch.distributed.run import parse_args
 
     for argv in (["a.py", *words], ["-x.py", *words], ["-m", "mod", *words], ["prog", *words]):
-        given = parse_args(["--nnodes", "2", *rank_program(argv)])
-        assert given.training_script == argv[argv[0] == "-m"]
-        assert given.training_script_args == words
-        assert given.module == (argv[0] == "-m")
-        assert given.no_python == (argv[0] == "prog")
+        options = parse_args(["--nnodes", "2", *rank_program(argv)])
+        assert options.training_script == argv[argv[0] == "-m"]
+        assert options.training_script_args == words
+        assert options.module == (argv[0] == "-m")
+        assert options.no_python == (argv[0] == "prog")
 
 
-def test_python_is_each_node_s_own() -> None:
+def test_each_node_uses_its_own_python() -> None:
     assert rank_program(["python3", "a.py"]) == ("--", "a.py")
     assert rank_program(["/usr/bin/python", "-m", "mod"]) == ("-m", "--", "mod")

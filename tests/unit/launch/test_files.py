@@ -1,4 +1,4 @@
-"""The Dockerfile and the example of a cluster file, as far as they can be checked here."""
+"""Static checks of the Dockerfile and of the example cluster file."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ ROOT = Path(__file__).parents[3]
 
 
 def instructions() -> list[tuple[str, str]]:
-    """The Dockerfile's instructions, lines joined and without comments."""
+    """Return the Dockerfile's instructions, with continued lines joined and comments removed."""
     text = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
     lines = text.replace("\\\n", " ").splitlines()
-    found = [line.strip().partition(" ") for line in lines if line.strip()]
-    return [(name, rest.strip()) for name, _, rest in found]
+    words = [line.strip().partition(" ") for line in lines if line.strip()]
+    return [(name, arguments.strip()) for name, _, arguments in words]
 
 
 def test_the_dockerfile_is_well_formed() -> None:
-    known = {"ARG", "FROM", "RUN", "ENV", "WORKDIR", "COPY", "USER", "CMD"}
-    found = instructions()
-    assert {name for name, _ in found} == known
-    assert [rest for name, rest in found if name == "USER"] == ["train"]
-    assert found[-1][0] == "CMD"
-    assert json.loads(found[-1][1]) == ["shardwise", "doctor"]
-    given = {rest.partition("=")[0] for name, rest in found if name == "ARG"}
-    used = set(re.findall(r"\$\{(\w+)", " ".join(rest for _, rest in found)))
-    assert used <= given
+    steps = instructions()
+    names = {"ARG", "FROM", "RUN", "ENV", "WORKDIR", "COPY", "USER", "CMD"}
+    assert {name for name, _ in steps} == names
+    assert [arguments for name, arguments in steps if name == "USER"] == ["train"]
+    assert steps[-1][0] == "CMD"
+    assert json.loads(steps[-1][1]) == ["shardwise", "doctor"]
+    declared = {arguments.partition("=")[0] for name, arguments in steps if name == "ARG"}
+    used = set(re.findall(r"\$\{(\w+)", " ".join(arguments for _, arguments in steps)))
+    assert used <= declared
 
 
-def test_every_copied_file_exists_and_is_sent() -> None:
+def test_every_copied_file_exists_and_is_in_the_build_context() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
-    sent = {line[1:] for line in lines if line.startswith("!")}
+    context = {line[1:] for line in lines if line.startswith("!")}
     copied = set()
-    for name, rest in instructions():
+    for name, arguments in instructions():
         if name == "COPY":
-            words = [word for word in shlex.split(rest) if not word.startswith("--")]
+            words = [word for word in shlex.split(arguments) if not word.startswith("--")]
             copied.update(words[:-1])
     assert all((ROOT / path).exists() for path in copied)
-    assert copied == sent
+    assert copied == context
     assert any(fnmatch.fnmatch("README.md", line) for line in lines if line == "*")
 
 
-def test_the_example_of_two_nodes_starts_both() -> None:
+def test_the_two_node_example_starts_both_nodes() -> None:
     cluster = Cluster.load(ROOT / "examples/two_nodes.yaml")
     assert cluster.num_ranks == 6
     new, old = launch_commands(cluster, ["examples/01_quickstart.py"])

@@ -1,4 +1,4 @@
-"""Job files are run with stand-ins for the schedulers, and hold hostile words as data."""
+"""Job files run under stand-ins for the schedulers; hostile arguments stay data."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from shardwise.launch import pytorch_job, ray_driver, slurm_script
 from tests.support.launching import HOSTILE, write
 
 WORDS = ["train.py", *HOSTILE]
-# Prints the words it is called with, as torchrun would be.
+# Prints its arguments in place of torchrun.
 PYTHON = f"""#!{sys.executable}
 import json, os, sys
-said = json.dumps([sys.argv[1:], os.getcwd(), os.environ["A"]])
-os.write(1, said.encode() + bytes([10]))  # at once: nodes print at the same time
+call = json.dumps([sys.argv[1:], os.getcwd(), os.environ["A"]])
+os.write(1, call.encode() + bytes([10]))  # one write: nodes print concurrently
 sys.exit(int(os.environ.get("FAIL_" + sys.argv[sys.argv.index("--node-rank") + 1], 0)))
 """
-# One process per task, on this machine; the components of a job have their own nodes.
+# Starts one local process per task.
 SRUN = """#!/bin/bash
 for word; do
     case $word in --ntasks=*) tasks=${word#*=};; --*) ;; *) break;; esac
@@ -43,11 +43,11 @@ SCONTROL = '#!/bin/sh\n[ "$*" = "show hostnames n[1-2]" ] && printf "n1\\nn2\\n"
 def cpu_nodes(*counts: int, start: Start | None = None) -> Cluster:
     (node,) = Cluster.preset("cpu", nodes=len(counts), devices_per_node=1).nodes
     link = Cluster.preset("cpu", nodes=1, devices_per_node=2).nodes[0].link
-    found = tuple(
+    nodes = tuple(
         replace(node.machine(i), devices=node.devices * count, link=link)
         for i, count in enumerate(counts)
     )
-    return Cluster(name="my $(job)", nodes=found, start=start or Start())
+    return Cluster(name="my $(job)", nodes=nodes, start=start or Start())
 
 
 def value_of(words: list[str], name: str) -> str:
@@ -91,11 +91,11 @@ def test_slurm_runs_every_node_once(tmp_path: Path, counts: tuple[int, ...]) -> 
     assert "#SBATCH --job-name=my-job\n" in text
     done = run_slurm(tmp_path, text)
     assert done.returncode == 0, done.stderr
-    said = sorted(
+    calls = sorted(
         (json.loads(line) for line in done.stdout.splitlines()),
-        key=lambda one: int(value_of(one[0], "--node-rank")),
+        key=lambda call: int(value_of(call[0], "--node-rank")),
     )
-    for rank, (words, folder, variable) in enumerate(said):
+    for rank, (words, folder, variable) in enumerate(calls):
         assert words[:2] == ["-m", "torch.distributed.run"]
         assert value_of(words, "--node-rank") == str(rank)
         assert value_of(words, "--nnodes") == str(len(counts))
@@ -105,30 +105,30 @@ def test_slurm_runs_every_node_once(tmp_path: Path, counts: tuple[int, ...]) -> 
         assert words[-len(WORDS) - 1 :] == ["--", *WORDS]
         assert folder == start.folder
         assert variable == "$(touch pwned) '\n"
-    assert len(said) == len(counts)
+    assert len(calls) == len(counts)
     assert not list(tmp_path.rglob("pwned"))
     assert run_slurm(tmp_path, text, FAIL_1="3").returncode == 3
 
 
-def test_slurm_asks_for_gpus_and_refuses_lines_in_options() -> None:
+def test_slurm_requests_gpus_and_refuses_invalid_options() -> None:
     cluster = Cluster.preset("h100", nodes=4)
     text = slurm_script(cluster, ["-m", "mod"], port=1234)
     assert "#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node=8\n" in text
     assert "SHARDWISE_PORT=1234\n" in text
     for options in ({"time": "1\n#SBATCH --x"}, {"a b": "1"}):
-        with pytest.raises(ClusterError, match="is no option"):
+        with pytest.raises(ClusterError, match="is not a valid option"):
             slurm_script(cluster, ["a.py"], options=options)
 
 
-def test_a_job_file_has_one_way_to_start() -> None:
+def test_a_job_file_needs_the_same_start_settings_on_all_nodes() -> None:
     cluster = cpu_nodes(1, 1)
     other = replace(cluster.nodes[1], start=Start(folder="/x"))
-    with pytest.raises(ClusterError, match="start differently"):
+    with pytest.raises(ClusterError, match="different start settings"):
         slurm_script(replace(cluster, nodes=(cluster.nodes[0], other)), ["a.py"])
 
 
 def expanded(text: str, variables: dict[str, str]) -> str:
-    """What Kubernetes makes of `$(NAME)` and `$$` in a container's words."""
+    """Expand `$(NAME)` and `$$` as Kubernetes does in a container's arguments."""
     out, i = "", 0
     while i < len(text):
         if text.startswith("$$", i):
@@ -149,7 +149,10 @@ def test_kubernetes_starts_every_node_once() -> None:
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     assert job["metadata"] == {"name": "my-job", "namespace": "ml"}
     replicas = job["spec"]["pytorchReplicaSpecs"]
-    assert {name: one["replicas"] for name, one in replicas.items()} == {"Master": 1, "Worker": 2}
+    assert {name: replica["replicas"] for name, replica in replicas.items()} == {
+        "Master": 1,
+        "Worker": 2,
+    }
     for name, devices in (("Master", 3), ("Worker", 2)):
         assert replicas[name]["restartPolicy"] == "Never"
         (container,) = replicas[name]["template"]["spec"]["containers"]
@@ -158,31 +161,31 @@ def test_kubernetes_starts_every_node_once() -> None:
         assert container["workingDir"] == "/work"
         assert container["ports"] == [{"name": "pytorchjob-port", "containerPort": 29500}]
         assert container["resources"]["limits"] == {"cpu": devices, "memory": "9Gi"}
-        given = {"RANK": "1", "MASTER_ADDR": "m", "MASTER_PORT": "29500", "HOME": "/root"}
-        words = [expanded(word, given) for word in container["args"]]
+        variables = {"RANK": "1", "MASTER_ADDR": "m", "MASTER_PORT": "29500", "HOME": "/root"}
+        words = [expanded(word, variables) for word in container["args"]]
         assert value_of(words, "--node-rank") == "1"
         assert value_of(words, "--nproc-per-node") == str(devices)
         assert value_of(words, "--master-addr") == "m"
         assert words[-len(WORDS) - 1 :] == ["--", *WORDS]
-        env = {one["name"]: expanded(one["value"], given) for one in container["env"]}
+        env = {item["name"]: expanded(item["value"], variables) for item in container["env"]}
         assert env["A"] == "$(RANK)"
 
 
-def test_kubernetes_refuses_what_it_cannot_say() -> None:
+def test_kubernetes_refuses_jobs_that_it_cannot_express() -> None:
     with pytest.raises(ClusterError, match="one template for the first node"):
         pytorch_job(cpu_nodes(2, 2, 1), ["a.py"])
-    with pytest.raises(ClusterError, match="no home to begin at"):
+    with pytest.raises(ClusterError, match="no home folder"):
         pytorch_job(cpu_nodes(1, start=Start(folder="~/x")), ["a.py"])
-    with pytest.raises(ClusterError, match="no option 'partition'"):
+    with pytest.raises(ClusterError, match="unknown option 'partition'"):
         pytorch_job(cpu_nodes(1), ["a.py"], options={"partition": "x"})
-    (one,) = yaml.safe_load(pytorch_job(Cluster.preset("h100"), ["a.py"]))["spec"][
+    (replica,) = yaml.safe_load(pytorch_job(Cluster.preset("h100"), ["a.py"]))["spec"][
         "pytorchReplicaSpecs"
     ].values()
-    limits = one["template"]["spec"]["containers"][0]["resources"]["limits"]
+    limits = replica["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert limits == {"nvidia.com/gpu": 8}
 
 
-# Actors are objects in this process, calls are made at once.
+# Actors are objects in this process; calls run immediately.
 RAY = """
 class Handle:
     def __init__(self, value, options): self._value, self._options = value, options
@@ -191,9 +194,9 @@ class Handle:
         return type("Method", (), {"remote": staticmethod(lambda *a: call(*a))})
 
 class Remote:
-    def __init__(self, cls): self.cls, self.given = cls, {}
-    def options(self, **given): self.given = given; return self
-    def remote(self): return Handle(self.cls(), self.given)
+    def __init__(self, cls): self.cls, self.settings = cls, {}
+    def options(self, **settings): self.settings = settings; return self
+    def remote(self): return Handle(self.cls(), self.settings)
 
 def remote(cls): return Remote(cls)
 def init(address): print("address", address)
@@ -238,14 +241,15 @@ def test_ray_starts_every_node_once(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert "STRICT_SPREAD [{'CPU': 2}, {'CPU': 1}]" in lines
     assert "removed" in lines
-    said = [json.loads(line) for line in lines if line.startswith("[[")]
-    assert sorted(value_of(words, "--node-rank") for words, _, _ in said) == ["0", "1"]
-    for words, _, variable in said:
+    calls = [json.loads(line) for line in lines if line.startswith("[[")]
+    assert sorted(value_of(words, "--node-rank") for words, _, _ in calls) == ["0", "1"]
+    for words, _, variable in calls:
         devices = ["2", "1"][int(value_of(words, "--node-rank"))]
         assert value_of(words, "--nproc-per-node") == devices
         assert value_of(words, "--master-addr") == "10.9.8.7"
         assert words[-len(WORDS) - 1 :] == ["--", *WORDS]
         assert variable == "'\"\\ $(x)\n"
     assert run(FAIL_1="3").returncode == 3
-    with pytest.raises(ClusterError, match="timeout_s"):
+    assert "90" in ray_driver(cpu_nodes(1), ["a.py"], options={"timeout_s": "90"})
+    with pytest.raises(ClusterError, match="timeout_s='x'"):
         ray_driver(cpu_nodes(1), ["a.py"], options={"timeout_s": "x"})

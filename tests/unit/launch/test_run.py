@@ -1,4 +1,4 @@
-"""`shardwise launch` on two nodes that are this machine, with stand-ins for ssh and torchrun."""
+"""`shardwise launch` on two local nodes, with stand-ins for ssh and torchrun."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.support.launching import (
 
 @pytest.fixture
 def two(tmp_path: Path) -> Path:
-    """A folder with a cluster file of nodes `a` and `b`."""
+    """Return a folder with a cluster file of nodes `a` and `b`."""
     stand_in_for_ssh(tmp_path)
-    cluster_file(tmp_path, environment={"PYTHONPATH": str(stand_in_for_torch(tmp_path))})
+    cluster_file(tmp_path, environment={"PYTHONPATH": stand_in_for_torch(tmp_path)})
     return tmp_path
 
 
-def test_lines_have_names_and_arguments_arrive(two: Path) -> None:
+def test_lines_have_node_names_and_arguments_arrive(two: Path) -> None:
     write(
         two / "train.py",
         "import os, sys, json\n"
@@ -47,13 +47,13 @@ def test_lines_have_names_and_arguments_arrive(two: Path) -> None:
     assert lines.count(f"[a] {json.dumps(list(HOSTILE))}") == 1
     assert lines.count(f"[b] {json.dumps(list(HOSTILE))}") == 1
     for name, rank in (("a", 0), ("b", 1)):
-        mine = [line for line in lines if line.startswith(f"[{name}] {rank} ")]
-        assert mine == [f"[{name}] {rank} {i} {'x' * 50}" for i in range(200)]
+        printed = [line for line in lines if line.startswith(f"[{name}] {rank} ")]
+        assert printed == [f"[{name}] {rank} {i} {'x' * 50}" for i in range(200)]
     assert sorted(err.splitlines()) == ["[a] no end of line", "[b] no end of line"]
     assert not (two / "pwned").exists()
 
 
-def test_dry_run_prints_commands_that_a_shell_runs(two: Path) -> None:
+def test_dry_run_prints_commands_that_a_shell_can_run(two: Path) -> None:
     write(two / "train.py", "import sys\nprint(sys.argv[1:])\n")
     code, out, _ = run_launch(two, "--dry-run", "train.py", "a\nb", "$(x)", "--lr", "3")
     assert code == 0
@@ -63,32 +63,32 @@ def test_dry_run_prints_commands_that_a_shell_runs(two: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "expected"),
+    ("failure", "expected"),
     [
         ("sys.exit(3)", 3),
         pytest.param("os.kill(os.getpid(), 9)", 137, marks=pytest.mark.slow),
     ],
 )
-def test_a_failing_node_stops_all(two: Path, how: str, expected: int) -> None:
+def test_a_failing_node_stops_all_nodes(two: Path, failure: str, expected: int) -> None:
     write(
         two / "train.py",
         "import os, sys, time\n"
         "if os.environ['NODE'] == '1':\n"
         "    print('the reason', file=sys.stderr)\n"
-        f"    {how}\n"
+        f"    {failure}\n"
         "time.sleep(100)\n",
     )
     began = time.monotonic()
     code, _, err = run_launch(two, "--port", "0", "--", "train.py", mark := f"mark-{two}")
     assert code == expected
-    assert f"shardwise: node b failed with exit code {expected}; all nodes are stopped" in err
+    assert f"shardwise: node b failed with exit code {expected}; all nodes have stopped" in err
     assert "shardwise:   the reason" in err
     assert time.monotonic() - began < 30
     assert wait_until_gone(mark) == []
 
 
 SLEEPER = (
-    # A child in a session of its own, as torchrun's workers are, that ignores SIGTERM.
+    # Starts a child in a new session, as torchrun does, that ignores SIGTERM.
     "import os, pathlib, subprocess, sys, time\n"
     "if len(sys.argv) > 2: import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     "else: subprocess.Popen([sys.executable, *sys.argv, 'deaf'], start_new_session=True)\n"
@@ -106,10 +106,10 @@ SLEEPER = (
         pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
     ],
 )
-def test_nothing_is_left_when_the_launcher_is_stopped(
+def test_no_process_is_left_when_the_launcher_is_stopped(
     two: Path, number: signal.Signals, expected: int
 ) -> None:
-    """Not even when it is killed and cannot say anything."""
+    """Not even after SIGKILL, when the launcher cannot send a message."""
     write(two / "train.py", SLEEPER)
     mark = f"mark-{two}"
     process = start_launch(two, "--port", "0", "--grace-s", "1", "--", "train.py", mark)
@@ -122,7 +122,7 @@ def test_nothing_is_left_when_the_launcher_is_stopped(
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_does_not_wait(two: Path) -> None:
+def test_a_second_interrupt_kills_at_once(two: Path) -> None:
     write(two / "train.py", SLEEPER)
     mark = f"mark-{two}"
     process = start_launch(two, "--port", "0", "--grace-s", "60", "--", "train.py", mark)
@@ -135,7 +135,7 @@ def test_a_second_interrupt_does_not_wait(two: Path) -> None:
     assert wait_until_gone(mark) == []
 
 
-def test_a_busy_port_is_found_before_anything_starts(two: Path) -> None:
+def test_a_busy_port_is_reported_before_anything_starts(two: Path) -> None:
     write(two / "train.py", "import pathlib; pathlib.Path('ran').touch()\n")
     with socket.create_server(("", 0)) as server:
         port = str(server.getsockname()[1])
@@ -150,7 +150,7 @@ def test_a_busy_port_is_found_before_anything_starts(two: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_node_lacks_is_said_before_anything_starts(two: Path) -> None:
+def test_missing_requirements_are_reported_before_anything_starts(two: Path) -> None:
     code, _, err = run_launch(two, "--port", "0", "--", "nosuch.py")
     assert code == 1
     assert "2 of 2 nodes cannot start" in err
@@ -169,7 +169,7 @@ def test_what_a_node_lacks_is_said_before_anything_starts(two: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_command_of_shardwise_and_a_module(two: Path) -> None:
+def test_ranks_run_shardwise_or_any_command(two: Path) -> None:
     code, out, err = run_launch(two, "--port", "0", "--", "shardwise", "launch", "--help")
     assert code == 0, err
     assert "[b]" in out
@@ -178,8 +178,8 @@ def test_a_command_of_shardwise_and_a_module(two: Path) -> None:
     assert (code, sorted(out.splitlines())) == (0, ["[a] 1 2", "[b] 1 2"]), err
 
 
-def test_one_node_here_needs_no_ssh(two: Path) -> None:
-    cluster_file(two, (1,), with_ssh=False, environment={"PYTHONPATH": str(two / "fake")})
+def test_a_single_local_node_needs_no_ssh(two: Path) -> None:
+    cluster_file(two, (1,), with_ssh=False, environment={"PYTHONPATH": stand_in_for_torch(two)})
     write(two / "train.py", "print('ran')\n")
     code, out, err = run_launch(two, "--port", "0", "train.py")
     assert (code, out) == (0, "[a] ran\n"), err
@@ -187,9 +187,9 @@ def test_one_node_here_needs_no_ssh(two: Path) -> None:
 
 @pytest.mark.slow
 def test_guard_without_a_launcher_runs_to_the_end(two: Path) -> None:
-    """A printed command in a script has no standard input: that is no launcher that left."""
+    """Without standard input, as in a script, the guard does not mistake it for a lost launcher."""
     write(two / "train.py", "import time; time.sleep(3); print('done')\n")
-    cluster_file(two, (1,), with_ssh=False, environment={"PYTHONPATH": str(two / "fake")})
+    cluster_file(two, (1,), with_ssh=False, environment={"PYTHONPATH": stand_in_for_torch(two)})
     _, out, _ = run_launch(two, "--dry-run", "train.py")
     done = subprocess.run(
         ["sh", "-c", out],
