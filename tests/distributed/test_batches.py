@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -194,6 +195,49 @@ def test_a_plan_names_optional_inputs_and_no_misspelt_ones(pool: Callable[[int],
     errors = pool(2).run(misspelt)[0]
     for error, name in zip(errors, ("imgae", "hiden.linear_0", "linaer_0"), strict=True):
         assert name in error
+
+
+def staged(first: str) -> str:
+    """Train without and with an image on stages that begin inside of the image's branch."""
+    torch.manual_seed(0)
+    plain = Modal().double()
+    model, batch = copy.deepcopy(plain), make_batch(6, 5, 0, "image")
+    plan = sw.strategies.pipeline(sw.capture(model, batch), sw.Cluster.local(2), num_microbatches=2)
+    at = dataclasses.replace(plan.stages[1], first=first)
+    plan = plan.with_(stages=(plan.stages[0], at))
+    pm = sw.parallelize(model, batch, plan)
+    for seed, more in enumerate(["", "image", "", "image"]):
+        batch = make_batch(6, 5, seed, more)
+        loss, expected = pm.train_step(batch), plain(**batch)["loss"]
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+    for name, gradient in pm.gather_gradients().items():
+        torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
+    del pm
+    return error_of(sw.parallelize, model, make_batch(6, 5, 0), plan)
+
+
+@pytest.mark.parametrize("first", ["image.linear_0", "unsqueeze_0"])
+def test_a_stage_may_begin_in_an_optional_branch(pool: Callable[[int], Pool], first: str) -> None:
+    refused = pool(2).run(staged, first)[0]
+    assert repr(first) in refused
+    assert "stages[1]" in refused
+
+
+def emptied() -> str:
+    """Train a batch whose missing image leaves a stage without any node."""
+    model, batch = Modal().double(), make_batch(6, 5, 0, "image")
+    plan = sw.strategies.pipeline(sw.capture(model, batch), sw.Cluster.local(3), num_microbatches=2)
+    firsts = ["", "image.linear_0", "hidden.linear_0"]
+    stages = [dataclasses.replace(s, first=f) for s, f in zip(plan.stages, firsts, strict=True)]
+    pm = sw.parallelize(model, batch, plan.with_(stages=tuple(stages)))
+    return error_of(pm.train_step, make_batch(6, 5, 1))
+
+
+def test_a_batch_that_leaves_a_stage_empty_names_the_line(pool: Callable[[int], Pool]) -> None:
+    for error in pool(3).run(emptied):
+        assert "BatchError" in error
+        assert "at: image (test_batches.py:" in error
 
 
 def many_lengths() -> tuple[int, list[str], int]:

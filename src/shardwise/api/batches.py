@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardwise import runtime as rt
 from shardwise.api.compile import PipelineProgram, Program, compile
 from shardwise.errors import BatchError, InfeasiblePlan, PlanError
-from shardwise.ir import Graph, Node, Ref
+from shardwise.ir import Graph, Node, Ref, node_keys
 from shardwise.ir.interpret import interpret, is_random
 from shardwise.ir.schema import bind, indexed_dim, op_name
 from shardwise.plans import Plan
@@ -42,6 +42,59 @@ def plan_for_graph(graph: Graph, plan: Plan) -> Plan:
     if plan.splits_time and isinstance(plan.schedule, str) and _is_tiny(graph, fitting):
         return fitting.with_(num_microbatches=1)
     return fitting
+
+
+class StagePlacement:
+    """Where pipeline stages begin in the graphs of later batches.
+
+    An optional branch comes and goes, and the keys of later nodes with it. A stage begins where the
+    plan says if all parameters of the first batch stay on their stages there, and otherwise right
+    before the first of its own parameters.
+    """
+
+    def __init__(self, program: Program | PipelineProgram) -> None:
+        self._origins: dict[str, str] = {}
+        homes: defaultdict[str, set[int]] = defaultdict(set)
+        if isinstance(program, PipelineProgram):
+            graph = program.lowered.graph
+            keys = node_keys(graph)
+            self._origins = {keys[node.name]: node.origin for node in graph.nodes}
+            for stage in program.lowered.stages:
+                nodes = stage.program.graph.nodes
+                used = {name for node in nodes for name in node.inputs}
+                for parameter in stage.program.graph.parameters:
+                    if parameter.value in used:
+                        homes[parameter.name].add(stage.index)
+        self._homes = {name: min(stages) for name, stages in homes.items() if len(stages) == 1}
+
+    def apply(self, graph: Graph, plan: Plan) -> Plan:
+        """Return the plan with the first node of every stage in this graph."""
+        if len(plan.stages) < 2:
+            return plan
+        values = {p.value: p.name for p in graph.parameters}
+        keys, uses = list(node_keys(graph).values()), []
+        for at, node in enumerate(graph.nodes):
+            names = {values[name] for name in node.inputs if name in values}
+            uses += [(at, self._homes[name]) for name in names if name in self._homes]
+        latest = [len(keys)] * (len(plan.stages) + 1)
+        for index in reversed(range(1, len(plan.stages))):
+            own = min((at for at, stage in uses if stage >= index), default=len(keys))
+            latest[index] = min(own, latest[index + 1] - 1)
+        stages, before = [plan.stages[0]], 0
+        for index, stage in enumerate(plan.stages[1:], start=1):
+            earliest = max([before, *(at for at, home in uses if home < index)]) + 1
+            if earliest > latest[index]:
+                raise BatchError(
+                    f"this batch leaves pipeline stage {index} nothing to compute: the stage "
+                    f"begins at {stage.first!r}",
+                    where=self._origins.get(stage.first, f"stages[{index}]"),
+                    hint="begin the stage at a node that runs for every batch (`stages` of the "
+                    "plan), or use fewer stages",
+                )
+            at = keys.index(stage.first) if stage.first in keys else -1
+            before = at if earliest <= at <= latest[index] else latest[index]
+            stages.append(replace(stage, first=keys[before]))
+        return plan.with_(stages=tuple(stages))
 
 
 class LayoutsBySize:
@@ -103,6 +156,15 @@ def plan_for_first(graph: Graph, plan: Plan, model: nn.Module) -> Plan:
         if glob in fitting.inputs or not (any_name or glob.partition(".")[0] in names)
     }
     modules = [path for path, _ in model.named_modules()]
+    keys = set(node_keys(graph).values()) if plan.stages else set()
+    for index, stage in enumerate(plan.stages[1:], start=1):
+        if stage.first not in keys and _may_exist(stage.first, modules):
+            raise PlanError(
+                f"this batch does not run {stage.first!r}, where a stage begins",
+                where=f"stages[{index}]",
+                hint="call sw.parallelize with a batch that has every optional input, or begin the "
+                "stage at a node that runs for every batch",
+            )
     nodes = {
         key: choice
         for key, choice in plan.nodes.items()

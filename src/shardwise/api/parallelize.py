@@ -15,6 +15,7 @@ from torch import nn
 from shardwise import runtime as rt
 from shardwise.api.batches import (
     LayoutsBySize,
+    StagePlacement,
     is_stored_as,
     plan_for_first,
     plan_for_graph,
@@ -220,6 +221,7 @@ class _Factory:
         self.graphs: dict[Hashable, GraphsBySize] = {}
         self.layouts: defaultdict[str, LayoutsBySize] = defaultdict(LayoutsBySize)
         self.fixed: dict[str, Plan] = {}  # the plan of each step with every parameter's layout
+        self.stages: dict[str, StagePlacement] = {}
 
     @property
     def plan(self) -> Plan:
@@ -258,9 +260,11 @@ class _Factory:
         fixed = self.fixed[step.name].with_(**named)
         # What the plan leaves open is searched for this batch alone where parameters come out as
         # they are stored, so that a program does not depend on which batch was the first.
-        program = layouts.compile(graph, plan_for_graph(graph, plan.with_(**named)))
+        staged = self.stages[step.name].apply(graph, plan.with_(**named))
+        program = layouts.compile(graph, plan_for_graph(graph, staged))
         if not is_stored_as(program, fixed):
-            program = layouts.compile(graph, plan_for_graph(graph, fixed))
+            staged = fixed.with_(stages=staged.stages)
+            program = layouts.compile(graph, plan_for_graph(graph, staged))
         return graph, program
 
     def _graphs_of(self, step: str) -> GraphsBySize | None:
@@ -275,6 +279,7 @@ class _Factory:
         """Let programs for other batches take parameters as the first programs store them."""
         for name, step in self.steps.items():
             self.fixed[name] = plan_for_others(step.plan, programs, homes)
+            self.stages[name] = StagePlacement(programs[name])
 
     def mesh(self) -> rt.ProcessMesh:
         """This rank's mesh, with a process group for every combination of axes that may talk."""

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import BatchError, ProgramError, did_you_mean
 from shardwise.runtime.consistency import BatchCheck, leaves, share, signature
@@ -409,20 +410,51 @@ class ParallelModule(nn.Module):
         )
 
 
+class StepLoss(Tensor):
+    """A loss whose backward has already run, and everything computed from it alone.
+
+    `(loss / 2).backward()` and `scaler.scale(loss).backward()` explain themselves like
+    `loss.backward()`. Only scalars and lists of losses without a graph stay in this class.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.backward, torch.autograd.grad):
+            _refuse_backward(args[0])
+        # Called on plain tensors: printing, formatting and copying ask for the exact class.
+        args, kwargs = tree_map_only(cls, _plain, (args, kwargs))
+        result = func(*args, **(kwargs or {}))
+        if type(result) is not Tensor or result.dim() > 1 or not result.is_floating_point():
+            return result
+        return result if result.requires_grad else result.as_subclass(cls)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Saved as a plain tensor, which torch.load reads with weights_only.
+        return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _plain(loss: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return loss.as_subclass(Tensor)
+
+
 def _returned(loss: Tensor) -> Tensor:
     """Return a loss as the user gets it: detached, in float32 or wider."""
-    wide = loss.detach().to(widened(loss.dtype))
-    wide.backward = _no_backward  # type: ignore[method-assign]
-    return wide
+    return loss.detach().to(widened(loss.dtype)).as_subclass(StepLoss)
 
 
-def _no_backward(*args: Any, **kwargs: Any) -> NoReturn:
-    raise ProgramError(
-        "backward has already run: pm.train_step computes the gradients and returns the loss "
-        "without its graph",
-        hint="remove loss.backward(); train_step(batch, scale=…) scales the loss; gradients of "
-        "gradients (create_graph) belong in the step's own loss",
-    )
+def _refuse_backward(losses: Any) -> None:
+    """Raise for a loss without a graph."""
+    if isinstance(losses, StepLoss) or not isinstance(losses, Tensor):
+        raise ProgramError(
+            "backward has already run: pm.train_step computes the gradients and returns the loss "
+            "without its graph",
+            hint="remove loss.backward(); train_step(batch, scale=…) scales the loss, and a "
+            'strategy\'s precision="fp16" has a loss scaler that replaces GradScaler; gradients of '
+            "gradients (create_graph) belong in the step's own loss",
+        )
 
 
 def _detached(value: Any) -> Any:

@@ -1,3 +1,6 @@
+import copy
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,3 +150,34 @@ def test_signatures_see_shapes_types_and_values() -> None:
     assert signature({"a": t}) == signature({"a": t + 1})
     assert signature({"a": t}) != signature({"a": t.double()})
     assert signature((t, True)) != signature((t, False))
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        lambda loss: loss.backward(),
+        lambda loss: (loss / 2).backward(),
+        lambda loss: sum([loss, loss]).backward(),
+        lambda loss: torch.stack([loss, loss]).mean().backward(),
+        lambda loss: torch.amp.GradScaler("cpu").scale(loss).backward(),
+        lambda loss: torch.autograd.grad(loss, [torch.ones(1, requires_grad=True)]),
+    ],
+)
+def test_a_second_backward_of_a_loss_names_the_cure(backward: Callable[[Any], Any]) -> None:
+    module, _ = make(ProcessMesh({"dp": 1, "tp": 1}))
+    loss = module.train_step(batch())
+    with pytest.raises(ProgramError, match="backward has already run"):
+        backward(loss)
+
+
+def test_a_returned_loss_is_used_like_any_tensor(tmp_path: Path) -> None:
+    module, _ = make(ProcessMesh({"dp": 1, "tp": 1}))
+    loss = module.train_step(batch())
+    value = loss.item()
+    assert f"{loss:.3f}" == f"{value:.3f}"
+    assert repr(loss) == repr(torch.tensor(value, dtype=loss.dtype))
+    torch.save({"loss": loss, "copy": copy.deepcopy(loss)}, tmp_path / "loss.pt")
+    assert torch.load(tmp_path / "loss.pt", weights_only=True)["loss"] == value
+    weight = torch.ones(3, requires_grad=True)
+    (loss + weight.sum()).backward()  # another graph's backward is its own
+    assert weight.grad is not None
