@@ -1,4 +1,4 @@
-"""Emitted program == model, shown in one process."""
+"""Check in one process that an emitted program computes what the model computes."""
 
 from shardwise.equivalence.certificate import Certificate
 from shardwise.equivalence.check import check

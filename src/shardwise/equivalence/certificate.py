@@ -1,7 +1,7 @@
-"""The result of a check: a `Certificate`, which prints as text and is true where all agrees.
+"""Compare tensors, and record the result of a check as a `Certificate`.
 
-Tensors are compared element by element, each element by its own size: a wrong number is seen
-however large its neighbours, other gradients or other terms of the loss are.
+Every element is compared relative to its own magnitude, so that an error is detected no matter how
+large neighbouring elements, other gradients or other terms of the loss are.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 TOLERANCE = 1e-9  # relative, in float64
-VAGUE = 1e-6  # of a tensor's size: rounding that moves it further could hide an error
-ROUNDING = 1e-2  # of the noise: a tensor smaller than this is a zero with its rounding
-SHOWN = 8
+MAX_NOISE = 1e-6  # relative to the tensor; more rounding noise could hide an error
+ZERO_LEVEL = 1e-2  # relative to the noise; a smaller tensor is zero up to rounding
+MAX_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One compared tensor: what it is, and how far apart."""
+    """A compared tensor and its error."""
 
     what: str  # "loss", "gradient of tok.weight", …
     relative_error: float
-    problem: str = ""  # when the two cannot be compared
-    trial: str = ""  # with which weights and batch; empty where there was one trial only
-    vague: float = 0.0  # how much of its size rounding alone moves it, if that could hide an error
+    problem: str = ""  # why the tensors cannot be compared, if they cannot
+    trial: str = ""  # the weights and batch; empty if there was only one trial
+    vague: float = 0.0  # rounding noise relative to the tensor, if it could hide an error
 
     @property
     def ok(self) -> bool:
@@ -37,7 +37,7 @@ class Comparison:
 
     @property
     def reason(self) -> str:
-        """Why it is not ok, in words."""
+        """Explain why the comparison failed."""
         text = self.problem or f"relative error {self.relative_error:.2e}"
         return f"{text} ({self.trial})" if self.trial else text
 
@@ -46,8 +46,8 @@ class Comparison:
 class Certificate:
     """The result of a check by execution: whether every compared tensor agrees.
 
-    A certificate speaks of the trials that were run, each with its own weights and batch, not of
-    all possible ones. `not_exercised` names what no trial could show to be right, `scaled` what was
+    A certificate covers the trials that were run, each with its own weights and batch, not all
+    possible inputs. `not_exercised` lists what no trial could confirm, and `scaled` lists what was
     made smaller for the check. `first_difference` names the first node whose value differs, and
     the plan entry responsible.
     """
@@ -89,7 +89,7 @@ class Certificate:
             f"  compared in float64: {counted}",
         ]
         lines += [f"  trial: {trial}" for trial in self.trials]
-        lines += [f"  scaled: {what}" for what in self.scaled]
+        lines += [f"  scaled: {change}" for change in self.scaled]
         lines += _listed("not exercised", self.not_exercised)
         lines += _listed("differs", [f"{f.what}: {f.reason}" for f in self.failures])
         if self.first_difference:
@@ -99,7 +99,7 @@ class Certificate:
 
 def compare(
     what: str,
-    found: torch.Tensor | None,
+    actual: torch.Tensor | None,
     expected: torch.Tensor | None,
     *,
     noise: torch.Tensor | float | None = None,
@@ -107,39 +107,39 @@ def compare(
 ) -> Comparison:
     """Compare two tensors element by element; integers and booleans must be equal.
 
-    An element may differ by `TOLERANCE` of its own size, or by `noise`: how far rounding alone
-    moves it, which matters where large terms cancel (`rounding.py`).
+    An element may differ by `TOLERANCE` relative to itself, or by its `noise`: the change that
+    rounding alone causes, which matters where large terms cancel (see `Jitter`).
     """
-    if (found is None) != (expected is None):
-        missing = "is missing" if found is None else "should be None"
+    if (actual is None) != (expected is None):
+        missing = "is missing" if actual is None else "should be None"
         return Comparison(what, float("inf"), missing, trial)
-    if found is None or expected is None:
+    if actual is None or expected is None:
         return Comparison(what, 0.0, "", trial)
-    if found.shape != expected.shape:
-        shapes = f"has shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
+    if actual.shape != expected.shape:
+        shapes = f"has shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
         return Comparison(what, float("inf"), shapes, trial)
     return Comparison(
-        what, relative_error(found, expected, noise), "", trial, vagueness(expected, noise)
+        what, relative_error(actual, expected, noise), "", trial, vagueness(expected, noise)
     )
 
 
 def relative_error(
-    found: torch.Tensor, expected: torch.Tensor, noise: torch.Tensor | float | None = None
+    actual: torch.Tensor, expected: torch.Tensor, noise: torch.Tensor | float | None = None
 ) -> float:
-    """Return the largest difference of an element, relative to its own size.
+    """Return the largest elementwise error relative to the expected element.
 
-    Where `noise` exceeds `TOLERANCE` of the element it takes the element's place, so that an error
-    of `TOLERANCE` is the limit in both cases. The error is infinite where one side is NaN or
-    infinite and the other is not.
+    Where `noise` exceeds the tolerance of an element, the error is relative to the noise instead,
+    scaled so that `TOLERANCE` is the limit in both cases. The error is infinite where one side is
+    NaN or infinite and the other is not.
     """
     if expected.numel() == 0:
         return 0.0
-    found, expected = found.detach().cpu(), expected.detach().cpu()
+    actual, expected = actual.detach().cpu(), expected.detach().cpu()
     if not (expected.is_floating_point() or expected.is_complex()):
-        return 0.0 if torch.equal(found, expected) else float("inf")
+        return 0.0 if torch.equal(actual, expected) else float("inf")
     wide = torch.complex128 if expected.is_complex() else torch.float64
-    a, b = found.to(wide), expected.to(wide)
-    same = (a == b) | (a.isnan() & b.isnan())  # equal infinities are no difference
+    a, b = actual.to(wide), expected.to(wide)
+    same = (a == b) | (a.isnan() & b.isnan())  # infinities may agree, too
     if bool(same.all()):
         return 0.0
     scale = b.abs()
@@ -150,44 +150,36 @@ def relative_error(
 
 
 def vagueness(expected: torch.Tensor, noise: torch.Tensor | float | None) -> float:
-    """Return how much of its size rounding alone moves a tensor, where that hides errors.
+    """Return the rounding noise relative to a tensor, if it is large enough to hide an error.
 
-    Zero where the comparison is sharp, and where the tensor is nothing but rounding: it then
-    stands for zero, and the noise is tiny beside the terms that cancel.
+    It is zero if the comparison is precise, and if the tensor is zero up to rounding: its noise is
+    then tiny beside the terms that cancel.
     """
     if noise is None or not expected.is_floating_point() or not expected.numel():
         return 0.0
-    size, moved = _sizes(expected, noise)
-    if moved <= VAGUE * size or is_rounding(expected, noise):
-        return 0.0
-    return moved / size
+    size, moved = _magnitudes(expected, noise)
+    is_precise = moved <= MAX_NOISE * size
+    is_zero = size <= ZERO_LEVEL * moved
+    return 0.0 if is_precise or is_zero else moved / size
 
 
 def rounding_elements(expected: torch.Tensor, noise: torch.Tensor | float | None) -> torch.Tensor:
-    """Return which elements of a tensor are zeros with their rounding, and nothing else."""
+    """Return a mask of the elements that are zero up to rounding."""
     size = expected.detach().abs().cpu()
     if noise is None:
         return torch.zeros_like(size, dtype=torch.bool)
-    return size <= ROUNDING * torch.as_tensor(noise).cpu()
+    return size <= ZERO_LEVEL * torch.as_tensor(noise).cpu()
 
 
-def is_rounding(expected: torch.Tensor, noise: torch.Tensor | float | None) -> bool:
-    """Return whether a tensor is a zero with its rounding, and nothing else."""
-    if noise is None or not expected.is_floating_point() or not expected.numel():
-        return False
-    size, moved = _sizes(expected, noise)
-    return size <= ROUNDING * moved
-
-
-def _sizes(expected: torch.Tensor, noise: torch.Tensor | float) -> tuple[float, float]:
-    """Return the largest element of a tensor, and the farthest that rounding moves one."""
+def _magnitudes(expected: torch.Tensor, noise: torch.Tensor | float) -> tuple[float, float]:
+    """Return the largest element of a tensor and its largest noise."""
     size = expected.detach().abs().nan_to_num(0.0, 0.0, 0.0).max().item()
     return float(size), float(torch.as_tensor(noise).max().item())
 
 
 def _listed(label: str, items: Sequence[str]) -> list[str]:
-    lines = [f"  {label}: {item}" for item in items[:SHOWN]]
-    return lines + [f"  {label}: {len(items) - SHOWN} more"] * (len(items) > SHOWN)
+    lines = [f"  {label}: {item}" for item in items[:MAX_LISTED]]
+    return lines + [f"  {label}: {len(items) - MAX_LISTED} more"] * (len(items) > MAX_LISTED)
 
 
 def _plural(word: str, count: int) -> str:
@@ -198,25 +190,25 @@ def _plural(word: str, count: int) -> str:
     return f"{word}es" if word.endswith("s") else f"{word}s"
 
 
-# How far rounding alone moves each number of a training step.
+# ------------------------------------------------------------ rounding noise
 #
-# Ranks add in another order than one device, so that results differ by rounding. Where large terms
-# cancel, the difference is large beside the result: the gradient of a bias before a batch norm is
-# zero but for rounding. The tolerance of every element is therefore measured, not guessed: the
-# captured graph runs a few times more, and every operation of its forward and backward pass has its
-# result changed by about 1e-12 of each element. The largest change that this makes in an element is
-# its noise (Monte Carlo arithmetic).
+# Ranks add in a different order than one device does, so their results differ by rounding. Where
+# large terms cancel, that difference is large relative to the result: the gradient of a bias before
+# a batch norm is zero up to rounding. The tolerance of every element is therefore measured (Monte
+# Carlo arithmetic): the captured graph runs a few more times, with the result of every operation of
+# its forward and backward pass changed by about 1e-12 relative. The largest change of an element
+# over these runs is its noise.
 #
-# Equal values are changed equally, so that ties (of a top-k, of a maximum) stay ties.
+# Equal values change by equal amounts, so that ties (in a top-k or a maximum) remain ties.
 
 
-EPSILON = 2.0**-40  # about 8,000 times the rounding of one operation in float64
-LARGEST = 1e300  # beyond, a change could overflow
-_ODD = -7046029254386353131  # multiplying by it mixes the bits of a number
+EPSILON = 2.0**-40  # about 8,000 times the rounding error of one float64 operation
+LARGEST = 1e300  # larger values could overflow
+_ODD = -7046029254386353131  # multiplication by this constant mixes the bits of a number
 
 
 class Jitter(TorchDispatchMode):
-    """While active, every operation's float64 result is changed by up to `EPSILON`."""
+    """While active, perturb the float64 result of every operation by up to `EPSILON`."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -235,7 +227,7 @@ class Jitter(TorchDispatchMode):
         return result
 
     def change(self, value: Any) -> Any:
-        """Return the values, each changed by an amount that depends on its bits."""
+        """Return the tensor with each element changed by an amount derived from its bits."""
         if not isinstance(value, torch.Tensor) or value.is_sparse:
             return value
         if value.dtype == torch.complex128:
@@ -245,13 +237,13 @@ class Jitter(TorchDispatchMode):
             return value
         bits = (value.contiguous().view(torch.int64) ^ self.seed) * _ODD
         bits = (bits ^ (bits >> 29)) * _ODD
-        part = (bits >> 11).to(torch.float64) * 2.0**-52  # -1 to 1
-        return torch.where(value.abs() < LARGEST, value * (1 + EPSILON * part), value)
+        factor = (bits >> 11).to(torch.float64) * 2.0**-52  # -1 to 1
+        return torch.where(value.abs() < LARGEST, value * (1 + EPSILON * factor), value)
 
 
 @contextlib.contextmanager
 def jittered(jitter: Jitter | None) -> Iterator[None]:
-    """Run operations under `jitter`; attention is then taken apart, so that it is reached too."""
+    """Run operations under `jitter`; attention is decomposed so that it is perturbed, too."""
     if jitter is None:
         yield
         return
@@ -260,7 +252,7 @@ def jittered(jitter: Jitter | None) -> Iterator[None]:
 
 
 def distance(a: Any, b: Any) -> Any:
-    """Return how far two tensors are apart, element by element; None for anything else."""
+    """Return the absolute elementwise difference of two tensors, or None for other values."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return None
     if a.shape != b.shape or not (b.is_floating_point() or b.is_complex()):
@@ -268,8 +260,6 @@ def distance(a: Any, b: Any) -> Any:
     return (a.detach() - b.detach()).abs().nan_to_num(0.0, 0.0, 0.0)
 
 
-def farthest(known: Any, other: Any) -> Any:
-    """Return the larger of two distances, element by element."""
-    if known is None or other is None:
-        return known if other is None else other
-    return torch.maximum(known, other)
+def farthest(a: Any, b: Any) -> Any:
+    """Return the elementwise maximum of two distances, either of which may be None."""
+    return torch.maximum(a, b) if a is not None and b is not None else b if a is None else a

@@ -1,8 +1,7 @@
-"""Where code that was edited by hand first differs from the code that was emitted.
+"""Find where code that was edited by hand first differs from the emitted code.
 
-Enters: the emitted and the edited sources. Leaves: text that names the edited statement. Both run
-with a probe after every assignment of a `forward`; the first assignment whose value differs on
-some rank is named. None when the emitted code itself is not right: then the program is at fault.
+Both versions run with a probe after every assignment in a `forward`. If the emitted code already
+differs from the model, the edit is not to blame and no statement is named.
 """
 
 from __future__ import annotations
@@ -19,20 +18,22 @@ from shardwise.equivalence.certificate import EPSILON, TOLERANCE, Comparison, re
 from shardwise.equivalence.ranks import Subject
 from shardwise.equivalence.trial import Trial
 
+MAX_CHANGES = 4
+
 
 @dataclass(frozen=True, slots=True)
 class _Statements:
-    """What the assignments of the emitted and of the edited code gave, on every rank."""
+    """The assigned values of the emitted and the edited code, on every rank."""
 
     emitted: tuple[rt.Records, ...]
     edited: tuple[rt.Records, ...]
     raised: Exception | None
 
     def differing(self) -> Iterator[tuple[str, int]]:
-        """Assignments that both have and that give other values, in the edited code's order."""
-        for name in dict.fromkeys(name for mine in self.edited for name in mine.values):
-            for rank, (mine, theirs) in enumerate(zip(self.edited, self.emitted, strict=True)):
-                value, expected = mine.values.get(name), theirs.values.get(name)
+        """Yield assignments of both versions whose values differ, in the edited code's order."""
+        for name in dict.fromkeys(name for records in self.edited for name in records.values):
+            for rank, (edited, emitted) in enumerate(zip(self.edited, self.emitted, strict=True)):
+                value, expected = edited.values.get(name), emitted.values.get(name)
                 if value is not None and expected is not None and _differ(value, expected):
                     yield name, rank
                     break
@@ -40,22 +41,30 @@ class _Statements:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """The texts of all rank programs, as they were written and as they are now."""
+    """The texts of all rank programs, as emitted and as edited."""
 
     emitted: Sequence[str]
     edited: Sequence[str]
 
     def __str__(self) -> str:
-        return _changed_lines(self.emitted, self.edited)
+        """Return the first few edited lines."""
+        changes: dict[str, None] = {}
+        for before, after in zip(self.emitted, self.edited, strict=True):
+            rows = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")
+            for row in rows:
+                if row[:1] in "+-" and row[:3] not in ("+++", "---") and row[1:].strip():
+                    changes[f"{'now' if row[0] == '+' else 'was'} `{row[1:].strip()}`"] = None
+        shown = list(changes)[:MAX_CHANGES]
+        return f"edited: {', '.join(shown)}" + (", …" if len(changes) > MAX_CHANGES else "")
 
 
 def _run_both(subject: Subject, edit: Edit, trial: Trial, timeout_s: float) -> _Statements | None:
-    """Run both codes with probes; None where the emitted code does not agree with the model."""
+    """Run both versions with probes; return None if the emitted code differs from the model."""
     reference, inputs = trial.reference, trial.inputs
-    right, wrong = (tuple(rt.Records() for _ in range(subject.num_ranks)) for _ in range(2))
+    emitted, edited = (tuple(rt.Records() for _ in range(subject.num_ranks)) for _ in range(2))
     try:
         texts = [instrument(text) for text in edit.emitted]
-        outcomes = subject.run(texts, reference.state, inputs, timeout_s=timeout_s, records=right)
+        outcomes = subject.run(texts, reference.state, inputs, timeout_s=timeout_s, records=emitted)
     except Exception:
         return None
     loss = outcomes[0].loss.reshape(())
@@ -64,35 +73,35 @@ def _run_both(subject: Subject, edit: Edit, trial: Trial, timeout_s: float) -> _
     raised: Exception | None = None
     try:
         texts = [instrument(text) for text in edit.edited]
-        subject.run(texts, reference.state, inputs, timeout_s=timeout_s, records=wrong)
+        subject.run(texts, reference.state, inputs, timeout_s=timeout_s, records=edited)
     except Exception as error:
         raised = error
-    return _Statements(right, wrong, raised)
+    return _Statements(emitted, edited, raised)
 
 
 def differing_statements(
     subject: Subject, edit: Edit, trial: Trial, timeout_s: float
 ) -> list[Comparison]:
-    """Compare assignments of edited code that agrees in its results.
+    """Compare the assignments of edited code whose results agree.
 
-    A statement with another value may be right, as a part of a larger edit; then the results depend
-    on it and would show an error. One that the results hardly depend on is refused: changing its
-    value on purpose (by a tenth) must change a result.
+    A statement may correctly have another value, as part of a larger edit; the results then depend
+    on it and would show an error. A statement that the results hardly depend on is refused: a
+    change of its value by a tenth must change a result.
     """
     statements = _run_both(subject, edit, trial, timeout_s)
     for name, rank in statements.differing() if statements is not None else ():
         if not _matters(subject, edit, name, trial, timeout_s):
             text = (
-                f"has another value than in the emitted code on rank {rank}, and no result is "
-                f"large enough to show whether that is right; {edit}"
+                f"differs from the emitted code on rank {rank}, and no result depends on it "
+                f"enough to show whether that is correct; {edit}"
             )
             return [Comparison(f"statement of {name}", float("inf"), text, trial.about)]
     return []
 
 
 def _matters(subject: Subject, edit: Edit, name: str, trial: Trial, timeout_s: float) -> bool:
-    """Whether results show a change of one assignment of the emitted code."""
-    from shardwise.equivalence.check import compare_outcome  # which imports this module
+    """Return whether changing one assignment of the emitted code changes a result."""
+    from shardwise.equivalence.check import compare_outcome  # it imports this module
 
     try:
         texts = [instrument(text, change=name) for text in edit.emitted]
@@ -105,19 +114,17 @@ def _matters(subject: Subject, edit: Edit, name: str, trial: Trial, timeout_s: f
 def locate_edit(
     subject: Subject, edit: Edit, trial: Trial, timeout_s: float, failure: Exception | None
 ) -> str | None:
-    """Return the first statement of the edited code that gives another value than the
-    emitted one.
-    """
+    """Describe the first statement of the edited code whose value differs from the emitted code."""
     statements = _run_both(subject, edit, trial, timeout_s)
     if statements is None:
         return None
     changed = str(edit)
     for name, rank in statements.differing():
-        return f"the edited code: {name} has another value on rank {rank}; {changed}"
+        return f"the edited code: {name} differs on rank {rank}; {changed}"
     failure = statements.raised or failure
     if failure is not None:
         return f"the edited code raised {type(failure).__name__}: {failure}; {changed}"
-    return f"the edited code: values agree forward, gradients or state do not; {changed}"
+    return f"the edited code: forward values agree, gradients or state do not; {changed}"
 
 
 def _differ(value: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -125,18 +132,6 @@ def _differ(value: torch.Tensor, expected: torch.Tensor) -> bool:
         return True
     size = expected.abs().nan_to_num(0.0, 0.0, 0.0).max().item() if expected.numel() else 0.0
     return relative_error(value, expected, EPSILON * float(size)) > TOLERANCE
-
-
-def _changed_lines(emitted: Sequence[str], edited: Sequence[str]) -> str:
-    """Return the edited lines, the first few of them."""
-    found: dict[str, None] = {}
-    for before, after in zip(emitted, edited, strict=True):
-        rows = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")
-        for row in rows:
-            if row[:1] in "+-" and row[:3] not in ("+++", "---") and row[1:].strip():
-                found.setdefault(f"{'now' if row[0] == '+' else 'was'} `{row[1:].strip()}`")
-    shown = list(found)[:4]
-    return f"edited: {', '.join(shown)}" + (", …" if len(found) > 4 else "")
 
 
 def instrument(source: str, change: str | None = None) -> str:

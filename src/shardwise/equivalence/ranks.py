@@ -1,12 +1,18 @@
-"""What is checked: a program of one stage, or a pipeline of several, run a thread per rank."""
+"""Run an emitted program, of one stage or a pipeline, for one training step with a thread per rank.
+
+The emitted code runs with the runtime's own gradient reduction and optimizer; only the transport is
+in memory.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,7 +22,7 @@ from shardwise.collectives.messages import MessageProgram
 from shardwise.collectives.messages.check import interpret
 from shardwise.emit import emit, emit_pipeline
 from shardwise.equivalence.reference import LEARNING_RATE
-from shardwise.equivalence.trial import Trial
+from shardwise.equivalence.trial import Tensors, Trial
 from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.program import Pipeline, Program
@@ -25,62 +31,218 @@ from shardwise.runtime.splits import Split, assemble, local_shape
 from shardwise.runtime.transport.threads import Collective, run_threads
 from shardwise.sharding.placements import PARTIAL, REPLICATE, Layout, Partial, Placement, Replicate
 
-# Runs emitted source, a thread per rank, for one training step.
-#
-# What runs is the emitted code with the runtime's own reducer and optimizer; only the transport is
-# in memory.
-
-
 TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one rank has after a training step; full tensors, gathered from all."""
+    """The results of a training step on one rank, as full tensors gathered from all ranks."""
 
     loss: torch.Tensor
     outputs: tuple[Any, ...]
     gradients: Mapping[str, torch.Tensor | None]
-    state_after: Mapping[str, torch.Tensor]
-    borrowed: Mapping[str, torch.Tensor]  # copies of other stages' parameters, after the step
+    state_after: Tensors
+    replicas: Tensors  # local copies of parameters that another stage owns, after the step
 
 
-def run_ranks(
-    program: Program,
-    sources: Sequence[str],
-    state: Mapping[str, torch.Tensor],
-    inputs: Mapping[str, torch.Tensor],
-    *,
-    timeout_s: float = TIMEOUT_S,
-    records: Sequence[rt.Records] | None = None,
-) -> list[Outcome]:
-    """One training step of every rank, in threads; `records` collects what probes see."""
-    modules = [load(source, program.graph.functions) for source in sources]
-    by_rank = {
-        rank: module
-        for module, ranks in zip(modules, program.rank_programs, strict=True)
-        for rank in ranks.ranks
-    }
+@dataclass(frozen=True, slots=True)
+class View:
+    """A rank program and where its values were recorded."""
 
-    def run(rank: int, transport: Any) -> Outcome:
-        mesh = rt.ProcessMesh(dict(program.mesh.axes), rank, transport)
-        if records is None:
-            return _train_once(by_rank[rank], mesh, program, state, inputs)
-        with rt.recording(records[rank]):
-            return _train_once(by_rank[rank], mesh, program, state, inputs)
+    program: Program
+    places: tuple[tuple[int, str], ...]  # (rank, prefix of the names) in the order of its mesh
+    sent: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # value -> receiving stages
+    tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # parameter -> its stages
 
-    collective = along_trees(program.plan)
-    return run_threads(program.mesh.size, run, timeout_s=timeout_s, collective=collective)
+    def values(self, records: Sequence[rt.Records], name: str) -> list[torch.Tensor] | None:
+        """Return the local parts of a value, or None if a rank stopped before computing it."""
+        recorded = [records[rank].values.get(prefix + name) for rank, prefix in self.places]
+        parts = [part for part in recorded if part is not None]
+        return parts if len(parts) == len(recorded) else None
+
+    def gradients(self, records: Sequence[rt.Records], name: str) -> list[torch.Tensor] | None:
+        """Return the gradients of the local parts of a value, with zeros for missing ones."""
+        parts = self.values(records, name)
+        if parts is None:
+            return None
+        recorded = [records[rank].gradients.get(prefix + name) for rank, prefix in self.places]
+        return [
+            torch.zeros_like(part) if gradient is None else gradient
+            for part, gradient in zip(parts, recorded, strict=True)
+        ]
+
+
+Train = Callable[[int, Any, Tensors, Tensors], Outcome]  # of rank, transport, state and inputs
+
+
+class Subject(ABC):
+    """The program under test."""
+
+    graph: Graph
+    computed: Graph  # whose values the programs compute
+    plan: Plan
+    num_ranks: int
+    mesh: str
+    views: tuple[View, ...]
+
+    @abstractmethod
+    def sources(self, *, probe: bool = False) -> list[str]:
+        """Emit the text of every rank program, with a probe after each statement if asked."""
+
+    @abstractmethod
+    def load(self, sources: Sequence[str]) -> Train:
+        """Return the training step of these texts on one rank."""
+
+    def run(
+        self,
+        sources: Sequence[str],
+        state: Tensors,
+        inputs: Tensors,
+        *,
+        timeout_s: float,
+        records: Sequence[rt.Records] | None = None,
+    ) -> list[Outcome]:
+        """Run a training step on all ranks; `records` collects the values that probes see."""
+        train = self.load(sources)
+
+        def run(rank: int, transport: Any) -> Outcome:
+            with contextlib.nullcontext() if records is None else rt.recording(records[rank]):
+                return train(rank, transport, state, inputs)
+
+        collective = along_trees(self.plan)
+        return run_threads(self.num_ranks, run, timeout_s=timeout_s, collective=collective)
+
+
+class OneStage(Subject):
+    """A program whose step is one forward and one backward pass."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.plan = program, program.plan
+        self.graph = self.computed = program.graph
+        self.num_ranks, self.mesh = program.mesh.size, str(program.mesh)
+        self.views = (View(program, tuple((rank, "") for rank in range(self.num_ranks))),)
+
+    def sources(self, *, probe: bool = False) -> list[str]:
+        return [emit(self.program, p.ranks[0], probe=probe) for p in self.program.rank_programs]
+
+    def load(self, sources: Sequence[str]) -> Train:
+        modules = {
+            rank: module
+            for source, program in zip(sources, self.program.rank_programs, strict=True)
+            for module in [load(source, self.graph.functions)]
+            for rank in program.ranks
+        }
+
+        def train(rank: int, transport: Any, state: Tensors, inputs: Tensors) -> Outcome:
+            generated = modules[rank]
+            mesh = rt.ProcessMesh(dict(self.program.mesh.axes), rank, transport)
+            rng = rt.Rng(self.plan.seed, self.plan.rng, mesh)
+            module = build(generated, mesh, rng, "cpu", self.graph)
+            store = rt.ParameterStore(module, mesh, generated.PARAMETERS, generated.BUFFERS)
+            store.load_with(lambda name: state[name])
+            local = [
+                rt.take_local(inputs[name], splits, mesh.coordinates, mesh.axes)
+                for name, splits in generated.INPUTS.items()
+            ]
+            with rt.hooked(store, self.graph.hooks), store.step():
+                with store.forward():
+                    loss, outputs = module(*local, outputs=True)
+                with store.backward(last=True):
+                    loss.backward()
+            return _outcome(store, loss, outputs)
+
+        return train
+
+
+class Stages(Subject):
+    """A pipeline: its stages, micro-batches and schedule."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline, self.plan = pipeline, pipeline.plan
+        self.graph, self.computed = pipeline.graph, pipeline.computed
+        self.num_ranks = self.plan.num_ranks
+        self.mesh = f"{self.plan.mesh}, {self.plan.num_microbatches} times"
+        if self.plan.stages:
+            meshes = dict.fromkeys(str(stage.mesh) for stage in pipeline.stages)
+            self.mesh = (
+                f"{len(pipeline.stages)} stages of {' and '.join(meshes)}, "
+                f"{self.plan.num_microbatches} micro-batches"
+            )
+        count = self.plan.num_microbatches if self.plan.splits_time else 1
+        sent: dict[int, dict[str, tuple[int, ...]]] = {s.index: {} for s in pipeline.stages}
+        for transfer in pipeline.transfers:
+            targets = sent[transfer.source].get(transfer.value, ())
+            sent[transfer.source][transfer.value] = (*targets, transfer.target)
+        self.views = tuple(
+            View(
+                stage.program,
+                tuple((rank, f"{stage.index}.{k}.") for k in range(count) for rank in stage.ranks),
+                sent[stage.index],
+                pipeline.tied,
+            )
+            for stage in pipeline.stages
+        )
+
+    def sources(self, *, probe: bool = False) -> list[str]:
+        return emit_pipeline(self.pipeline, probe=probe).texts
+
+    def load(self, sources: Sequence[str]) -> Train:
+        texts = emit_pipeline(self.pipeline).with_texts(sources)
+        spec = rt.PipelineSpec.of(load(texts.pipeline))
+
+        def train(rank: int, transport: Any, state: Tensors, inputs: Tensors) -> Outcome:
+            mesh = spec.mesh(rank, transport)
+            rng = rt.Rng(self.plan.seed, self.plan.rng, mesh)
+            loaded = LoadedPipeline(texts, self.graph, mesh, rng)
+            store = loaded.make_store()
+            store.load_with(lambda name: state[name])
+            executor = loaded.executor(store)
+            with rt.hooked(store, self.graph.hooks):
+                with store.step():
+                    loss, outputs = executor.train(inputs, outputs=True)
+                executor.tied.sum_gradients()
+            return _outcome(store, loss, outputs or ())
+
+        return train
+
+
+def subject_of(program: Program | Pipeline) -> Subject:
+    """Wrap a program for a check."""
+    return Stages(program) if isinstance(program, Pipeline) else OneStage(program)
+
+
+def _outcome(store: rt.ParameterStore, loss: torch.Tensor, outputs: Sequence[Any]) -> Outcome:
+    """Gather the gradients, run an AdamW step, and gather the state after it."""
+    gradients = rt.share(store.mesh, store.gather_gradients())
+    holder = SimpleNamespace(store=store)
+    rt.optimizer(holder, torch.optim.AdamW, lr=LEARNING_RATE).step()
+    after: dict[str, Any] = dict(store.gather_state_dict())
+    after |= {name: buffer.clone() for name, buffer in store.buffers.items()}
+    shared = rt.share(store.mesh, after)
+    return Outcome(
+        loss=loss.detach(),
+        outputs=tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in outputs),
+        gradients=gradients,
+        state_after={name: tensor for name, tensor in shared.items() if tensor is not None},
+        replicas={
+            entry.spec.name: store.gather_full(entry, store.local_value(entry), piece=False)
+            for entry in store.entries
+            if entry.spec.borrowed
+        },
+    )
 
 
 def along_trees(plan: Plan) -> Collective | None:
-    """Do the collectives for which a plan has trees as these say, whatever the size of the data."""
+    """Return a function that runs collectives along the plan's trees, or None if it has none.
+
+    The trees apply to data of any size here, so that a check exercises them.
+    """
     trees = [replace(choice, min_bytes=0) for choice in plan.collectives if choice.has_trees]
     if not trees:
         return None
     from shardwise.collectives.solver.derive import derive
 
-    known: dict[object, MessageProgram | None] = {}
+    programs: dict[object, MessageProgram | None] = {}
 
     def run(
         operation: str, ranks: tuple[int, ...], inputs: list[torch.Tensor], counts: tuple[int, ...]
@@ -90,9 +252,9 @@ def along_trees(plan: Plan) -> Collective | None:
         if not chosen or not numel or inputs[0].dtype != torch.float64:
             return None
         key = (operation, ranks, numel, counts)
-        if key not in known:
-            known[key] = derive(chosen[0], ranks, numel, inputs[0].element_size(), counts)
-        program = known[key]
+        if key not in programs:
+            programs[key] = derive(chosen[0], ranks, numel, inputs[0].element_size(), counts)
+        program = programs[key]
         if program is None:
             return None
         results = interpret(program, [tensor.numpy() for tensor in inputs])
@@ -101,217 +263,12 @@ def along_trees(plan: Plan) -> Collective | None:
     return run
 
 
-def _train_once(
-    generated: Any,
-    mesh: rt.ProcessMesh,
-    program: Program,
-    state: Mapping[str, torch.Tensor],
-    inputs: Mapping[str, torch.Tensor],
-) -> Outcome:
-    rng = rt.Rng(program.plan.seed, program.plan.rng, mesh)
-    module = build(generated, mesh, rng, "cpu", program.graph)
-    store = rt.ParameterStore(module, mesh, generated.PARAMETERS, generated.BUFFERS)
-    store.load_with(lambda name: state[name])
-    local = [
-        rt.take_local(inputs[name], splits, mesh.coordinates, mesh.axes)
-        for name, splits in generated.INPUTS.items()
-    ]
-    with rt.hooked(store, program.graph.hooks), store.step():
-        with store.forward():
-            loss, outputs = module(*local, outputs=True)
-        with store.backward(last=True):
-            loss.backward()
-    return step_outcome(store, loss, outputs)
-
-
-def step_outcome(store: rt.ParameterStore, loss: torch.Tensor, outputs: Sequence[Any]) -> Outcome:
-    """What is there after backward, and after an AdamW step."""
-    gradients = rt.share(store.mesh, store.gather_gradients())
-    holder = SimpleNamespace(store=store)
-    rt.optimizer(holder, torch.optim.AdamW, lr=LEARNING_RATE).step()
-    after: dict[str, Any] = dict(store.gather_state_dict())
-    after |= {name: buffer.clone() for name, buffer in store.buffers.items()}
-    shared = rt.share(store.mesh, after)
-    after = {name: tensor for name, tensor in shared.items() if tensor is not None}
-    borrowed = {
-        e.spec.name: store.gather_full(e, store.local_value(e), piece=False)
-        for e in store.entries
-        if e.spec.borrowed
-    }
-    return Outcome(
-        loss=loss.detach(),
-        outputs=tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in outputs),
-        gradients=gradients,
-        state_after=after,
-        borrowed=borrowed,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A program, and for every place of its mesh whose records hold its values, and under what."""
-
-    program: Program
-    places: tuple[tuple[int, str], ...]  # (rank, prefix of names)
-    sent: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # value -> stages it goes to
-    tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # parameter -> its stages
-
-    def values(self, records: Sequence[rt.Records], name: str) -> list[torch.Tensor] | None:
-        """Return the parts of a value at all places; None when a rank stopped before."""
-        found = [records[rank].values.get(prefix + name) for rank, prefix in self.places]
-        parts = [part for part in found if part is not None]
-        return parts if len(parts) == len(found) else None
-
-    def gradients(self, records: Sequence[rt.Records], name: str) -> list[torch.Tensor] | None:
-        """Return the gradients of these parts; zero where none came."""
-        parts = self.values(records, name)
-        if parts is None:
-            return None
-        found = [records[rank].gradients.get(prefix + name) for rank, prefix in self.places]
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(parts, found, strict=True)]
-
-
-class Subject(Protocol):
-    """What can be checked."""
-
-    graph: Graph
-    computed: Graph  # whose values the programs compute
-    plan: Plan
-    num_ranks: int
-
-    @property
-    def views(self) -> tuple[View, ...]: ...
-
-    @property
-    def mesh(self) -> str: ...
-
-    def sources(self, *, probe: bool = False) -> list[str]: ...
-
-    def run(
-        self,
-        sources: Sequence[str],
-        state: Mapping[str, torch.Tensor],
-        inputs: Mapping[str, torch.Tensor],
-        *,
-        timeout_s: float,
-        records: Sequence[rt.Records] | None = None,
-    ) -> list[Outcome]: ...
-
-
-class OneStage:
-    """A program whose step is one forward and one backward."""
-
-    def __init__(self, program: Program) -> None:
-        self.program, self.plan = program, program.plan
-        self.graph = self.computed = program.graph
-        self.num_ranks = program.mesh.size
-
-    @property
-    def mesh(self) -> str:
-        return str(self.program.mesh)
-
-    @property
-    def views(self) -> tuple[View, ...]:
-        return (View(self.program, tuple((rank, "") for rank in range(self.num_ranks))),)
-
-    def sources(self, *, probe: bool = False) -> list[str]:
-        return [emit(self.program, p.ranks[0], probe=probe) for p in self.program.rank_programs]
-
-    def run(
-        self,
-        sources: Sequence[str],
-        state: Mapping[str, torch.Tensor],
-        inputs: Mapping[str, torch.Tensor],
-        *,
-        timeout_s: float,
-        records: Sequence[rt.Records] | None = None,
-    ) -> list[Outcome]:
-        return run_ranks(self.program, sources, state, inputs, timeout_s=timeout_s, records=records)
-
-
-class Stages:
-    """A pipeline: its stages, micro-batches and schedule."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline, self.plan = pipeline, pipeline.plan
-        self.graph, self.computed = pipeline.graph, pipeline.computed
-        self.num_ranks = pipeline.plan.num_ranks
-
-    @property
-    def mesh(self) -> str:
-        meshes = dict.fromkeys(str(stage.mesh) for stage in self.pipeline.stages)
-        count = self.plan.num_microbatches
-        return f"{len(self.pipeline.stages)} stages of {' and '.join(meshes)}, " * bool(
-            self.plan.stages
-        ) + (f"{count} micro-batches" if self.plan.stages else f"{self.plan.mesh}, {count} times")
-
-    @property
-    def views(self) -> tuple[View, ...]:
-        views = []
-        for stage in self.pipeline.stages:
-            count = self.plan.num_microbatches if self.plan.splits_time else 1
-            places = [(rank, f"{stage.index}.{k}.") for k in range(count) for rank in stage.ranks]
-            sent: dict[str, tuple[int, ...]] = {}
-            for transfer in self.pipeline.transfers:
-                if transfer.source == stage.index:
-                    sent[transfer.value] = (*sent.get(transfer.value, ()), transfer.target)
-            views.append(View(stage.program, tuple(places), sent, self.pipeline.tied))
-        return tuple(views)
-
-    def sources(self, *, probe: bool = False) -> list[str]:
-        return emit_pipeline(self.pipeline, probe=probe).texts
-
-    def run(
-        self,
-        sources: Sequence[str],
-        state: Mapping[str, torch.Tensor],
-        inputs: Mapping[str, torch.Tensor],
-        *,
-        timeout_s: float,
-        records: Sequence[rt.Records] | None = None,
-    ) -> list[Outcome]:
-        texts = emit_pipeline(self.pipeline).with_texts(sources)
-        spec = rt.PipelineSpec.of(load(texts.pipeline))
-
-        def run(rank: int, transport: Any) -> Outcome:
-            mesh = spec.mesh(rank, transport)
-            rng = rt.Rng(self.plan.seed, self.plan.rng, mesh)
-            loaded = LoadedPipeline(texts, self.graph, mesh, rng)
-            if records is None:
-                return self._train_once(loaded, state, inputs)
-            with rt.recording(records[rank]):
-                return self._train_once(loaded, state, inputs)
-
-        collective = along_trees(self.plan)
-        return run_threads(self.num_ranks, run, timeout_s=timeout_s, collective=collective)
-
-    def _train_once(
-        self,
-        loaded: LoadedPipeline,
-        state: Mapping[str, torch.Tensor],
-        inputs: Mapping[str, torch.Tensor],
-    ) -> Outcome:
-        store = loaded.make_store()
-        store.load_with(lambda name: state[name])
-        executor = loaded.executor(store)
-        with rt.hooked(store, self.graph.hooks):
-            with store.step():
-                loss, outputs = executor.train(inputs, outputs=True)
-            executor.tied.sum_gradients()
-        return step_outcome(store, loss, outputs or ())
-
-
-def subject_of(program: Program | Pipeline) -> Subject:
-    """What `program` is for a check."""
-    return Stages(program) if isinstance(program, Pipeline) else OneStage(program)
-
-
-# A run of a program that records every value and its gradient.
+# ------------------------------------------------------------ runs with probes
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What each rank recorded, and why it stopped early, if it did."""
+    """The values that each rank recorded, and the exception that ended the run, if any."""
 
     records: tuple[rt.Records, ...]
     raised: Exception | None
@@ -330,7 +287,7 @@ def run_probed(subject: Subject, trial: Trial, timeout_s: float) -> Probed:
     return Probed(records, raised)
 
 
-# Whole values from what every rank holds of them.
+# ------------------------------------------------------------ full values from local parts
 
 
 _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -341,11 +298,11 @@ _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 class Unassembled(Exception):
-    """The parts do not make up a value; the message says why."""
+    """The local parts do not form a value; the message says why."""
 
 
 def gradient_layout(layout: Layout) -> Layout:
-    """How the gradient of a value of this layout lies: S as S, P and R as R, R~ as P."""
+    """Return the layout of a value's gradient: S for S, R for P and R, P for R~."""
     return Layout(tuple((axis, _gradient_placement(p)) for axis, p in layout.axes))
 
 
@@ -355,38 +312,37 @@ def _gradient_placement(placement: Placement) -> Placement:
     return placement if not isinstance(placement, Partial | Replicate) else REPLICATE
 
 
-def whole_values(
+def full_values(
     parts: Sequence[torch.Tensor], layout: Layout, shape: tuple[int, ...], mesh: Mesh
 ) -> list[tuple[str, torch.Tensor]]:
-    """Return the value as the first ranks hold it, then every copy of it that has other bits."""
+    """Return the first replica of a value, and every replica whose bits differ from it."""
     sizes = dict(mesh.axes)
     splits = [Split(axis=axis, dim=s.dim, of=s.of) for axis, s in layout.shards]
     partial = {axis: p for axis, p in layout.axes if isinstance(p, Partial)}
-    held: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    terms: dict[tuple[int, ...], list[torch.Tensor]] = {}
     for rank, tensor in enumerate(parts):
         place = mesh.coordinate(rank)
         expected = local_shape(shape, splits, place, sizes)
         if tuple(tensor.shape) != tuple(expected):
             raise Unassembled(
-                f"rank {rank} holds shape {tuple(tensor.shape)}, expected {tuple(expected)}"
+                f"rank {rank} has shape {tuple(tensor.shape)}, expected {tuple(expected)}"
             )
         key = tuple(0 if axis in partial else place[axis] for axis in sizes)
-        held.setdefault(key, []).append(tensor)
+        terms.setdefault(key, []).append(tensor)
     op = next(iter(partial.values())).op if partial else "sum"
-    sums = {key: functools.reduce(_COMBINE[op], tensors) for key, tensors in held.items()}
-    cut = {axis for axis, _ in layout.shards}
-    copies: dict[tuple[int, ...], dict[tuple[int, ...], torch.Tensor]] = {}
-    for key, tensor in sums.items():
-        copy = tuple(0 if axis in cut else i for axis, i in zip(sizes, key, strict=True))
-        kept = tuple(i if axis in cut else 0 for axis, i in zip(sizes, key, strict=True))
-        copies.setdefault(copy, {})[kept] = tensor
-    wholes: list[tuple[str, torch.Tensor]] = []
-    for copy, tensors in copies.items():
-        whole = assemble(tensors, shape, splits, sizes)
-        if not wholes or not _same_bits(whole, wholes[0][1]):
-            differing = [f"{i} of {axis}" for axis, i in zip(sizes, copy, strict=True) if i]
-            wholes.append((f"ranks 0 and {', '.join(differing)}" if differing else "", whole))
-    return wholes
+    sharded = {axis for axis, _ in layout.shards}
+    replicas: dict[tuple[int, ...], dict[tuple[int, ...], torch.Tensor]] = {}
+    for key, tensors in terms.items():
+        replica = tuple(0 if axis in sharded else i for axis, i in zip(sizes, key, strict=True))
+        shard = tuple(i if axis in sharded else 0 for axis, i in zip(sizes, key, strict=True))
+        replicas.setdefault(replica, {})[shard] = functools.reduce(_COMBINE[op], tensors)
+    values: list[tuple[str, torch.Tensor]] = []
+    for replica, shards in replicas.items():
+        value = assemble(shards, shape, splits, sizes)
+        if not values or not _same_bits(value, values[0][1]):
+            differing = [f"{i} of {axis}" for axis, i in zip(sizes, replica, strict=True) if i]
+            values.append((f"ranks 0 and {', '.join(differing)}" if differing else "", value))
+    return values
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -1,4 +1,9 @@
-"""The original model on one device in float64: what every plan is compared with."""
+"""Run the original model on one device in float64, as the reference of every plan.
+
+A model may cast to float32 internally (norms, attention weights, the loss). Where ranks sum in
+another order, such a cast would leave errors of 1e-7 that say nothing about the plan. Both the
+original model and the captured graph therefore run with every narrowing cast widened to float64.
+"""
 
 from __future__ import annotations
 
@@ -37,18 +42,12 @@ from shardwise.sharding.placements import Layout
 from shardwise.sharding.registry import rule_for
 from shardwise.sharding.rule import Call, Local
 
-# Everything in float64: casts to narrower types inside a model are widened for a check.
-#
-# A model may cast to float32 on the way (norms, attention weights, the loss). Where parts are
-# summed in another order such a cast would leave errors of 1e-7 that say nothing about the plan.
-# Both the original and the captured graph are therefore run with every such cast widened.
-
-
+LEARNING_RATE = 1e-3
 WIDE = torch_pairs("exact")
 _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 _COMPLEX_CASTS = {getattr(torch.Tensor, name) for name in ("cfloat", "chalf")}
-# Reading a tensor, or writing into it, needs the tensor itself and not a copy of it.
-_ITSELF = ("__get__", "__set__", "__setitem__", "requires_grad_", "backward", "set_", "copy_")
+# Functions that access the tensor itself and must not get a widened copy.
+_IN_PLACE = ("__get__", "__set__", "__setitem__", "requires_grad_", "backward", "set_", "copy_")
 
 
 def widen(arg: Any) -> Any:
@@ -61,15 +60,15 @@ def widen(arg: Any) -> Any:
 
 
 def widen_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in float64 or complex128, if it is narrower; the same one otherwise."""
+    """Return the tensor in float64 or complex128; wider and integer tensors stay the same."""
     return tensor.to(WIDE[tensor.dtype]) if tensor.dtype in WIDE else tensor
 
 
 class KeepDouble(TorchFunctionMode):
-    """While active, PyTorch calls make and keep float64 where they ask for less.
+    """While active, PyTorch calls use float64 where they request a narrower dtype.
 
-    Tensors from outside of the model (class weights in a closure, a constant) are widened where a
-    call takes them.
+    Tensors from outside the model (class weights in a closure, a constant) are widened when they
+    are passed to a call.
     """
 
     def __torch_function__(
@@ -84,15 +83,15 @@ class KeepDouble(TorchFunctionMode):
         if func is torch.full and "dtype" not in wide and _is_float(args, 1):
             wide["dtype"] = torch.float64
         name = getattr(func, "__name__", "")
-        if not (name in _ITSELF or (name.endswith("_") and not name.endswith("__"))):
+        if not (name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))):
             args, wide = _widen_operands(args), _widen_operands(wide)
         return func(*args, **wide)
 
 
 class TraceDouble(TorchFunctionMode):
-    """While a float64 model is traced: widen the operands of calls that refuse to mix types.
+    """While a float64 model is traced, widen the operands of calls that refuse mixed dtypes.
 
-    Casts to narrower types stay in the graph, which then has every node that the plan may speak of;
+    Narrowing casts remain in the graph, so that it has every node that the plan may name;
     `widen_graph` widens them.
     """
 
@@ -111,7 +110,7 @@ class TraceDouble(TorchFunctionMode):
             return func(*_widen_operands(args), **_widen_operands(kwargs))
 
 
-# Products refuse to mix dtypes on devices, but not on the tensors without data of a trace.
+# Real devices refuse products of mixed dtypes, but the fake tensors of a trace do not.
 _PRODUCT = re.compile(r"linear|(__r?)?matmul(__)?|mm|addmm|bmm|baddbmm|conv(_transpose)?[123]d")
 
 
@@ -132,7 +131,7 @@ def _widen_operands(arg: Any) -> Any:
     if isinstance(arg, torch.Tensor):
         if type(arg) not in (torch.Tensor, torch.nn.Parameter) or arg.requires_grad:
             return widen_tensor(arg)
-        with _disable_current_modes():  # while tracing: a constant, not a computed value
+        with _disable_current_modes():  # a trace should see a constant, not a computed value
             return widen_tensor(arg)
     if type(arg) in (tuple, list):
         return type(arg)(_widen_operands(a) for a in arg)
@@ -141,7 +140,7 @@ def _widen_operands(arg: Any) -> Any:
 
 @contextlib.contextmanager
 def double_by_default() -> Iterator[None]:
-    """Make floating-point tensors float64 where code does not say which type it wants."""
+    """Make float64 the default dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -151,7 +150,7 @@ def double_by_default() -> Iterator[None]:
 
 
 def widen_graph(graph: Graph) -> Graph:
-    """Return the graph with float64 for every narrower floating type."""
+    """Return the graph with float64 for every narrower floating-point dtype."""
     return dataclasses.replace(
         graph,
         nodes=tuple(_widen_node(node) for node in graph.nodes),
@@ -169,23 +168,20 @@ def _is_float(args: tuple[Any, ...], place: int) -> bool:
 def _widen_node(node: Node) -> Node:
     kwargs = {key: widen(value) for key, value in node.kwargs}
     if node.op == "aten.full.default" and kwargs.get("dtype") is None and _is_float(node.args, 1):
-        kwargs["dtype"] = torch.float64  # without a type it would be that of the process
+        kwargs["dtype"] = torch.float64  # the default dtype may differ
     return dataclasses.replace(node, args=widen(node.args), kwargs=tuple(kwargs.items()))
-
-
-LEARNING_RATE = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """One training step of the model: before, after, and what it gave."""
+    """One training step of the model: the state before and after, and the results."""
 
-    state: Mapping[str, torch.Tensor]  # before the step, buffers that are not saved included
+    state: Mapping[str, torch.Tensor]  # before the step, including non-persistent buffers
     loss: torch.Tensor
     outputs: tuple[Any, ...]
     gradients: Mapping[str, torch.Tensor | None]
     state_after: Mapping[str, torch.Tensor]
-    batches: tuple[Mapping[str, torch.Tensor], ...] = ()  # inputs by name, of each micro-batch
+    batches: tuple[Mapping[str, torch.Tensor], ...] = ()  # named inputs of each micro-batch
 
 
 def double(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
@@ -211,9 +207,9 @@ def run_reference(
     *,
     more: Sequence[Any] = (),
 ) -> Reference:
-    """Forward, backward and one AdamW step of a model that may be changed.
+    """Run forward, backward and one AdamW step of a model, which is modified.
 
-    With `more` batches the gradients and losses of all are averaged, as by accumulation.
+    With `more` batches, gradients and losses are averaged over all of them, as by accumulation.
     """
     batches = [batch, *more]
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -225,7 +221,7 @@ def run_reference(
             output = run_objective(model, read_batch(batch), batch, loss_fn)
             loss = find_loss(output, batch, loss_of(loss_fn)) / len(batches)
             if not loss.requires_grad:
-                raise VerifyError("the loss depends on no parameter that is trained")
+                raise VerifyError("the loss does not depend on a trainable parameter")
             loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
         outputs.append([output_leaf(leaf) for leaf in flatten_output(output)[0]])
@@ -253,68 +249,66 @@ def run_reference(
 
 
 def join_outputs(parts: Sequence[Any]) -> Any:
-    """One output of several batches: rows put together, numbers averaged, counts added up."""
+    """Join an output of several batches: concatenate rows, average numbers, add up counts."""
     first = parts[0]
     if not isinstance(first, torch.Tensor):
         return first
     if len(parts) == 1:
         return first.detach()
-    whole = [part.detach() for part in parts]
+    detached = [part.detach() for part in parts]
     if first.dim():
-        return torch.cat(whole)
-    total = torch.stack(whole).sum(0)
-    return total / len(whole) if first.is_floating_point() else total
+        return torch.cat(detached)
+    total = torch.stack(detached).sum(0)
+    return total / len(parts) if first.is_floating_point() else total
 
 
-# The captured graph on one device: the reference of models that draw random numbers.
+# ------------------------------------------------------------ the captured graph
 #
-# Random nodes draw by key from the same source as every rank's program. The run also gives every
-# value and its gradient (`Truth`), which the values of the program are compared with.
-
-
-NOWHERE = Layout(())
+# The captured graph is the reference of models that draw random numbers: its random nodes use the
+# same keyed generator as the program of every rank. Its run also records every value and gradient
+# (`Truth`), with which the values of the program are compared.
 
 
 def draws(graph: Graph) -> bool:
-    """Whether the graph has nodes that draw random numbers."""
+    """Return whether the graph has nodes that draw random numbers."""
     return any(is_random(node) for node in graph.nodes)
 
 
 def keyed_random(graph: Graph, rng: rt.Rng) -> Callable[..., Any]:
-    """For `interpret(random=…)`: runs a random node as one rank would, keyed by its place."""
+    """Return a function for `interpret(random=…)` that runs a random node as a single rank does."""
     keys = node_keys(graph)
 
     def run(node: Node, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = Call.of(node, graph.values)
-        found = rule_for(call)
-        if found is None or found.localize is None:
+        rule = rule_for(call)
+        if rule is None or rule.localize is None:
             return function(*args, **kwargs)
         shapes = [graph.values[name].shape for name in node.outputs]
         local = Local(
             sharded={},
             operands=call.operands,
             results=tuple(shapes),
-            result_layouts=tuple(NOWHERE for _ in shapes),
-            operand_layouts=tuple(NOWHERE for _ in node.inputs),
+            result_layouts=tuple(Layout(()) for _ in shapes),
+            operand_layouts=tuple(Layout(()) for _ in node.inputs),
             coordinate={},
         )
-        written = found.localize(call, local)
-        if not written.fn.startswith("rt."):
+        statement = rule.localize(call, local)
+        if not statement.fn.startswith("rt."):
             return function(*args, **kwargs)
-        given = dict(_pairs(node.args, args)) | dict(
+        tensors = dict(_pairs(node.args, args)) | dict(
             _pairs(tuple(v for _, v in node.kwargs), tuple(kwargs[k] for k, _ in node.kwargs))
         )
-        bound = map_refs((written.args, written.kwargs), lambda ref: given[ref.name])
+        bound = map_refs((statement.args, statement.kwargs), lambda ref: tensors[ref.name])
         options = dict(bound[1])
         if "key" in options:
             options |= {"key": keys[node.name], "rng": rng}
-        return getattr(rt, written.fn.removeprefix("rt."))(*bound[0], **options)
+        return getattr(rt, statement.fn.removeprefix("rt."))(*bound[0], **options)
 
     return run
 
 
 def _pairs(names: Any, values: Any) -> list[tuple[str, torch.Tensor]]:
-    """Value names with the tensors given for them."""
+    """Pair the names of references with the tensors passed for them."""
     if isinstance(names, Ref):
         return [(names.name, values)]
     if isinstance(names, tuple | list):
@@ -324,7 +318,7 @@ def _pairs(names: Any, values: Any) -> list[tuple[str, torch.Tensor]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """The graph's own values in its first micro-batch, and the gradients of the loss by them."""
+    """The graph's values in its first micro-batch, and the gradients of the loss for them."""
 
     values: Mapping[str, torch.Tensor]
     gradients: Mapping[str, torch.Tensor]
@@ -338,7 +332,7 @@ def run_graph_reference(
     *,
     more: Sequence[Any] = (),
 ) -> Reference:
-    """Forward, backward and one AdamW step of the graph itself, on one device."""
+    """Run forward, backward and one AdamW step of the graph on one device."""
     batches = [flatten_batch(batch)[0] for batch in (batch, *more)]
     return run_graph(graph, plan, state, batches)[0]
 
@@ -350,7 +344,7 @@ def run_graph(
     batches: Sequence[Mapping[str, torch.Tensor]],
     jitter: Jitter | None = None,
 ) -> tuple[Reference, Truth]:
-    """One training step of the graph on one device, with every value of the first micro-batch."""
+    """Run a training step of the graph on one device, and record its first micro-batch."""
     if jitter is not None:
         state = {name: jitter.change(tensor.detach()) for name, tensor in state.items()}
         batches = [{n: jitter.change(t.detach()) for n, t in b.items()} for b in batches]
@@ -373,10 +367,10 @@ def run_graph(
             loss = values[graph.loss] / count
             named = {n: v for n, v in values.items() if v.requires_grad and truth is None}
             targets = [*trained.values(), *named.values()]
-            found = torch.autograd.grad(loss, targets, allow_unused=True)
-        for name, gradient in zip(trained, found, strict=False):
-            gradients[name] = _added(gradients[name], _dense(gradient))
-        by_value = zip(named, found[len(trained) :], strict=True)
+            grads = torch.autograd.grad(loss, targets, allow_unused=True)
+        for name, gradient in zip(trained, grads, strict=False):
+            gradients[name] = _sum(gradients[name], _dense(gradient))
+        by_value = zip(named, grads[len(trained) :], strict=True)
         truth = truth or Truth(
             values={n: v.detach() for n, v in values.items()},
             gradients={n: g for n, gradient in by_value if (g := _dense(gradient)) is not None},
@@ -385,9 +379,10 @@ def run_graph(
         outputs.append([values[x.name] if isinstance(x, Ref) else x for x in graph.outputs])
         buffers = {b.name: values[b.mutation or b.value].detach() for b in graph.buffers}
     for hook in graph.hooks:
-        known, held = gradients[hook.parameter], parameters[hook.parameter]
-        if known is not None:
-            gradients[hook.parameter] = hook.function(known.clone(), held.detach())
+        grad = gradients[hook.parameter]
+        if grad is not None:
+            parameter = parameters[hook.parameter].detach()
+            gradients[hook.parameter] = hook.function(grad.clone(), parameter)
     after = {name: p.detach().clone() for name, p in parameters.items()}
     for name in trained:
         after[name].grad = gradients[name]
@@ -410,5 +405,5 @@ def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
-def _added(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
     return b if a is None else a if b is None else a + b

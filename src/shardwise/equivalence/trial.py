@@ -1,4 +1,12 @@
-"""One trial of a check: weights, a batch, the model's step on them, and the noise of each."""
+"""Build the trials of a check: weights, a batch, the model's step on them, and rounding noise.
+
+A layer initialized with zeros, a batch of zeros or numbers that are 1e14 times larger hide the
+paths behind them. The second trial of a check therefore changes both weights and batch. Parameters
+move by a fraction of their magnitude, and are drawn anew if they are zero, tiny or huge.
+Floating-point inputs are mixed and lose their extremes, indices are drawn from the range that they
+index, and masks without a hole get one. Shapes stay the same. If the model does not run on such
+data, or its loss is not finite, less is changed.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +23,14 @@ from shardwise.errors import VerifyError
 from shardwise.ir import Graph
 from shardwise.plans import Plan
 
+Tensors = Mapping[str, torch.Tensor]
+
 JITTERED_RUNS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """How far rounding moves the results of a step, and the graph's values and their gradients."""
+    """The change that rounding causes in the results, values and gradients of a step."""
 
     loss: torch.Tensor
     outputs: tuple[Any, ...]
@@ -32,10 +42,10 @@ class Noise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What the program must compute: `reference` for its results, `truth` for single values."""
+    """What the program must compute: its results (`reference`) and its values (`truth`)."""
 
     about: str
-    inputs: Mapping[str, torch.Tensor]  # of the whole batch
+    inputs: Mapping[str, torch.Tensor]  # of the full batch
     reference: Reference
     truth: Truth
     noise: Noise
@@ -48,7 +58,7 @@ def make_trial(
     inputs: Mapping[str, torch.Tensor],
     about: str,
 ) -> Trial:
-    """Measure the noise around a reference; raise where the reference is not finite."""
+    """Measure the noise of a reference; raise an error if the reference is not finite."""
     require_finite(reference, about)
     state, batches = reference.state, reference.batches
     plain, truth = run_graph(graph, plan, state, batches)
@@ -78,7 +88,7 @@ def make_trial(
 
 
 def _numbers(reference: Reference, truth: Truth) -> Iterator[tuple[tuple[str, Any], Any]]:
-    """Every tensor of a step, with a key."""
+    """Yield every tensor of a step with a key."""
     yield ("loss", ""), reference.loss
     for kind, tensors in (
         ("output", dict(enumerate(reference.outputs))),
@@ -92,10 +102,10 @@ def _numbers(reference: Reference, truth: Truth) -> Iterator[tuple[tuple[str, An
 
 
 def require_finite(reference: Reference, about: str) -> None:
-    """Raise where a comparison would show nothing: beside a NaN every program looks right.
+    """Raise an error if NaNs or infinities would make a comparison meaningless.
 
-    Infinities are allowed where masks hold them (the batch, buffers, outputs) as long as the loss,
-    gradients and parameters are finite; they are compared like other values.
+    Masks may have infinities (the batch, buffers, outputs) as long as the loss, gradients and
+    parameters are finite; they are compared like other values.
     """
     inputs = {f"input {n}": t for batch in reference.batches for n, t in batch.items()}
     before = {f"{_kind(n, reference)} {n}": t for n, t in reference.state.items()}
@@ -128,33 +138,23 @@ def _require(what: str, tensor: Any, about: str, *, finite: bool) -> None:
     at = f" at {list(place)}" if place else ""
     raise VerifyError(
         f"{what} is {number}{at} ({int(wrong.sum())} of {tensor.numel()} elements) in the model "
-        f"itself ({about}): a comparison with it would show nothing",
+        f"itself ({about}): a comparison with it would be meaningless",
         hint="verify with weights and a batch whose loss and gradients are finite",
     )
 
 
-# Weights and a batch with which no path of the model is hidden.
-#
-# Behind a layer that is initialized with zeros nothing can be seen, nor in a batch of zeros, nor
-# beside numbers that are 1e14 times larger. The second trial of a check therefore changes both.
-# Parameters move by a part of their own size, and are drawn where they are zero, tiny or huge. The
-# floating-point numbers of the batch are mixed and freed of extremes, indices are drawn from the
-# range of what they index, masks without a hole get one. Shapes stay as they are.
-#
-# A model may not run on such data, or give no finite loss. Then less is changed.
+# ------------------------------------------------------------ changed weights and batches
 
 
-Tensors = Mapping[str, torch.Tensor]
-
-SMALLEST, LARGEST = 1e-3, 1e2  # sizes of parameters that are kept
-MOVED = 0.25  # of a parameter's size
-EXTREME = 1e6  # of the batch: larger numbers are masks, or hide others
-WIDEST = 10.0  # times the usual size of an input's numbers
-IGNORED = -100
+SMALLEST, LARGEST = 1e-3, 1e2  # magnitudes of parameters that are moved instead of drawn
+MOVED = 0.25  # of a parameter's magnitude
+EXTREME = 1e6  # larger inputs are masks, or hide others
+WIDEST = 10.0  # times the median magnitude of an input
+IGNORED = -100  # the default ignore_index of cross entropy
 
 
 class _Change(NamedTuple):
-    """What is changed beside the parameters."""
+    """What a trial changes besides the parameters."""
 
     about: str
     buffers: bool
@@ -176,21 +176,21 @@ def perturbed(
     given: Trial,
     rerun: Callable[[Tensors, Tensors], Reference] | None = None,
 ) -> Trial | None:
-    """Return a trial with changed weights and batch; None where the model runs on none."""
+    """Return a trial with changed weights and batch, or None if the model runs on none of them."""
     batches = given.reference.batches
     for change in LADDER:
         if rerun is None and len(batches) > 1 and (change.floats or change.integers):
-            continue  # which rows make a micro-batch only the caller knows
+            continue  # only the caller can split a new batch into micro-batches
         state = perturb_state(given.reference.state, given.reference.gradients, change.buffers)
         inputs = perturb_inputs(graph, given.inputs, change.floats, change.integers)
         try:
             if rerun is not None:
                 reference = rerun(state, inputs)
             else:
-                others = [inputs] if len(batches) == 1 else batches
-                reference = run_graph(graph, plan, state, others)[0]
+                changed = [inputs] if len(batches) == 1 else batches
+                reference = run_graph(graph, plan, state, changed)[0]
             return make_trial(graph, plan, reference, inputs, change.about)
-        except Exception:  # of any kind: the model was not made for these numbers
+        except Exception:  # any error: the model was not made for such data
             continue
     return None
 
@@ -198,7 +198,7 @@ def perturbed(
 def perturb_state(
     state: Tensors, parameters: Mapping[str, object], buffers: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the state with other parameters, and with other floating-point buffers if asked."""
+    """Return the state with changed parameters, and changed floating-point buffers if asked."""
     generator = torch.Generator().manual_seed(20)
     changed: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
@@ -218,23 +218,23 @@ def _other_parameter(tensor: torch.Tensor, generator: torch.Generator) -> torch.
         return tensor + MOVED * size * noise
     if tensor.dim() > 1:
         return noise * math.sqrt(tensor.shape[0] / tensor.numel())
-    return noise * 0.2 + 0.5  # of a scale, a gate or a bias
+    return noise * 0.2 + 0.5  # a scale, a gate or a bias
 
 
 def _other_buffer(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Signs and order of size stay: a variance is positive, a mask has its extremes."""
+    """Change a buffer but keep signs and magnitudes, for variances and masks."""
     if tensor.is_complex() or bool((tensor.abs() > EXTREME).any()):
         return tensor
-    part = torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype)
+    factor = torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype)
     if not bool(tensor.any()):
-        return 0.2 * (part - 0.5)
-    return tensor * (0.9 + 0.2 * part)
+        return 0.2 * (factor - 0.5)
+    return tensor * (0.9 + 0.2 * factor)
 
 
 def perturb_inputs(
     graph: Graph, inputs: Tensors, floats: bool, integers: bool
 ) -> dict[str, torch.Tensor]:
-    """Return other numbers of the same shapes and types."""
+    """Return inputs of the same shapes and dtypes with other numbers."""
     # `twin` imports `check`, which imports this module.
     from shardwise.equivalence.twin.scale import ignores_some, index_bounds
 
@@ -258,26 +258,26 @@ def perturb_inputs(
 
 
 def _other_floats(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Mixtures of two elements each, so that the range stays; without what is extreme."""
+    """Mix random pairs of elements, which preserves the range, without extreme elements."""
     usual = tensor[tensor.isfinite() & (tensor.abs() < EXTREME)]
     count = tensor.numel()
-    part = torch.rand(count, generator=generator, dtype=tensor.dtype)
+    weight = torch.rand(count, generator=generator, dtype=tensor.dtype)
     if not len(usual) or bool((usual == usual[0]).all()):
         size = abs(usual[0].item()) if len(usual) else 0.0
-        return (part * (size if SMALLEST < size < LARGEST else 1.0)).reshape(tensor.shape)
+        return (weight * (size if SMALLEST < size < LARGEST else 1.0)).reshape(tensor.shape)
     nonzero = usual[usual != 0].abs()
     limit = WIDEST * nonzero.median().item()
     a, b = (
         usual[torch.randint(len(usual), (count,), generator=generator)].clamp(-limit, limit)
         for _ in range(2)
     )
-    return (part * a + (1 - part) * b).reshape(tensor.shape)
+    return (weight * a + (1 - weight) * b).reshape(tensor.shape)
 
 
 def _other_indices(
     tensor: torch.Tensor, bound: int, ignored: bool, generator: torch.Generator
 ) -> torch.Tensor:
-    """Indices of the whole range; as many as before are negative, if not all are."""
+    """Draw indices from the full range, with as many negative ones as before unless all were."""
     drawn = torch.randint(bound, tensor.shape, generator=generator, dtype=tensor.dtype)
     order = torch.randperm(tensor.numel(), generator=generator)
     before = tensor.reshape(-1)[order].reshape(tensor.shape)
@@ -285,12 +285,13 @@ def _other_indices(
         before = torch.zeros_like(tensor)
     if ignored and not bool((before < 0).any()) and tensor.numel() > 2:
         before = before.clone()
-        before.view(-1)[:: max(3, tensor.numel() // 4)] = IGNORED  # a count that is not the size
+        # A mean over the remaining targets then differs from a mean over all.
+        before.view(-1)[:: max(3, tensor.numel() // 4)] = IGNORED
     return torch.where(before < 0, before, drawn)
 
 
 def _other_integers(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return the same integers in another order; a mask of ones (or all true) gets a hole."""
+    """Return the integers in another order; a mask of ones (or all true) gets a hole."""
     if bool((tensor == 1).all()) and tensor.dim() > 1 and tensor.shape[-1] > 1:
         holed = tensor.clone()
         holed[::2, ..., -max(1, tensor.shape[-1] // 4) :] = 0

@@ -1,4 +1,4 @@
-"""Programs to break: lowered once, with their reference."""
+"""Programs for the mutation tests, each lowered once, with its reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support import zoo
 
 
 class BiasedMLP(nn.Module):
-    """Two linear layers with biases; 7 rows do not divide."""
+    """Two linear layers with biases; its 7 rows do not divide evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,14 +43,14 @@ class Case:
 
 
 def build(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The model, none of whose parameters is zero."""
+    """Build a model whose parameters are all nonzero, and its batch."""
     if name == "biased_mlp":
         torch.manual_seed(0)
         model: nn.Module = BiasedMLP().double()
-        made = torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(1)
         batch = {
-            "x": torch.randn(7, 6, generator=made, dtype=torch.float64),
-            "y": torch.randn(7, 5, generator=made, dtype=torch.float64),
+            "x": torch.randn(7, 6, generator=generator, dtype=torch.float64),
+            "y": torch.randn(7, 5, generator=generator, dtype=torch.float64),
         }
     else:
         model, batch = zoo.build(name)

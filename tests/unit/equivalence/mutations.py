@@ -1,8 +1,8 @@
-"""Ways to break a parallel program, each a fault that has been made before.
+"""Mutations of parallel programs, each modelled on a fault that occurred before.
 
-Program mutations take and give a frozen `Program`; runtime faults patch the runtime while a test
-runs. `why_equivalent` says which mutants compute the same: those must pass the check, all others
-fail it.
+Program mutations map a frozen `Program` to another one; runtime faults patch the runtime during a
+test. A mutant that computes the same gives its reason in `equivalent` and must pass the check; all
+others must fail it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.runtime import parameters as flat
 from shardwise.runtime import store
 from shardwise.sharding.placements import Layout, Shard
 
-# Moves that look alike: the same forward and another backward, or a sum left out.
+# Redistributions that are easily confused: same forward and different backward, or no sum.
 SAME_FORWARD = {
     "rt.reduce": "rt.reduce_fanout",
     "rt.reduce_fanout": "rt.reduce",
@@ -31,7 +31,7 @@ SAME_FORWARD = {
     "rt.take": "rt.shard",
 }
 OTHER_FORWARD = {
-    "rt.reduce_scatter": "rt.shard",  # a partial sum taken for a whole value
+    "rt.reduce_scatter": "rt.shard",  # a partial sum treated as the full value
     "rt.as_partial": "rt.fanout",  # a bias added on every rank
     "rt.pad": "rt.gather",
 }
@@ -45,7 +45,7 @@ class Mutant:
 
 
 def move_mutants(program: Program) -> Iterator[Mutant]:
-    """Every move left out, and every move replaced by one that looks alike."""
+    """Yield the program without each redistribution, and with each replaced by a similar one."""
     for index, step in enumerate(program.rank_programs[0].steps):
         if not step.is_move:
             continue
@@ -60,7 +60,7 @@ def move_mutants(program: Program) -> Iterator[Mutant]:
 
 
 def why_same(program: Program, step: Step) -> str | None:
-    """When a move with the same forward and another backward changes nothing."""
+    """Return why a redistribution with a different backward changes nothing, if so."""
     first = program.rank_programs[0]
     if first.values[step.inputs[0]].value not in first.carries_grad:
         return "no gradient flows through it"
@@ -68,7 +68,7 @@ def why_same(program: Program, step: Step) -> str | None:
 
 
 def why_droppable(program: Program, step: Step) -> str | None:
-    """When leaving a move out changes nothing."""
+    """Return why dropping a redistribution changes nothing, if so."""
     first = program.rank_programs[0]
     value = first.values[step.inputs[0]].value
     if step.fn == "rt.fanout" and value not in first.carries_grad:
@@ -81,7 +81,7 @@ def why_droppable(program: Program, step: Step) -> str | None:
 # ------------------------------------------------ single steps, in all rank programs
 
 
-def each(program: Program, change: Callable[[RankProgram], RankProgram]) -> Program:
+def change_ranks(program: Program, change: Callable[[RankProgram], RankProgram]) -> Program:
     return replace(program, rank_programs=tuple(change(p) for p in program.rank_programs))
 
 
@@ -91,15 +91,15 @@ def change_step(program: Program, index: int, **fields: Any) -> Program:
         steps[index] = replace(steps[index], **fields)
         return replace(ranks, steps=tuple(steps))
 
-    return each(program, change)
+    return change_ranks(program, change)
 
 
 def drop_step(program: Program, index: int) -> Program:
-    """Leave a move out: its uses take what it was given."""
+    """Drop a redistribution: its users read its input."""
 
     def change(ranks: RankProgram) -> RankProgram:
-        gone = ranks.steps[index]
-        old, new = gone.outputs[0], gone.inputs[0]
+        dropped = ranks.steps[index]
+        old, new = dropped.outputs[0], dropped.inputs[0]
 
         def renamed(arg: Any) -> Any:
             return map_refs(arg, lambda ref: Ref(new) if ref.name == old else ref)
@@ -116,7 +116,7 @@ def drop_step(program: Program, index: int) -> Program:
             mutations=tuple((n, new if v == old else v) for n, v in ranks.mutations),
         )
 
-    return each(program, change)
+    return change_ranks(program, change)
 
 
 def find_step(program: Program, fn: str) -> int:
@@ -124,7 +124,7 @@ def find_step(program: Program, fn: str) -> int:
 
 
 def change_keyword(program: Program, fn: str, name: str, change: Callable[[Any], Any]) -> Program:
-    """Another value of a keyword of the first step that calls `fn`: a wrong count, a wrong size."""
+    """Change a keyword argument, such as a count, of the first step that calls `fn`."""
     index = find_step(program, fn)
     step = program.rank_programs[0].steps[index]
     kwargs = tuple((k, change(v) if k == name else v) for k, v in step.kwargs)
@@ -133,54 +133,58 @@ def change_keyword(program: Program, fn: str, name: str, change: Callable[[Any],
 
 
 def wrong_rows(program: Program) -> Program:
-    """A vocabulary shard that begins at the wrong row."""
+    """Let a vocabulary shard begin at the wrong row."""
     index = find_step(program, "rt.embedding_rows")
     args = program.rank_programs[0].steps[index].args
     return change_step(program, index, args=(*args[:3], args[3] + 2))
 
 
 def untied(program: Program, name: str) -> Program:
-    """The gradient of a tied parameter's last use is lost."""
+    """Lose the gradient of a tied parameter's last use."""
     value = next(p.value for p in program.graph.parameters if name in (p.name, *p.aliases))
 
     def change(ranks: RankProgram) -> RankProgram:
         steps = list(ranks.steps)
         last = max(i for i, s in enumerate(steps) if value in s.inputs)
-        cut = f"{value}_cut"
-        args = map_refs(steps[last].args, lambda r: Ref(cut) if r.name == value else r)
+        detached = f"{value}_detached"
+        args = map_refs(steps[last].args, lambda r: Ref(detached) if r.name == value else r)
         detach = replace(
-            steps[last], outputs=(cut,), fn="aten.detach.default", args=(Ref(value),), kwargs=()
+            steps[last],
+            outputs=(detached,),
+            fn="aten.detach.default",
+            args=(Ref(value),),
+            kwargs=(),
         )
         steps[last : last + 1] = [
             replace(detach, needs=(), axes=()),
             replace(steps[last], args=args),
         ]
-        values = {**ranks.values, cut: ranks.values[value]}
+        values = {**ranks.values, detached: ranks.values[value]}
         return replace(ranks, steps=tuple(steps), values=values)
 
-    return each(program, change)
+    return change_ranks(program, change)
 
 
 def stale_buffers(program: Program) -> Program:
-    return each(program, lambda ranks: replace(ranks, mutations=()))
+    return change_ranks(program, lambda ranks: replace(ranks, mutations=()))
 
 
 def change_storage(program: Program, name: str, **fields: Any) -> Program:
     def change(ranks: RankProgram) -> RankProgram:
         assert any(s.name == name for s in ranks.parameters), name
-        found = tuple(replace(s, **fields) if s.name == name else s for s in ranks.parameters)
-        return replace(ranks, parameters=found)
+        storages = tuple(replace(s, **fields) if s.name == name else s for s in ranks.parameters)
+        return replace(ranks, parameters=storages)
 
-    return each(program, change)
+    return change_ranks(program, change)
 
 
 def unsynced(program: Program, name: str) -> Program:
-    """A parameter whose gradient nobody sums."""
+    """Do not sum the gradient of a parameter over ranks."""
     return change_storage(program, name, sync=(), zero=0)
 
 
 def contiguous_shard(program: Program, name: str, axis: str) -> Program:
-    """A fused dim cut into plain ranges instead of by heads: the same sizes, other rows."""
+    """Shard a fused dim into plain ranges instead of by heads: same sizes, different rows."""
     storage = next(s for s in program.rank_programs[0].parameters if s.name == name)
     shard = storage.layout[axis]
     assert isinstance(shard, Shard)
@@ -193,7 +197,7 @@ def contiguous_shard(program: Program, name: str, axis: str) -> Program:
 
 
 def average_gradients(patch: pytest.MonkeyPatch) -> None:
-    """Gradients are averaged over ranks, as if each had a loss of its own."""
+    """Average gradients over ranks, as if each rank had a separate loss."""
     launch = reducer.Reduction.launch
 
     def averaged(self: reducer.Reduction) -> None:
@@ -206,16 +210,16 @@ def average_gradients(patch: pytest.MonkeyPatch) -> None:
 
 
 def skip_last_bucket(patch: pytest.MonkeyPatch) -> None:
-    """The last, partly filled bucket is never reduced."""
+    """Never reduce the last, partly filled bucket."""
     form = reducer.Reducer._form
 
     def formed(self: reducer.Reducer, entries: list[Any]) -> list[reducer.Reduction]:
-        found = form(self, entries)
-        if found:
-            last = found[-1]
+        reductions = form(self, entries)
+        if reductions:
+            last = reductions[-1]
             patch.setattr(last, "launch", lambda: setattr(last, "launched", True), raising=False)
             patch.setattr(last, "finish", lambda: None, raising=False)
-        return found
+        return reductions
 
     patch.setattr(flat, "FIRST_BUCKET_BYTES", 1 << 12)
     patch.setattr(flat, "BUCKET_BYTES", 1 << 12)
@@ -223,14 +227,17 @@ def skip_last_bucket(patch: pytest.MonkeyPatch) -> None:
 
 
 def swap_shards(patch: pytest.MonkeyPatch, name: str, axis: str) -> None:
-    """The ranks of an axis load each other's part of one parameter."""
+    """Let the ranks of an axis load each other's shard of one parameter."""
     load_rows = store.ParameterStore.load_rows
 
     def swapped(self: store.ParameterStore, loaded: str, begin: int, rows: torch.Tensor) -> None:
-        here = self.mesh.coordinates
+        coordinates = self.mesh.coordinates
         if loaded == name:
-            self.mesh.coordinates = {**here, axis: self.mesh.axes[axis] - 1 - here[axis]}
+            self.mesh.coordinates = {
+                **coordinates,
+                axis: self.mesh.axes[axis] - 1 - coordinates[axis],
+            }
         load_rows(self, loaded, begin, rows)
-        self.mesh.coordinates = here
+        self.mesh.coordinates = coordinates
 
     patch.setattr(store.ParameterStore, "load_rows", swapped)

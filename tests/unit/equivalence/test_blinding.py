@@ -1,4 +1,4 @@
-"""No data hide a wrong program from the verifier: each is caught, or nothing is certified."""
+"""No data hides a wrong program from the verifier: it is caught, or nothing is certified."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ sw.register_rule("blinding::center", "b n -> b n")  # wrong: the mean is over b
 
 
 class Centered(nn.Module):
-    """A wrong rule on the way to a loss with two terms."""
+    """An operator with a wrong rule, before a loss with two terms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,8 +61,8 @@ HIDING: dict[str, Callable[[Centered, Batch], Any]] = {
 
 def planned(model: nn.Module, batch: Any, strategy: str = "ddp", **options: Any) -> sw.Plan:
     graph = sw.capture(model, batch, **options)
-    some = {"num_microbatches": 2} if strategy == "pipeline" else {}
-    plan: sw.Plan = getattr(sw.strategies, strategy)(graph, sw.Cluster.local(2), **some)
+    extra = {"num_microbatches": 2} if strategy == "pipeline" else {}
+    plan: sw.Plan = getattr(sw.strategies, strategy)(graph, sw.Cluster.local(2), **extra)
     return plan
 
 
@@ -91,7 +91,7 @@ NOT_FINITE: dict[str, tuple[Callable[[Centered, Batch], Any], str]] = {
 
 
 @pytest.mark.parametrize("place", NOT_FINITE)
-def test_nothing_is_certified_that_is_not_finite(place: str) -> None:
+def test_non_finite_data_is_not_certified(place: str) -> None:
     model, batch = Centered(), {"x": torch.randn(6, 4)}
     change, words = NOT_FINITE[place]
     plan = planned(model, batch)
@@ -112,7 +112,7 @@ def test_a_loss_without_labels_is_refused() -> None:
         sw.verify(model, batch, plan, loss)
 
 
-def test_elements_are_compared_by_their_own_size() -> None:
+def test_elements_are_compared_relative_to_their_magnitude() -> None:
     expected = torch.tensor([1e20, 1.0, 1e-20], dtype=torch.float64)
     assert compare("x", expected * (1 + 1e-12), expected).ok
     for place in range(3):
@@ -149,7 +149,7 @@ def test_a_certificate_names_what_was_not_exercised() -> None:
 
 
 class Critic(nn.Module):
-    """A score whose last bias cancels: its gradient is zero but for rounding."""
+    """A score whose last bias cancels: its gradient is zero up to rounding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,14 +159,14 @@ class Critic(nn.Module):
         return self.net(fake).mean() - self.net(real).mean()
 
 
-def test_a_step_of_rounding_alone_is_no_difference() -> None:
+def test_an_optimizer_step_caused_by_rounding_alone_is_tolerated() -> None:
     model, batch = Critic(), {"real": torch.randn(6, 4), "fake": torch.randn(6, 4)}
     certificate = sw.verify(model, batch, planned(model, batch))
     assert certificate.ok
     assert "not exercised: parameter net.2.bias: its gradient is zero" in str(certificate)
 
 
-# ------------------------------------------------ what is verified
+# ------------------------------------------------ models that can be verified
 
 
 WEIGHT = torch.tensor([1.0, 2.0, 3.0])
@@ -215,7 +215,7 @@ def test_sparse_gradients_are_verified() -> None:
     assert sw.verify(model, batch, planned(model, batch, "tensor")).ok
 
 
-def test_an_error_of_the_model_has_its_line() -> None:
+def test_an_error_of_the_model_names_its_line() -> None:
     class Narrow(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -276,7 +276,7 @@ def test_a_rule_for_an_operator_that_does_not_exist_is_an_error() -> None:
         sw.register_rule("aten::linear.tensor", "b k+, n k+ -> b n")
     from shardwise.sharding import registry
 
-    sw.register_rule("blinding::centre", "b n -> b n")  # may come later
+    sw.register_rule("blinding::centre", "b n -> b n")  # may be defined later
     try:
         model, batch = nn.Linear(4, 3), {"input": torch.randn(4, 4)}
         with pytest.raises(RuleError, match="did you mean 'blinding::center'"):
@@ -310,11 +310,11 @@ def test_collectives_run_along_the_trees_of_the_plan(
     assert sw.verify(model, batch, plan).ok
     from shardwise.equivalence import ranks
 
-    def off_by_one(program: Any, inputs: Any) -> Any:
-        return [None if r is None else r + 1e-3 for r in plain(program, inputs)]
+    def slightly_wrong(program: Any, inputs: Any) -> Any:
+        return [None if r is None else r + 1e-3 for r in interpret(program, inputs)]
 
-    plain = ranks.interpret
-    monkeypatch.setattr(ranks, "interpret", off_by_one)
+    interpret = ranks.interpret
+    monkeypatch.setattr(ranks, "interpret", slightly_wrong)
     assert not sw.verify(model, batch, plan).ok
 
 
@@ -323,11 +323,11 @@ def test_a_small_tree_without_a_half_is_caught(half: str) -> None:
     _, _, plan = solved(3, "ddp")
     (choice,) = plan.collectives
     (forest,) = choice.forests
-    *others, last = forest.trees
-    rest, small = replace(last, weight=last.weight - 0.03), replace(last, weight=0.03)
-    right = replace(forest, trees=(*others, rest, small))
+    *trees, last = forest.trees
+    large, small = replace(last, weight=last.weight - 0.03), replace(last, weight=0.03)
+    right = replace(forest, trees=(*trees, large, small))
     verify_trees(replace(choice, forests=(right,)))
-    wrong = replace(forest, trees=(*others, rest, replace(small, **{half: ()})))
+    wrong = replace(forest, trees=(*trees, large, replace(small, **{half: ()})))
     with pytest.raises(PlanError, match=f"tree 3 of weight 0.03 has no {half} half"):
         verify_trees(replace(choice, forests=(wrong,)))
 
@@ -350,7 +350,7 @@ def test_edited_code_in_a_folder_is_verified(tmp_path: Path, strategy: str) -> N
         sw.verify(model, batch, program=tmp_path)
 
 
-def test_an_edit_that_no_result_could_show_is_refused(tmp_path: Path) -> None:
+def test_an_edit_that_no_result_depends_on_is_refused(tmp_path: Path) -> None:
     class Terms(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -367,7 +367,7 @@ def test_an_edit_that_no_result_could_show_is_refused(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace(".tanh()", ".sin()"))
     certificate = sw.verify(model, batch, program=tmp_path)
     assert not certificate.ok
-    assert "no result is large enough" in str(certificate)
+    assert "no result depends on it" in str(certificate)
 
 
 def test_training_verifies_once_for_each_program(
@@ -391,7 +391,7 @@ def test_training_verifies_once_for_each_program(
         verifying.verify_first(model, batch, plan, folder=tmp_path)
 
 
-def test_training_stops_where_the_plan_is_wrong(tmp_path: Path) -> None:
+def test_training_stops_if_the_plan_is_wrong(tmp_path: Path) -> None:
     model, batch = Centered(), {"x": torch.randn(6, 4)}
     with pytest.raises(VerifyError, match="DIFFERS FROM Centered"):
         verifying.verify_first(model, batch, planned(model, batch), folder=tmp_path)

@@ -1,4 +1,4 @@
-"""The verifier is tested by mutation: every broken program is caught and its place named."""
+"""Mutation tests of the verifier: every broken program is caught and its fault located."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONG = (("fused_gpt", "tensor"), ("fused_gpt", "hybrid"), ("t5", "tensor"))
 ALL = [*QUICK, *(pytest.param(*spec, marks=pytest.mark.slow) for spec in LONG)]
 
 
-def made(name: str, strategy: str) -> Case:
+def make_case(name: str, strategy: str) -> Case:
     return case(name, strategy, dp=2, tp=2) if strategy == "hybrid" else case(name, strategy)
 
 
@@ -30,23 +30,23 @@ def assert_caught(certificate: Certificate, *words: str) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("name", "strategy"), ALL)
-def test_every_move_is_needed(name: str, strategy: str) -> None:
-    found = made(name, strategy)
-    whole = found.check()
-    assert whole.ok, str(whole)
-    mutants = list(m.move_mutants(found.program))
+def test_every_redistribution_is_needed(name: str, strategy: str) -> None:
+    subject = make_case(name, strategy)
+    intact = subject.check()
+    assert intact.ok, str(intact)
+    mutants = list(m.move_mutants(subject.program))
     assert mutants
     survived = [
         mutant.name
         for mutant in mutants
-        if found.check(mutant.program).ok != (mutant.equivalent is not None)
+        if subject.check(mutant.program).ok != (mutant.equivalent is not None)
     ]
     assert survived == []
 
 
 @pytest.mark.parametrize(("name", "strategy"), [*QUICK, *LONG[:2]])
-def test_the_structure_alone_shows_a_missing_move(name: str, strategy: str) -> None:
-    program = made(name, strategy).program
+def test_the_structural_check_finds_a_missing_redistribution(name: str, strategy: str) -> None:
+    program = make_case(name, strategy).program
     program.verify()
     for mutant in m.move_mutants(program):
         if mutant.equivalent is None:
@@ -54,57 +54,59 @@ def test_the_structure_alone_shows_a_missing_move(name: str, strategy: str) -> N
                 mutant.program.verify()
 
 
-def test_a_partial_sum_taken_for_a_whole_value_names_the_node_that_takes_it() -> None:
-    found = case("biased_mlp", "tensor")
-    broken = m.drop_step(found.program, m.find_step(found.program, "rt.reduce"))
-    assert_caught(found.check(broken), "node mse_loss", "cases.py", "tp (parameters): same")
+def test_a_partial_sum_used_as_a_full_value_names_the_node_that_uses_it() -> None:
+    subject = case("biased_mlp", "tensor")
+    broken = m.drop_step(subject.program, m.find_step(subject.program, "rt.reduce"))
+    assert_caught(subject.check(broken), "node mse_loss", "cases.py", "tp (parameters): same")
 
 
 def test_a_bias_added_on_every_rank_names_its_plan_entry() -> None:
-    found = case("biased_mlp", "tensor")
-    broken = m.drop_step(found.program, m.find_step(found.program, "rt.as_partial"))
-    assert_caught(found.check(broken), "node linear_1", 'parameters["down.bias"]', "at down")
+    subject = case("biased_mlp", "tensor")
+    broken = m.drop_step(subject.program, m.find_step(subject.program, "rt.as_partial"))
+    assert_caught(subject.check(broken), "node linear_1", 'parameters["down.bias"]', "at down")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
 def test_averaged_gradients_are_caught(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = case("biased_mlp", strategy)
-    assert found.check().ok
+    subject = case("biased_mlp", strategy)
+    assert subject.check().ok
     m.average_gradients(monkeypatch)
-    assert_caught(found.check(), "the gradient of parameter", "summed over dp")
+    assert_caught(subject.check(), "the gradient of parameter", "summed over dp")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
 def test_a_dropped_last_bucket_is_caught(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = case("mlp", strategy)
-    assert found.check().ok
+    subject = case("mlp", strategy)
+    assert subject.check().ok
     m.skip_last_bucket(monkeypatch)
-    assert_caught(found.check(), "the gradient of parameter")
+    assert_caught(subject.check(), "the gradient of parameter")
 
 
 @pytest.mark.parametrize("name", ["up.weight", "up.bias", "down.weight"])
 def test_swapped_shards_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = case("biased_mlp", "tensor")
+    subject = case("biased_mlp", "tensor")
     m.swap_shards(monkeypatch, name, "tp")
-    assert_caught(found.check(), f'parameters["{name}"]')
+    assert_caught(subject.check(), f'parameters["{name}"]')
 
 
-def test_a_fused_dim_cut_into_ranges_instead_of_heads_is_caught() -> None:
-    found = case("fused_gpt", "tensor")
-    broken = m.contiguous_shard(found.program, "blocks.0.qkv.weight", "tp")
-    assert_caught(found.check(broken), "blocks.0.qkv", 'parameters["blocks.*.qkv.weight"]')
+def test_a_fused_dim_sharded_into_ranges_instead_of_heads_is_caught() -> None:
+    subject = case("fused_gpt", "tensor")
+    broken = m.contiguous_shard(subject.program, "blocks.0.qkv.weight", "tp")
+    assert_caught(subject.check(broken), "blocks.0.qkv", 'parameters["blocks.*.qkv.weight"]')
 
 
 @pytest.mark.parametrize(("name", "strategy"), [("fused_gpt", "ddp"), ("fused_gpt", "tensor")])
 def test_a_tied_gradient_that_is_not_summed_is_caught(name: str, strategy: str) -> None:
-    found = made(name, strategy)
-    broken = m.untied(found.program, "tok.weight")
-    assert_caught(found.check(broken), "the gradient of parameter tok.weight, tied as head.weight")
+    subject = make_case(name, strategy)
+    broken = m.untied(subject.program, "tok.weight")
+    assert_caught(
+        subject.check(broken), "the gradient of parameter tok.weight, tied as head.weight"
+    )
 
 
 def test_a_stale_buffer_is_caught() -> None:
-    found = case("resnet", "ddp")
-    certificate = found.check(m.stale_buffers(found.program))
+    subject = case("resnet", "ddp")
+    certificate = subject.check(m.stale_buffers(subject.program))
     assert_caught(certificate, "buffer blocks", "running_mean", "batch_norm")
 
 
@@ -136,5 +138,5 @@ BROKEN: dict[str, tuple[str, str, Callable[[Program], Program], str]] = {
 @pytest.mark.parametrize("fault", BROKEN)
 def test_wrong_counts_offsets_and_axes_are_caught(fault: str) -> None:
     name, strategy, change, word = BROKEN[fault]
-    found = case(name, strategy)
-    assert_caught(found.check(change(found.program)), word)
+    subject = case(name, strategy)
+    assert_caught(subject.check(change(subject.program)), word)

@@ -1,4 +1,4 @@
-"""Faults of pipelines: each is refused, and the certificate names the place."""
+"""Mutation tests of pipelines: every fault is caught and located."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def case(name: str, **options: Any) -> Case:
 
 
 def assert_caught(certificate: Certificate, *words: str) -> None:
-    """Refused, and the first difference has one of the words."""
+    """Require a failed check whose first difference contains one of the words."""
     assert not certificate.ok
     assert certificate.first_difference, str(certificate)
-    found = [word for word in words if word in certificate.first_difference]
-    assert found, f"none of {words} in: {certificate.first_difference}"
+    has_word = any(word in certificate.first_difference for word in words)
+    assert has_word, f"none of {words} in: {certificate.first_difference}"
 
 
 # ------------------------------------------------ faults of the runtime, while a test runs
@@ -67,17 +67,17 @@ def patched(owner: type, name: str, replacement: Any) -> Iterator[None]:
 
 
 def swapped_inputs(name: str) -> Any:
-    """Micro-batches 0 and 1 take each other's part of an input."""
+    """Let micro-batches 0 and 1 read each other's rows of an input."""
     rows = BatchReader._rows
 
-    def swapped(self: BatchReader, tensor: torch.Tensor, given: str, splits: Any, k: int) -> Any:
-        return rows(self, tensor, given, splits, 1 - k if given == name else k)
+    def swapped(self: BatchReader, tensor: torch.Tensor, key: str, splits: Any, k: int) -> Any:
+        return rows(self, tensor, key, splits, 1 - k if key == name else k)
 
     return patched(BatchReader, "_rows", swapped)
 
 
-def lost_accumulation(part: int, number: int) -> Any:
-    """What one backward of a stage adds to the gradients of parameters is lost."""
+def lost_accumulation(target: int, number: int) -> Any:
+    """Lose the parameter gradients of one backward pass of a stage."""
     backward = ParameterStore.backward
     counts: dict[int, int] = {}
 
@@ -87,20 +87,20 @@ def lost_accumulation(part: int, number: int) -> Any:
             before = [None if e.leaf.grad is None else e.leaf.grad.clone() for e in self.entries]
             yield
             counts[stage] = counts.get(stage, -1) + 1  # a stage is on one rank here
-            if (stage, counts[stage]) == (part, number):
+            if (stage, counts[stage]) == (target, number):
                 for entry, grad in zip(self.entries, before, strict=True):
                     entry.leaf.grad = grad
 
     return patched(ParameterStore, "backward", lost)
 
 
-def sent_otherwise(value: str, change: Callable[[torch.Tensor], torch.Tensor], back: bool) -> Any:
-    """A transfer carries something else of the same shape."""
+def changed_transfer(value: str, change: Callable[[torch.Tensor], torch.Tensor], back: bool) -> Any:
+    """Change the tensors that a transfer sends."""
     send = Exchange.send
 
     def changed(self: Exchange, tensor: torch.Tensor, message: Message) -> None:
-        mine = self.spec.transfers[message[0]].value == value and message[2] == back
-        send(self, change(tensor) if mine else tensor, message)
+        is_target = self.spec.transfers[message[0]].value == value and message[2] == back
+        send(self, change(tensor) if is_target else tensor, message)
 
     return patched(Exchange, "send", changed)
 
@@ -109,7 +109,7 @@ def sent_otherwise(value: str, change: Callable[[torch.Tensor], torch.Tensor], b
 
 
 def without_gradient(pipeline: Pipeline, value: str) -> Pipeline:
-    """No gradient comes back for a value that was sent."""
+    """Send no gradient back for a transferred value."""
     transfers = tuple(
         replace(t, gradient=False) if t.value == value else t for t in pipeline.transfers
     )
@@ -117,7 +117,7 @@ def without_gradient(pipeline: Pipeline, value: str) -> Pipeline:
 
 
 def sending(pipeline: Pipeline, stage: int, value: str, other: str) -> Pipeline:
-    """A stage sends another value in place of one."""
+    """Let a stage send `other` instead of `value`."""
 
     def change(ranks: RankProgram) -> RankProgram:
         names = dict(zip(pipeline.stages[stage].program.graph.sends, ranks.sends, strict=True))
@@ -131,40 +131,42 @@ def sending(pipeline: Pipeline, stage: int, value: str, other: str) -> Pipeline:
     return replace(pipeline, stages=tuple(stages))
 
 
-# ------------------------------------------------ what is caught
+# ------------------------------------------------ tests
 
 
-USERS = {  # of each value that is sent: where the next stage uses it
+USERS = {  # where the next stage uses each transferred value
     ("fused_gpt", "add_2"): "blocks.1.n1",
     ("unet", "silu"): "the model",
     ("unet", "silu_2"): "up",
 }
-EACH = list(USERS)
+TRANSFERS = list(USERS)
 
 
 @pytest.mark.parametrize("name", ["fused_gpt", "unet"])
-def test_the_pipelines_are_equal_and_send_what_is_broken_below(name: str) -> None:
-    found = case(name)
-    assert found.check().ok
-    assert {(name, t.value) for t in found.pipeline.transfers} == {k for k in EACH if k[0] == name}
-    assert all(t.gradient for t in found.pipeline.transfers)
+def test_the_intact_pipelines_pass_and_send_the_expected_values(name: str) -> None:
+    subject = case(name)
+    assert subject.check().ok
+    assert {(name, t.value) for t in subject.pipeline.transfers} == {
+        k for k in TRANSFERS if k[0] == name
+    }
+    assert all(t.gradient for t in subject.pipeline.transfers)
 
 
-@pytest.mark.parametrize(("name", "value"), EACH)
+@pytest.mark.parametrize(("name", "value"), TRANSFERS)
 def test_a_transfer_without_its_gradient_is_caught(name: str, value: str) -> None:
-    found = case(name)
-    certificate = found.check(without_gradient(found.pipeline, value))
+    subject = case(name)
+    certificate = subject.check(without_gradient(subject.pipeline, value))
     assert_caught(certificate, f"the gradient of %{value} ", f"transfer %{value}")
 
 
-@pytest.mark.parametrize(("name", "value"), EACH)
-def test_a_wrong_gradient_that_is_sent_back_is_caught(name: str, value: str) -> None:
-    with sent_otherwise(value, lambda gradient: gradient.flip(0), back=True):
+@pytest.mark.parametrize(("name", "value"), TRANSFERS)
+def test_a_wrong_gradient_of_a_transfer_is_caught(name: str, value: str) -> None:
+    with changed_transfer(value, lambda gradient: gradient.flip(0), back=True):
         certificate = case(name).check()
     assert_caught(certificate, f"the gradient of %{value} ", f"transfer %{value}")
 
 
-OTHERS = [
+REPLACED = [
     ("fused_gpt", "add_2", "add_1"),
     ("fused_gpt", "add_2", "linear_3"),
     ("unet", "silu_2", "silu_1"),
@@ -172,24 +174,26 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "other"), OTHERS)
-def test_another_value_of_the_same_shape_is_caught(name: str, value: str, other: str) -> None:
-    found = case(name)
-    values = found.pipeline.graph.values
+@pytest.mark.parametrize(("name", "value", "other"), REPLACED)
+def test_a_transfer_of_another_value_of_the_same_shape_is_caught(
+    name: str, value: str, other: str
+) -> None:
+    subject = case(name)
+    values = subject.pipeline.graph.values
     assert values[value].shape == values[other].shape
-    certificate = found.check(sending(found.pipeline, 0, value, other))
+    certificate = subject.check(sending(subject.pipeline, 0, value, other))
     assert_caught(certificate, f"at {USERS[name, value]} ", f"%{value}")
 
 
-@pytest.mark.parametrize(("name", "value"), EACH)
+@pytest.mark.parametrize(("name", "value"), TRANSFERS)
 def test_rows_sent_in_another_order_are_caught(name: str, value: str) -> None:
-    with sent_otherwise(value, lambda sent: sent.flip(0), back=False):
+    with changed_transfer(value, lambda rows: rows.flip(0), back=False):
         certificate = case(name).check()
     assert_caught(certificate, f"at {USERS[name, value]} ", f"%{value}")
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "node"),
+    ("name", "source", "node"),
     [
         ("fused_gpt", "input_ids", "node embedding "),
         ("fused_gpt", "labels", "node flatten_1 "),
@@ -197,12 +201,12 @@ def test_rows_sent_in_another_order_are_caught(name: str, value: str) -> None:
         ("unet", "target", "node sub "),
     ],
 )
-def test_swapped_parts_of_an_input_are_caught(name: str, given: str, node: str) -> None:
-    with swapped_inputs(given):
+def test_swapped_rows_of_an_input_are_caught(name: str, source: str, node: str) -> None:
+    with swapped_inputs(source):
         assert_caught(case(name).check(), node)
 
 
-def test_a_tied_gradient_that_stays_where_it_is_found_is_caught() -> None:
+def test_a_tied_gradient_that_is_not_summed_is_caught() -> None:
     with patched(TiedParameters, "sum_gradients", lambda self: None):
         certificate = case("fused_gpt").check()
     assert_caught(certificate, "gradient of parameter tok.weight, tied as head.weight")
@@ -217,17 +221,17 @@ def test_a_tied_gradient_that_stays_where_it_is_found_is_caught() -> None:
         ("unet", "False, count=3072)", "False, count=1536)"),
     ],
 )
-def test_a_mean_over_the_micro_batch_alone_is_caught(name: str, old: str, new: str) -> None:
-    found = case(name)
-    texts = subject_of(found.pipeline).sources()
+def test_a_mean_over_only_the_micro_batch_is_caught(name: str, old: str, new: str) -> None:
+    subject = case(name)
+    texts = subject_of(subject.pipeline).sources()
     edited = [text.replace(old, new) for text in texts]
     assert edited != texts
-    certificate = found.check(sources=edited)
+    certificate = subject.check(sources=edited)
     assert_caught(certificate, new)
     assert "loss" in [c.what for c in certificate.failures]
 
 
-LAST = {  # of each stage: the parameter whose gradient is complete first
+LAST = {  # the parameter of each stage whose gradient is complete first
     ("fused_gpt", 0): "blocks.0.down.weight",
     ("fused_gpt", 1): "tok.weight",
     ("unet", 0): "mid.weight",
@@ -242,18 +246,18 @@ LOST = [(name, stage, microbatch) for name, stage in LAST for microbatch in (0, 
     ("name", "stage", "microbatch"), thinned(LOST, lambda i, _: i % 2 == i // 2 % 2)
 )
 def test_a_lost_accumulation_is_caught(name: str, stage: int, microbatch: int) -> None:
-    found = case(name)
+    subject = case(name)
     with lost_accumulation(stage, microbatch):
-        certificate = found.check()
+        certificate = subject.check()
     assert_caught(certificate, f"gradient of parameter {LAST[name, stage]}")
-    mine = {p.name for p in found.pipeline.stages[stage].program.graph.parameters}
+    parameters = {p.name for p in subject.pipeline.stages[stage].program.graph.parameters}
     wrong = {c.what for c in certificate.failures if c.what.startswith("gradient of ")}
-    assert wrong == {f"gradient of {parameter}" for parameter in mine}
+    assert wrong == {f"gradient of {parameter}" for parameter in parameters}
 
 
 def test_lost_weight_gradients_of_a_split_backward_are_caught() -> None:
-    found = case("fused_gpt", schedule="zero_bubble")
-    assert found.check().ok
+    subject = case("fused_gpt", schedule="zero_bubble")
+    assert subject.check().ok
     with lost_accumulation(0, 3):  # I and W of two micro-batches
-        certificate = found.check()
+        certificate = subject.check()
     assert_caught(certificate, "gradient of parameter blocks.0.down.weight")

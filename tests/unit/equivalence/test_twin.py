@@ -1,4 +1,4 @@
-"""Plans too large for this machine are shown on a scaled twin."""
+"""Plans that are too large for this machine are verified on a scaled twin."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def plan_of(graph: Any, strategy: str) -> sw.Plan:
     return plan
 
 
-def num_kept(graph: sw.Graph, plan: sw.Plan) -> int:
-    """Two layers of each kind; of the first a plan may say something else than of the others."""
+def num_layers(graph: sw.Graph, plan: sw.Plan) -> int:
+    """Count the layers of the twin: two of each kind, as a plan may treat some differently."""
     (kinds,) = block_kinds(graph, 1, block_constraints(plan, graph))[1].values()
     return sum(min(BLOCKS_PER_KIND, n) for n in Counter(kinds.values()).values())
 
@@ -83,7 +83,7 @@ def test_large_models_on_meta_are_certified(name: str, strategy: str) -> None:
     plan = plan_of(graph, strategy)
     certificate = sw.verify(model, batch, plan)
     assert certificate.ok, str(certificate)
-    layers = f"layers -> {num_kept(graph, plan)}"
+    layers = f"layers -> {num_layers(graph, plan)}"
     assert any(layers in line for line in certificate.scaled), certificate.scaled
     assert any("1024 -> " in line or "4096 -> " in line for line in certificate.scaled)
     if strategy == "hybrid":
@@ -108,7 +108,7 @@ def test_a_wrong_plan_is_caught_on_the_twin() -> None:
     ("strategy", "shares", "twin"),
     [("ddp", {"dp": (700, 3, 350, 350)}, "3:1:2"), ("tensor", {"tp": (300, 101)}, "2:1")],
 )
-def test_a_twin_has_unequal_shares_too(strategy: str, shares: Any, twin: str) -> None:
+def test_a_twin_has_unequal_shares(strategy: str, shares: Any, twin: str) -> None:
     model, batch = zoo.build("fused_gpt")
     (weights,) = shares.values()
     cluster = sw.Cluster.local(len(weights))
@@ -118,20 +118,20 @@ def test_a_twin_has_unequal_shares_too(strategy: str, shares: Any, twin: str) ->
     assert any(re.search(f" ranks -> {twin}$", line) for line in certificate.scaled)
 
 
-def test_a_real_model_is_scaled_when_it_needs_more_than_it_may() -> None:
+def test_a_real_model_is_scaled_if_it_exceeds_the_memory_limit() -> None:
     model, batch = zoo.build("fused_gpt")
     plan = sw.strategies.tensor(sw.capture(model, batch), sw.Cluster.local(2))
-    whole = sw.verify(model, batch, plan)
+    full = sw.verify(model, batch, plan)
     scaled = sw.verify(model, batch, plan, max_bytes=2e7)
-    assert whole.ok
-    assert whole.scaled == ()
+    assert full.ok
+    assert full.scaled == ()
     assert scaled.ok, str(scaled)
     assert scaled.scaled
     with pytest.raises(VerifyError, match="smallest twin"):
         sw.verify(model, batch, plan, max_bytes=1e3)
 
 
-def test_more_ranks_than_rows_keep_an_empty_rank() -> None:
+def test_a_twin_of_more_ranks_than_rows_has_an_empty_rank() -> None:
     model, batch = zoo.build("mlp")
     graph = sw.capture(model, batch)
     twin = build_twin(graph, sw.strategies.ddp(graph, sw.Cluster.local(100)))
@@ -140,7 +140,7 @@ def test_more_ranks_than_rows_keep_an_empty_rank() -> None:
     assert sw.verify(model, batch, sw.strategies.ddp(graph, sw.Cluster.local(100))).ok
 
 
-def test_layers_of_one_kind_are_kept_twice() -> None:
+def test_two_layers_of_each_kind_remain() -> None:
     torch.manual_seed(0)
     model = zoo.FusedGPT(layers=5)
     _, batch = zoo.build("fused_gpt")
@@ -153,7 +153,7 @@ def test_layers_of_one_kind_are_kept_twice() -> None:
     assert [n.op for n in fewer.nodes] == [n.op for n in two.nodes]
 
 
-def test_a_layer_that_the_plan_treats_otherwise_is_kept() -> None:
+def test_a_layer_that_the_plan_treats_differently_remains() -> None:
     model, batch = zoo.FusedGPT(layers=6), zoo.build("fused_gpt")[1]
     graph = sw.capture(model, batch)
     replicated = {"blocks.4.up.weight": {"tp": "whole"}}
@@ -161,12 +161,12 @@ def test_a_layer_that_the_plan_treats_otherwise_is_kept() -> None:
     for options in ({"constraints": replicated}, {"recompute": ["blocks.4"]}):
         twin = build_twin(graph, sw.strategies.tensor(graph, cluster, **options))
         assert twin.scaled[0] == "blocks: 6 layers -> 4"
-        kept = {p.name for p in twin.graph.parameters if p.name.endswith("up.weight")}
-        assert kept == {f"blocks.{i}.up.weight" for i in (0, 1, 4, 5)}  # 5 goes on from 4
+        remaining = {p.name for p in twin.graph.parameters if p.name.endswith("up.weight")}
+        assert remaining == {f"blocks.{i}.up.weight" for i in (0, 1, 4, 5)}  # 5 follows 4
 
 
 @pytest.mark.parametrize("size", [50257, 4096, 128256, 97, 1000, 64])
-def test_sizes_divide_over_ranks_as_before(size: int) -> None:
+def test_scaled_sizes_have_the_same_divisibility(size: int) -> None:
     small = small_size(size, 8, ((64, 2), (8, 8), (512, 16)))
     assert 8 < small <= max(size, 8)
     assert (small % 8 == 0) == (size % 8 == 0)

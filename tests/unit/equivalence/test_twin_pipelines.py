@@ -1,4 +1,4 @@
-"""Pipelines too large for this machine are shown on a scaled twin."""
+"""Pipelines that are too large for this machine are verified on a scaled twin."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def test_a_llama_on_512_ranks_is_certified() -> None:
     )
     certificate = sw.verify(model, batch, plan)
     (layers,) = (line for line in certificate.scaled if line.startswith("model.layers: 32 layers"))
-    begun = 7  # by stages; and two of each kind: the first layer may be cut unlike the others
-    assert begun + 2 <= int(layers.split()[-1]) <= begun + 4
+    firsts = 7  # of stages; and two of each kind: the first layer may be sharded differently
+    assert firsts + 2 <= int(layers.split()[-1]) <= firsts + 4
     assert_scaled(
         certificate,
         "mesh axis dp: 8 ranks -> 2",
@@ -167,9 +167,9 @@ def test_broken_pipelines_are_caught_on_the_twin(monkeypatch: pytest.MonkeyPatch
     assert certificate().ok
     with monkeypatch.context() as patch:
         patch.setattr(TiedParameters, "sum_gradients", lambda self: None)
-        found = certificate()
-        assert not found.ok
-        assert "parameter tok.weight, tied as head.weight" in str(found.first_difference)
+        result = certificate()
+        assert not result.ok
+        assert "parameter tok.weight, tied as head.weight" in str(result.first_difference)
     send = Exchange.send
 
     def lose(self: Exchange, tensor: Any, message: Message) -> None:
@@ -178,10 +178,10 @@ def test_broken_pipelines_are_caught_on_the_twin(monkeypatch: pytest.MonkeyPatch
 
     with monkeypatch.context() as patch:
         patch.setattr(Exchange, "send", lose)
-        found = certificate()
-        assert not found.ok
+        result = certificate()
+        assert not result.ok
         value = twin.program.transfers[1].value  # type: ignore[union-attr]
-        assert f"%{value}" in str(found.first_difference)
+        assert f"%{value}" in str(result.first_difference)
 
 
 def test_stages_begin_at_the_same_nodes() -> None:
@@ -196,7 +196,7 @@ def test_stages_begin_at_the_same_nodes() -> None:
     assert [p.ranks for p in twin.plan.stages] == [(0,), (1,), (2,), (3,)]
 
 
-def test_a_listed_schedule_keeps_its_list() -> None:
+def test_a_schedule_given_as_actions_keeps_their_order() -> None:
     model, batch = gpt_on_meta(layers=4)
     graph = gpt_graph(layers=4)
     listed = make("gpipe", num_groups=2, num_microbatches=8)
@@ -211,7 +211,7 @@ def test_a_listed_schedule_keeps_its_list() -> None:
 
 
 @pytest.mark.slow
-def test_stages_of_different_meshes_are_each_made_smaller() -> None:
+def test_stages_of_different_meshes_are_all_scaled() -> None:
     model, batch = gpt_on_meta(layers=4)
     plan = sw.strategies.pipeline(
         gpt_graph(layers=4),
@@ -226,7 +226,7 @@ def test_stages_of_different_meshes_are_each_made_smaller() -> None:
 
 
 @pytest.mark.slow
-def test_many_groups_become_fewer_with_the_same_stages_each() -> None:
+def test_many_groups_become_fewer_with_equally_many_stages_each() -> None:
     model, batch = gpt_on_meta(layers=24)
     graph = sw.capture(model, batch)
     plan = sw.strategies.hybrid(
@@ -240,10 +240,10 @@ def test_many_groups_become_fewer_with_the_same_stages_each() -> None:
     fewer.check(graph)
 
 
-def test_kinds_of_layers_in_turn_stay_in_turn() -> None:
-    """A layer that is kept goes on from the one kept before it, whatever its kind."""
+def test_alternating_kinds_of_layers_still_alternate() -> None:
+    """A remaining layer follows the one before it, whatever its kind."""
 
-    class InTurn(nn.Module):
+    class Alternating(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layers = nn.ModuleList([nn.Linear(6, 6, bias=i % 2 == 0) for i in range(11)])
@@ -253,18 +253,18 @@ def test_kinds_of_layers_in_turn_stay_in_turn() -> None:
                 x = torch.tanh(layer(x))
             return x.sum()
 
-    graph = sw.capture(InTurn(), {"x": torch.zeros(2, 6)})
+    graph = sw.capture(Alternating(), {"x": torch.zeros(2, 6)})
     keep = [n.name for n in graph.nodes if n.module == "layers.7"]
     small, notes = drop_blocks(graph, keep)
     assert notes == ("layers: 11 layers -> 7",)
     small.verify()
-    kept = [n.module for n in small.nodes if n.op.startswith("aten.linear")]
-    assert kept == [f"layers.{i}" for i in (0, 1, 2, 3, 6, 7, 10)]
+    remaining = [n.module for n in small.nodes if n.op.startswith("aten.linear")]
+    assert remaining == [f"layers.{i}" for i in (0, 1, 2, 3, 6, 7, 10)]
 
 
 def test_memory_counts_every_stage() -> None:
     graph = gpt_graph(layers=4)
-    whole = sw.strategies.ddp(graph, sw.Cluster.local(4))
+    replicated = sw.strategies.ddp(graph, sw.Cluster.local(4))
     staged = sw.strategies.pipeline(graph, sw.Cluster.local(4), pp=4, num_microbatches=4)
     one = sw.strategies.ddp(graph, sw.Cluster.local(1))
-    assert needed_bytes(graph, one) < needed_bytes(graph, staged) < needed_bytes(graph, whole)
+    assert needed_bytes(graph, one) < needed_bytes(graph, staged) < needed_bytes(graph, replicated)

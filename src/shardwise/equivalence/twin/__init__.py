@@ -1,4 +1,4 @@
-"""A smaller twin of a graph and its decisions, for plans too large for this machine."""
+"""Check a plan that is too large for this machine on a smaller twin of its graph."""
 
 from shardwise.equivalence.twin.build import (
     Twin,

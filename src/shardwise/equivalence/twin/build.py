@@ -1,15 +1,15 @@
-"""The twin of a plan: fewer layers, smaller sizes, fewer ranks, the same decisions.
+"""Build and check the twin of a plan: fewer layers, smaller sizes and fewer ranks, same decisions.
 
-Where a size cannot
-be changed it stays; the twin says what changed.
+A size that cannot be scaled stays the same. The twin lists what changed.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from math import prod
 
 import torch
 
@@ -19,7 +19,6 @@ from shardwise.equivalence.check import check
 from shardwise.equivalence.reference import Reference, run_graph_reference
 from shardwise.equivalence.twin.scale import (
     Counts,
-    begin_at,
     computed_indices,
     fewer_stages,
     make_batches,
@@ -46,72 +45,69 @@ from shardwise.sharding.candidates import (
 from shardwise.sharding.factors import Facts, analyze
 from shardwise.sharding.placements import Placement, Shard, format_shard, parse_shard
 
-# What a check in one process would need.
+# The memory of a check in one process:
 #
-# 8 x parameters x (16 + ranks x (2 + 4 / (cut x groups)))    and    8 x activations x 12
+# 8 x parameters x (16 + ranks x (2 + 4 / (shards x groups)))    and    8 x activations x 12
 #
-# The reference holds the model, its state before and after, gradients and two moments, the same for
-# other weights, and the noise of each; values and their gradients are kept, with their noise. Every
-# rank holds its part of parameter, gradient and moments, and gathers all gradients and the state
-# after the step. Each of the groups that run stages has about as many parameters. The activations
-# of all ranks and micro-batches together are those of the model, where the plan cuts them.
+# The reference stores the model, its state before and after the step, gradients and two moments,
+# the same for changed weights, the noise of each, and all values and gradients with their noise.
+# Every rank stores its shard of parameters, gradients and moments, and gathers all gradients and
+# the state after the step. Each group of ranks that runs stages has about the same number of
+# parameters. The activations of all ranks and micro-batches together are those of the model.
 
 
-ITEM = 8  # float64
-HELD_BY_REFERENCE = 16
-GATHERED = 2
-HELD_BY_RANK = 4
-ACTIVATIONS = 12
-SHARE = 0.6  # of the memory that is free now
+ITEM_BYTES = 8  # float64
+REFERENCE_COPIES = 16
+GATHERED_COPIES = 2
+RANK_COPIES = 4
+ACTIVATION_COPIES = 12
+FREE_SHARE = 0.6  # of the free memory
+ATTEMPTS = 200
 
 
 def available_bytes() -> float:
-    """How much memory a check may take on this machine."""
-    return SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Return the memory that a check may use on this machine."""
+    return FREE_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def parameter_bytes(count: int, plan: Plan) -> float:
-    """What `count` parameters take, over the reference and all ranks."""
+    """Return the memory of `count` parameters, for the reference and all ranks."""
     meshes = {stage.ranks: stage.mesh for stage in plan.all_stages}
-    held = 0.0
+    copies = float(REFERENCE_COPIES)
     for mesh in meshes.values():
-        cut = len(meshes)
-        for axis, size in mesh.axes:
-            cut *= size if plan.roles[axis] == "parameters" else 1
-        held += mesh.size * (GATHERED + HELD_BY_RANK / cut)
-    return ITEM * count * (HELD_BY_REFERENCE + held)
+        sharded = [size for axis, size in mesh.axes if plan.roles[axis] == "parameters"]
+        copies += mesh.size * (GATHERED_COPIES + RANK_COPIES / (len(meshes) * prod(sharded)))
+    return ITEM_BYTES * count * copies
 
 
 def needed_bytes(graph: Graph, plan: Plan) -> float:
-    """What a check of the plan would take."""
+    """Return the memory of a check of the plan."""
     count = sum(graph.values[p.value].numel for p in graph.parameters)
-    made = sum(graph.values[name].numel for node in graph.nodes for name in node.outputs)
-    return parameter_bytes(count, plan) + ITEM * ACTIVATIONS * made
+    activations = sum(graph.values[name].numel for node in graph.nodes for name in node.outputs)
+    return parameter_bytes(count, plan) + ITEM_BYTES * ACTIVATION_COPIES * activations
 
 
-# A plan's decisions in new sizes.
+# ------------------------------------------------------------ the plan's decisions in new sizes
 
 
 def scale_resolved(
     resolved: Resolved, scaled: Graph, facts: Facts, mesh: Mesh, sizes: Sizes
 ) -> Resolved:
-    """Every choice and every placement of a program of one stage."""
+    """Scale every choice and every placement of a program of one stage."""
     assignments = []
     for old in resolved.assignments:
-        nodes = {
-            name: _choose(resolved.graph, facts, name, candidate, sizes)
-            for name, candidate in old.nodes.items()
-        }
-        parameters = {
-            value: _place(("dim", value), placement, sizes)
-            for value, placement in old.parameters.items()
-        }
         assignments.append(
             Assignment(
                 axis=old.axis,
                 ranks=mesh.axis_size(old.axis),
-                nodes=nodes,
-                parameters=parameters,
+                nodes={
+                    name: _choose(resolved.graph, facts, name, candidate, sizes)
+                    for name, candidate in old.nodes.items()
+                },
+                parameters={
+                    value: _place(value, placement, sizes)
+                    for value, placement in old.parameters.items()
+                },
                 cost=old.cost,
             )
         )
@@ -123,27 +119,21 @@ def scale_resolved(
 def forced_choices(
     graph: Graph, facts: Facts, stages: Sequence[Resolved], sizes: Sizes
 ) -> dict[str, dict[str, str]]:
-    """Return the choices of all stages as a plan's `nodes`; what stages choose differently is left
-    out.
-    """
-    found: dict[tuple[str, str], set[str]] = {}
+    """Return the choices that all stages agree on, as a plan's `nodes`."""
+    choices: dict[tuple[str, str], set[str]] = {}
     for stage in stages:
-        for axis, name, candidate in _choices(stage):
-            if name in facts.rules:  # not one that lowering added
-                chosen = _choose(graph, facts, name, candidate, sizes).choice
-                found.setdefault((name, axis), set()).add(str(chosen))
+        for assignment in stage.assignments:
+            if stage.is_time(assignment.axis):
+                continue
+            for name, candidate in assignment.nodes.items():
+                if name in facts.rules:  # lowering adds nodes without rules
+                    choice = _choose(graph, facts, name, candidate, sizes).choice
+                    choices.setdefault((name, assignment.axis), set()).add(str(choice))
     forced: dict[str, dict[str, str]] = {}
-    for (name, axis), texts in found.items():
+    for (name, axis), texts in choices.items():
         if len(texts) == 1:
             forced.setdefault(name, {})[axis] = texts.pop()
     return forced
-
-
-def _choices(resolved: Resolved) -> Iterator[tuple[str, str, Candidate]]:
-    for assignment in resolved.assignments:
-        if not resolved.is_time(assignment.axis):
-            for name, candidate in assignment.nodes.items():
-                yield assignment.axis, name, candidate
 
 
 def _choose(graph: Graph, facts: Facts, name: str, old: Candidate, sizes: Sizes) -> Candidate:
@@ -153,53 +143,41 @@ def _choose(graph: Graph, facts: Facts, name: str, old: Candidate, sizes: Sizes)
     if not isinstance(choice, ShardAxis):
         return same(rule)
     pattern = sizes.pattern(("axis", name, choice.axis), choice.pattern)
-    found = shard_candidate(rule, choice.axis, pattern) if choice.axis in rule.axes else None
-    if found is None:
+    candidate = shard_candidate(rule, choice.axis, pattern) if choice.axis in rule.axes else None
+    if candidate is None:
         node = next(n for n in graph.nodes if n.name == name)
         raise Unscalable(size_keys(node, graph), f"{name} cannot {choice} in new sizes")
-    return found
+    return candidate
 
 
-def _place(key: Key, placement: Placement, sizes: Sizes) -> Placement:
+def _place(value: str, placement: Placement, sizes: Sizes) -> Placement:
     if not isinstance(placement, Shard):
         return placement
-    return Shard(placement.dim, sizes.pattern((*key, str(placement.dim)), placement.of))
+    return Shard(placement.dim, sizes.pattern(("dim", value, str(placement.dim)), placement.of))
 
 
 def scale_entries(graph: Graph, plan: Plan, sizes: Sizes) -> dict[str, ParameterEntry]:
-    """Return the plan's entries of parameters, as they would be written for the twin."""
+    """Return the plan's parameter entries in the sizes of the twin."""
     entries: dict[str, ParameterEntry] = {}
     by_name = {n: p.value for p in graph.parameters for n in (p.name, *p.aliases)}
     for glob, entry in plan.parameters.items():
-        value = by_name[matching(glob, list(by_name))[0]]
-        layout = {
-            axis: cut
-            if cut == "whole"
-            else _written(
-                _place(("dim", value), parse_shard(cut, graph.values[value].shape), sizes)
-            )
-            for axis, cut in entry.layout.items()
-        }
+        value = next(value for name, value in by_name.items() if fnmatchcase(name, glob))
+        layout = dict(entry.layout)
+        for axis, sharding in entry.layout.items():
+            if sharding != "whole":
+                shard = _place(value, parse_shard(sharding, graph.values[value].shape), sizes)
+                assert isinstance(shard, Shard)
+                layout[axis] = format_shard(shard)
         entries[glob] = ParameterEntry(layout=layout, zero=entry.zero)
     return entries
 
 
-def matching(glob: str, names: list[str]) -> list[str]:
-    """Return the names that a glob of a plan means."""
-    return [name for name in names if fnmatchcase(name, glob)]
-
-
-def _written(placement: Placement) -> str:
-    assert isinstance(placement, Shard)
-    return format_shard(placement)
-
-
-ATTEMPTS = 200
+# ------------------------------------------------------------ building the twin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Twin:
-    """A program in smaller sizes, and what was made smaller."""
+    """A program in smaller sizes, and the list of what was made smaller."""
 
     program: Program | Pipeline
     scaled: tuple[str, ...]
@@ -214,12 +192,13 @@ class Twin:
 
 
 def build_twin(graph: Graph, plan: Plan) -> Twin:
-    """Return the smallest twin that this module knows to make."""
+    """Return a twin that is as small as possible."""
     fewer, stages = fewer_stages(plan)
     small, layers, fewer = _drop_layers(graph, fewer)
     facts = analyze(small)
-    decided: Resolved | Pipeline
-    decided = build_pipeline(small, fewer) if fewer.is_scheduled else resolve(small, fewer, facts)
+    decided: Resolved | Pipeline = (
+        build_pipeline(small, fewer) if fewer.is_scheduled else resolve(small, fewer, facts)
+    )
     counts = Counts.of(small, fewer)
     pins: set[Key] = {*pinned(small, facts.calls, facts.rules), *computed_indices(small)}
     why = ""
@@ -237,41 +216,47 @@ def build_twin(graph: Graph, plan: Plan) -> Twin:
                 break
             pins |= fresh
         else:
-            what = [*layers, *_changes(small, sizes), *stages, *notes]
+            changes = [*layers, *_changes(small, sizes), *stages, *notes]
             if plan.stages and program.plan.num_ranks != plan.num_ranks:
-                what.append(f"ranks: {plan.num_ranks} -> {program.plan.num_ranks}")
-            return Twin(program=program, scaled=tuple(what))
+                changes.append(f"ranks: {plan.num_ranks} -> {program.plan.num_ranks}")
+            return Twin(program=program, scaled=tuple(changes))
     raise VerifyError(
-        f"no smaller twin of {graph.name} could be made: {why}",
+        f"cannot build a smaller twin of {graph.name}: {why}",
         hint="verify a smaller configuration of the model, or give max_bytes",
     )
 
 
 def _drop_layers(graph: Graph, plan: Plan) -> tuple[Graph, tuple[str, ...], Plan]:
-    """Fewer layers, and the plan for what is left: stages begin at the same nodes."""
+    """Drop repeated layers; stages of the plan begin at the same nodes as before."""
     nodes = {place: name for name, place in node_keys(graph).items()}
     firsts = [nodes[stage.first] for stage in plan.stages if stage.first]
     small, notes = drop_blocks(graph, firsts, block_constraints(plan, graph))
     places, order = node_keys(small), [node.name for node in graph.nodes]
 
     def place(first: str) -> str:
-        """Where the node is now, or the first one after it that is left."""
+        """Return the new key of the node, or of the first remaining node after it."""
         later = order[order.index(nodes[first]) :]
         return next(places[name] for name in later if name in places)
 
     names = [n for p in small.parameters for n in (p.name, *p.aliases)]
-    left = plan.with_(
+    stages = [replace(stage, first=stage.first and place(stage.first)) for stage in plan.stages]
+    remaining = plan.with_(
         fingerprint=model_fingerprint(small),
-        parameters={g: e for g, e in plan.parameters.items() if matching(g, names)},
+        parameters={
+            glob: entry
+            for glob, entry in plan.parameters.items()
+            if any(fnmatchcase(name, glob) for name in names)
+        },
         nodes={n: c for n, c in plan.choices(graph).items() if n in places},
+        stages=tuple(stages),
     )
-    return small, notes, begin_at(left, place)
+    return small, notes, remaining
 
 
 def _decide(
     decided: Resolved | Pipeline, scaled: Graph, counts: Counts, sizes: Sizes
 ) -> tuple[Program | Pipeline, tuple[str, ...]]:
-    """Return the program with all decisions in new sizes, and what changed but for sizes."""
+    """Return the program with all decisions in new sizes, and notes on other changes."""
     try:
         facts = analyze(scaled)
     except RuleError as error:
@@ -290,7 +275,7 @@ def _scaled_pipeline(
     sizes: Sizes,
     notes: tuple[str, ...],
 ) -> tuple[Pipeline, tuple[str, ...]]:
-    """Return the pipeline with the choices of every stage's nodes written into the plan."""
+    """Return the pipeline for a plan with the scaled choices of the nodes of all stages."""
     resolved = [stage.resolved for stage in decided.stages]
     plan = plan.with_(
         fingerprint=model_fingerprint(scaled),
@@ -301,17 +286,17 @@ def _scaled_pipeline(
         pipeline = build_pipeline(scaled, plan)
     except PlanError:
         pipeline = build_pipeline(scaled, plan.with_(nodes={}))
-        notes = (*notes, "choices of nodes: made anew in these sizes")
+        notes = (*notes, "choices of nodes: made again for these sizes")
     before = {(t.value, t.source, t.target) for t in decided.transfers}
     after = {(t.value, t.source, t.target) for t in pipeline.transfers}
     names = ", ".join(f"%{value}" for value in sorted({v for v, *_ in before - after}))
     if names:
-        notes = (*notes, f"transfers: {names} computed again where it is used")
+        notes = (*notes, f"transfers: {names} recomputed where used")
     return pipeline, notes
 
 
 def _changes(graph: Graph, sizes: Sizes) -> tuple[str, ...]:
-    """Which sizes changed, in words, each by a dim that has it."""
+    """Describe each changed size by one dim that has it."""
     named: dict[tuple[int, int], str] = {}
     sources: Mapping[str, str] = {
         **{i.value: i.name for i in graph.inputs},
@@ -326,14 +311,12 @@ def _changes(graph: Graph, sizes: Sizes) -> tuple[str, ...]:
     return tuple(named.values())
 
 
-# A plan shown equal on a scaled twin.
-#
-# The reference is the captured graph itself in the twin's sizes, on one device.
+# ------------------------------------------------------------ checking the twin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A twin that is ready to be checked."""
+    """A twin that is ready for a check."""
 
     program: Program | Pipeline
     reference: Reference
@@ -348,7 +331,7 @@ def prepare_twin(
     inputs: Mapping[str, torch.Tensor],
     max_bytes: float = float("inf"),
 ) -> Prepared:
-    """Return the twin's program, data and reference."""
+    """Return the twin's program, data and reference: the captured graph in the twin's sizes."""
     plan.check(graph)
     twin = build_twin(graph, plan)
     small = twin.graph

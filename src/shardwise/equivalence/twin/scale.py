@@ -1,18 +1,20 @@
-"""How many ranks, micro-batches and rows a twin has, and what sizes it gets.
+"""Choose the ranks, micro-batches, sizes, weights and inputs of a twin.
 
-What divides over ranks or micro-batches in the
-original does so in the twin, and what does not, does not.
+Sizes that are divisible by ranks or micro-batches in the original are divisible in the twin, and
+others are not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 import torch
 
 from shardwise.cluster import Mesh
+from shardwise.equivalence.trial import IGNORED
 from shardwise.equivalence.twin.sizes import Key, crop
 from shardwise.ir import Graph, Node
 from shardwise.ir.schema import bind, indexed_dim, op_name
@@ -22,56 +24,54 @@ from shardwise.schedules import Action, default_schedule, make
 from shardwise.sharding.placements import Shard
 from shardwise.shares import Shares, grain
 
-# Fewer stages, ranks and micro-batches, in the same order of work.
-#
-# A listed schedule keeps its list, without the micro-batches that are left out; a schedule by name
-# is made again for the new counts.
+# A schedule that is a list of actions keeps its order, without the actions of dropped
+# micro-batches; a named schedule is generated again for the new counts.
 
 
-KEPT_MICROBATCHES = 4
-MOST_STAGES = 16
+MIN_MICROBATCHES = 4
+MAX_STAGES = 16
 
 
 def fewer_stages(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
-    """Return the plan with about `MOST_STAGES` stages at most: some are part of the one before
-    them.
-    """
+    """Merge stages into the ones before them until about `MAX_STAGES` are left."""
     stages, groups = plan.all_stages, len(plan.groups)
-    each = max(1, len(stages) // groups)
-    most = max(2, MOST_STAGES // each)
-    if groups <= most:
+    stages_per_group = max(1, len(stages) // groups)
+    num_groups = max(2, MAX_STAGES // stages_per_group)
+    if groups <= num_groups:
         return plan, ()
-    count = each * most
-    kept = [stages[index * len(stages) // count] for index in range(count)]
+    count = stages_per_group * num_groups
+    remaining = [stages[index * len(stages) // count] for index in range(count)]
     name = plan.schedule if isinstance(plan.schedule, str) else ""
-    name = name or default_schedule(count, most)
-    made = make(name, num_groups=most, num_microbatches=plan.num_microbatches, num_stages=count)
-    owners = [kept[made.placement.index(group)].mesh for group in range(most)]
-    ranks = _numbered([mesh.size for mesh in owners])
+    name = name or default_schedule(count, num_groups)
+    placement = make(
+        name,
+        num_groups=num_groups,
+        num_microbatches=plan.num_microbatches,
+        num_stages=count,
+    ).placement
+    meshes = [remaining[placement.index(group)].mesh for group in range(num_groups)]
+    ranks = _numbered([mesh.size for mesh in meshes])
     fewer = tuple(
-        Stage(first=stage.first, ranks=ranks[group], mesh=owners[group])
-        for stage, group in zip(kept, made.placement, strict=True)
+        Stage(first=stage.first, ranks=ranks[group], mesh=meshes[group])
+        for stage, group in zip(remaining, placement, strict=True)
     )
-    notes = [f"stages: {len(stages)} -> {count}, on {groups} -> {most} groups of ranks"]
+    notes = [f"stages: {len(stages)} -> {count}, on {groups} -> {num_groups} groups of ranks"]
     if not isinstance(plan.schedule, str):
         notes.append(f"schedule: the list of actions -> {name}")
     return plan.with_(stages=fewer, schedule=name, mesh=fewer[0].mesh), tuple(notes)
 
 
 def few_microbatches(plan: Plan) -> int:
-    """As many micro-batches as still bring every group to forwards and backwards in turn."""
+    """Return a number of micro-batches with which every group alternates forward and backward."""
     groups = len(plan.groups)
-    if plan.num_microbatches <= KEPT_MICROBATCHES:
-        return plan.num_microbatches
-    rounds = len(plan.all_stages) > groups > 1  # stages of one group take turns
     enough = groups + 1
-    if rounds:
+    if len(plan.all_stages) > groups > 1:  # virtual stages take turns
         enough = 2 * groups + (plan.num_microbatches % groups != 0)
-    return min(plan.num_microbatches, max(enough, KEPT_MICROBATCHES))
+    return min(plan.num_microbatches, max(enough, MIN_MICROBATCHES))
 
 
 def on_meshes(plan: Plan, meshes: Mapping[Mesh, Mesh], count: int) -> tuple[Plan, tuple[str, ...]]:
-    """Return the plan on smaller meshes, in `count` micro-batches, and what that changed."""
+    """Return the plan on smaller meshes with `count` micro-batches, and notes on the changes."""
     notes = []
     for old, new in meshes.items():
         for (axis, before), (_, after) in zip(old.axes, new.axes, strict=True):
@@ -99,77 +99,71 @@ def on_meshes(plan: Plan, meshes: Mapping[Mesh, Mesh], count: int) -> tuple[Plan
     return smaller, tuple(dict.fromkeys(notes))
 
 
-def begin_at(plan: Plan, place: Callable[[str], str]) -> Plan:
-    """Return the plan whose stages begin where `place` says."""
-    stages = (
-        Stage(first=stage.first and place(stage.first), ranks=stage.ranks, mesh=stage.mesh)
-        for stage in plan.stages
-    )
-    return plan.with_(stages=tuple(stages))
-
-
 def _numbered(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Ranks in order, for groups of these sizes."""
-    found, start = [], 0
-    for size in sizes:
-        found.append(tuple(range(start, start + size)))
-        start += size
-    return found
+    """Return consecutive ranks for groups of these sizes."""
+    ends = list(accumulate(sizes))
+    return [tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
 
-SMALL = 8  # sizes up to this are kept
-FEW = 2  # rows where there are fewer rows than ranks
-MOST_BATCH_RANKS = 3  # along an axis
-MOST_PARAMETER_RANKS = (8, 4, 2)  # the first of these that is within `MOST_RANKS`
-MOST_RANKS = 32  # of all stages together
+# ------------------------------------------------------------ sizes
 
-Pairs = Sequence[tuple[int, int]]  # what ranks cut exactly, and what that becomes
+
+SMALL = 8  # smaller sizes stay the same
+FEW = 2  # rows if there are fewer rows than ranks
+MAX_BATCH_RANKS = 3  # along an axis
+MAX_PARAMETER_RANKS = (8, 4, 2)  # along an axis: the first that respects `MAX_RANKS`
+MAX_RANKS = 32  # of all stages together
+
+Pairs = Sequence[tuple[int, int]]  # divisors in the original and in the twin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Meshes and micro-batches, and what each of them becomes."""
+    """The meshes, micro-batches and rows of the twin."""
 
-    rows: int
-    few_rows: int | None  # what `rows` becomes where ranks outnumber them
-    meshes: Mapping[Mesh, Mesh]
+    rows: int  # of the original
+    few_rows: int | None  # of the twin, if the original has more ranks than rows
+    meshes: Mapping[Mesh, Mesh]  # from the original to the twin
     num_microbatches: int
     ranks: Pairs
-    shares: Pairs  # over which rows are cut
+    shares: Pairs  # into which rows are split
 
     @staticmethod
     def of(graph: Graph, plan: Plan) -> Counts:
-        """Few of everything."""
-        rows, times = input_rows(graph, plan), few_microbatches(plan)
-        each = max(1, rows // plan.num_microbatches) if plan.splits_time else rows
+        """Choose small counts for the twin of a plan."""
+        rows, count = input_rows(graph, plan), few_microbatches(plan)
+        local_rows = max(1, rows // plan.num_microbatches) if plan.splits_time else rows
         meshes = _small_meshes(plan, rows)
-        time = [(plan.num_microbatches, times)] if plan.splits_time else []
-        alike = [_pairs(a, b) for a, b in meshes.items()]
+        time = [(plan.num_microbatches, count)] if plan.splits_time else []
+        ranks = [_pairs(a, b) for a, b in meshes.items()]
         batch = [_pairs(a, b, plan) for a, b in meshes.items()]
-        most = max((n for mesh in meshes for n in _batch_ranks(mesh, plan)), default=1)
-        few = most > each > 1 + (not time)
+        batch_ranks = [
+            mesh.axis_size(axis)
+            for mesh in meshes
+            for axis in mesh.names
+            if plan.roles[axis] == "batch"
+        ]
+        few = max(batch_ranks, default=1) > local_rows > 1 + (not time)
         return Counts(
             rows=rows,
-            few_rows=min(each, FEW) * (times if time else 1) if few else None,
+            few_rows=min(local_rows, FEW) * (count if time else 1) if few else None,
             meshes=meshes,
-            num_microbatches=times,
-            ranks=_with_products(alike),
-            shares=_with_products([[*time, *p] for p in (batch if plan.is_scheduled else alike)]),
+            num_microbatches=count,
+            ranks=_with_products(ranks),
+            shares=_with_products([[*time, *p] for p in (batch if plan.is_scheduled else ranks)]),
         )
 
     def size(self, size: int, above: int) -> int:
-        """What a size becomes; larger than `above`."""
+        """Return the size in the twin, larger than `above`, of a size of the original."""
         if size != self.rows:
             return small_size(size, above, self.ranks)
         if self.few_rows is not None:
-            return self.few_rows  # the twin's batch axes have one rank more
+            return self.few_rows  # fewer than the ranks of the twin's batch axes
         return small_size(size, above, self.shares)
 
 
 def input_rows(graph: Graph, plan: Plan) -> int:
-    """Return the samples of a batch: the least size of all inputs along the dim that batch axes
-    cut.
-    """
+    """Return the rows of a batch: the smallest size along the dims that batch axes shard."""
     cuts = input_cuts(graph, plan) or {}
     shapes = [(graph.values[i.value].shape, cuts.get(i.value)) for i in graph.inputs]
     sizes = [shape[cut.dim] for shape, cut in shapes if isinstance(cut, Shard)]
@@ -178,27 +172,30 @@ def input_rows(graph: Graph, plan: Plan) -> int:
 
 
 def _small_meshes(plan: Plan, rows: int) -> dict[Mesh, Mesh]:
-    """Fewer ranks; a batch axis over which rows do not divide has 3, for even and odd rows."""
+    """Return a smaller mesh for each mesh of the plan.
+
+    A batch axis that does not divide the rows gets 3 ranks, which can be uneven for any parity.
+    """
     groups = {stage.ranks: stage.mesh for stage in plan.all_stages}
     shares = plan.num_microbatches if plan.splits_time else 1
-    found: dict[Mesh, Mesh] = {}
-    for most in MOST_PARAMETER_RANKS:
+    meshes: dict[Mesh, Mesh] = {}
+    for max_ranks in MAX_PARAMETER_RANKS:
         for mesh in groups.values():
             axes = []
             for axis, ranks in mesh.axes:
-                batch = plan.roles[axis] == "batch"
-                uneven = rows % (grain(ranks) * shares) != 0
-                fewer = (FEW + 1 if uneven else FEW) if batch else most
-                limit = MOST_BATCH_RANKS if batch else most
+                is_batch = plan.roles[axis] == "batch"
+                is_uneven = rows % (grain(ranks) * shares) != 0
+                fewer = (FEW + 1 if is_uneven else FEW) if is_batch else max_ranks
+                limit = MAX_BATCH_RANKS if is_batch else max_ranks
                 axes.append((axis, _few(ranks, fewer if ranks > limit else int(ranks))))
-            found[mesh] = Mesh(axes=tuple(axes))
-        if not plan.stages or sum(found[mesh].size for mesh in groups.values()) <= MOST_RANKS:
+            meshes[mesh] = Mesh(axes=tuple(axes))
+        if not plan.stages or sum(meshes[mesh].size for mesh in groups.values()) <= MAX_RANKS:
             break
-    return found
+    return meshes
 
 
 def _few(ranks: int, count: int) -> int:
-    """`count` of these ranks; of unequal shares the largest and least, as small numbers.
+    """Return `count` ranks; of unequal shares, the extremes and those between, as small numbers.
 
     >>> _few(8, 2), _few(Shares(700, 350, 349), 3), _few(Shares(5, 4, 3, 2, 2), 3)
     (2, Shares(3, 2, 1), Shares(3, 2, 1))
@@ -207,19 +204,15 @@ def _few(ranks: int, count: int) -> int:
         return count
     if grain(ranks) <= SMALL and count == int(ranks):
         return ranks
-    chosen = sorted(range(ranks), key=lambda i: ranks.weights[i])
-    kept = sorted(chosen[i * (ranks - 1) // max(count - 1, 1)] for i in range(count))
-    weights = [ranks.weights[i] for i in kept]
+    by_weight = sorted(range(ranks), key=lambda i: ranks.weights[i])
+    chosen = sorted(by_weight[i * (ranks - 1) // max(count - 1, 1)] for i in range(count))
+    weights = [ranks.weights[i] for i in chosen]
     order = sorted({0, *weights})
     return Shares.of([order.index(weight) for weight in weights])
 
 
-def _batch_ranks(mesh: Mesh, plan: Plan) -> list[int]:
-    return [mesh.axis_size(axis) for axis in mesh.names if plan.roles[axis] == "batch"]
-
-
 def _pairs(mesh: Mesh, smaller: Mesh, plan: Plan | None = None) -> list[tuple[int, int]]:
-    """Return the axes before and after; of a plan those which cut the batch."""
+    """Return the axis sizes before and after, only of the batch axes if a plan is given."""
     return [
         (grain(old), grain(new))
         for (axis, old), (_, new) in zip(mesh.axes, smaller.axes, strict=True)
@@ -228,38 +221,33 @@ def _pairs(mesh: Mesh, smaller: Mesh, plan: Plan | None = None) -> list[tuple[in
 
 
 def _with_products(several: Iterable[Pairs]) -> Pairs:
-    """Return the pairs of every mesh, and of all ranks of each."""
-    found: dict[tuple[int, int], None] = {}
+    """Return the pairs of every mesh and their products."""
+    divisors: dict[tuple[int, int], None] = {}
     for pairs in several:
-        cut = [(old, new) for old, new in pairs if old > 1]
-        found |= dict.fromkeys([*cut, (prod(a for a, _ in cut), prod(b for _, b in cut))])
-    return tuple(found)
+        split = [(old, new) for old, new in pairs if old > 1]
+        divisors |= dict.fromkeys([*split, (prod(a for a, _ in split), prod(b for _, b in split))])
+    return tuple(divisors)
 
 
 def small_size(size: int, above: int, pairs: Pairs) -> int:
-    """Return the least size that divides over the new ranks as the old one does over the
-    old ones.
-    """
+    """Return the smallest size that the new ranks divide exactly if the old ones divide `size`."""
     if size <= SMALL:
         return size
-    least = max([above + 1, SMALL, *(new for old, new in pairs if size >= old)])
-    most = max((new for _, new in pairs), default=1)
-    for wanted in (pairs, [p for p in pairs if p[0] == p[1]], []):
-        for n in range(least, least + 4 * most):
-            alike = all((size % old == 0) == (n % new == 0) for old, new in wanted)
-            if alike and n % 2 == size % 2:
+    minimum = max([above + 1, SMALL, *(new for old, new in pairs if size >= old)])
+    stop = minimum + 4 * max((new for _, new in pairs), default=1)
+    for required in (pairs, [p for p in pairs if p[0] == p[1]], []):
+        for n in range(minimum, stop):
+            is_equal = all((size % old == 0) == (n % new == 0) for old, new in required)
+            if is_equal and n % 2 == size % 2:
                 return n
     return size
 
 
-# Weights and inputs for a twin: cut from real ones, or drawn.
-
-
-IGNORED = -100
+# ------------------------------------------------------------ weights and inputs
 
 
 def make_state(graph: Graph, real: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Parameters are drawn: small, none of them zero. Buffers are cut from real ones."""
+    """Draw small nonzero parameters; crop buffers from real ones if there are any."""
     generator = torch.Generator().manual_seed(0)
     state: dict[str, torch.Tensor] = {}
     for parameter in graph.parameters:
@@ -269,9 +257,9 @@ def make_state(graph: Graph, real: Mapping[str, torch.Tensor]) -> dict[str, torc
         state[parameter.name] = drawn / kind.shape[-1] ** 0.5 if wide else 1 + drawn / 10
     for buffer in graph.buffers:
         kind = graph.values[buffer.value]
-        given = real.get(buffer.name)
-        if given is not None and not given.is_meta:
-            state[buffer.name] = crop(given.detach().cpu(), kind.shape).to(kind.dtype)
+        tensor = real.get(buffer.name)
+        if tensor is not None and not tensor.is_meta:
+            state[buffer.name] = crop(tensor.detach().cpu(), kind.shape).to(kind.dtype)
         else:
             state[buffer.name] = _drawn_buffer(kind.shape, kind.dtype, generator)
     return state
@@ -283,11 +271,8 @@ def _drawn_buffer(
     if dtype.is_floating_point:
         return torch.rand(shape, generator=generator, dtype=torch.float64).add(0.5).to(dtype)
     if dtype == torch.bool:
-        return (
-            torch.ones(shape, dtype=dtype).tril()
-            if len(shape) > 1
-            else torch.ones(shape, dtype=dtype)
-        )
+        mask = torch.ones(shape, dtype=dtype)
+        return mask.tril() if len(shape) > 1 else mask
     rows = torch.arange(shape[-1]) if shape else torch.tensor(0)
     return rows.expand(shape).clone().to(dtype)
 
@@ -295,7 +280,7 @@ def _drawn_buffer(
 def make_batches(
     graph: Graph, plan: Plan, real: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
-    """Inputs of a batch whose micro-batches are batches of their own, and those of each."""
+    """Return the inputs of all micro-batches together and of each, if they are separate batches."""
     cuts = input_cuts(graph, plan) or {}
     dims = {i.name: cuts[i.value].dim for i in graph.inputs if isinstance(cuts.get(i.value), Shard)}  # type: ignore[union-attr]
     batches = []
@@ -305,24 +290,24 @@ def make_batches(
             rows = real[name].shape[dim] // plan.num_microbatches
             parts[name] = real[name].narrow(dim, k * rows, rows)
         batches.append(make_inputs(graph, parts, seed=1 + k))
-    whole = {
-        name: torch.cat([b[name] for b in batches], dims[name]) if name in dims else given
-        for name, given in batches[0].items()
+    full = {
+        name: torch.cat([b[name] for b in batches], dims[name]) if name in dims else tensor
+        for name, tensor in batches[0].items()
     }
-    return whole, [{n: b[n] if n in dims else whole[n] for n in b} for b in batches]
+    return full, [{n: b[n] if n in dims else full[n] for n in b} for b in batches]
 
 
 def make_inputs(
     graph: Graph, real: Mapping[str, torch.Tensor], seed: int = 1
 ) -> dict[str, torch.Tensor]:
-    """Inputs of the twin's shapes; integers are kept inside what they index."""
+    """Return inputs in the shapes of the twin, with indices in range."""
     generator = torch.Generator().manual_seed(seed)
-    found: dict[str, torch.Tensor] = {}
+    made: dict[str, torch.Tensor] = {}
     for source in graph.inputs:
-        kind, given = graph.values[source.value], real[source.name]
+        kind, tensor = graph.values[source.value], real[source.name]
         bounds = list(index_bounds(graph, source.value))
-        if not given.is_meta:
-            data = crop(given.detach().cpu(), kind.shape).to(kind.dtype)
+        if not tensor.is_meta:
+            data = crop(tensor.detach().cpu(), kind.shape).to(kind.dtype)
             if bounds and not kind.dtype.is_floating_point:
                 data = torch.where(data >= 0, data % min(bounds), data)
         elif kind.dtype.is_floating_point:
@@ -330,34 +315,34 @@ def make_inputs(
         elif bounds and kind.dtype != torch.bool:
             data = torch.randint(min(bounds), kind.shape, generator=generator, dtype=kind.dtype)
             if ignores_some(graph, source.value) and data.dim() > 1:
-                for row in range(1, data.shape[0]):  # a ragged mean
+                for row in range(1, data.shape[0]):  # rows with different numbers of targets
                     data[row, : min(row, data.shape[1] - 1)] = IGNORED
         else:
             data = torch.ones(kind.shape, dtype=kind.dtype)
-        found[source.name] = data
-    return found
+        made[source.name] = data
+    return made
 
 
-def _followed(graph: Graph, value: str) -> Iterator[tuple[Node, str]]:
-    """Nodes that use an integer value, or what shape operators make of it."""
+def _uses(graph: Graph, value: str) -> Iterator[tuple[Node, str]]:
+    """Yield the nodes that use an integer value, or values of its dtype derived from it."""
     names = {value}
     for node in graph.nodes:
         for name in dict.fromkeys(node.inputs):
             if name not in names:
                 continue
             yield node, name
-            kept = [o for o in node.outputs if graph.values[o].dtype == graph.values[value].dtype]
-            names |= set(kept)
+            dtype = graph.values[value].dtype
+            names |= {output for output in node.outputs if graph.values[output].dtype == dtype}
 
 
 def index_bounds(graph: Graph, value: str) -> Iterator[int]:
-    """Sizes of what a value indexes."""
+    """Yield the sizes of the dims that a value indexes."""
     if graph.values[value].dtype.is_floating_point:
         return
-    for node, name in _followed(graph, value):
-        op, found = op_name(node), indexed_dim(node, name)
-        if found is not None:
-            table, dim = found
+    for node, name in _uses(graph, value):
+        op, indexed = op_name(node), indexed_dim(node, name)
+        if indexed is not None:
+            table, dim = indexed
             yield graph.values[table].shape[dim]
         elif op in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"):
             scores = graph.values[bind(node)["self"].name].shape
@@ -367,17 +352,14 @@ def index_bounds(graph: Graph, value: str) -> Iterator[int]:
 
 
 def ignores_some(graph: Graph, value: str) -> bool:
-    """Whether a value holds classes of which a loss leaves some out."""
+    """Return whether a value has targets for a loss that ignores some of them."""
     return any(
         "cross_entropy" in node.op and bind(node).get("ignore_index", IGNORED) == IGNORED
-        for node, _ in _followed(graph, value)
+        for node, _ in _uses(graph, value)
     )
 
 
-# Which dims the integers of a graph index.
-
-
-# What makes other numbers of indices, and what only arranges them.
+# Operators that compute new indices, and operators that only rearrange them.
 ARITHMETIC = (
     *("add", "sub", "rsub", "mul", "div", "floor_divide", "remainder", "abs", "neg"),
     *("minimum", "maximum", "min", "max", "clamp", "clamp_min", "clamp_max"),
@@ -391,13 +373,15 @@ SHAPES = (
 
 
 def computed_indices(graph: Graph) -> Iterator[Key]:
-    """Dims of tables that are indexed by what is computed with constants."""
+    """Yield the dims of tables that computed indices refer to."""
     producers = graph.producers
     for node in graph.nodes:
         for name in dict.fromkeys(node.inputs):
-            found = indexed_dim(node, name)
-            while found is not None and name in producers and op_name(producers[name]) in SHAPES:
+            indexed = indexed_dim(node, name)
+            if indexed is None:
+                continue
+            while name in producers and op_name(producers[name]) in SHAPES:
                 name = producers[name].inputs[0]
-            if found is not None and name in producers and op_name(producers[name]) in ARITHMETIC:
-                table, dim = found
+            if name in producers and op_name(producers[name]) in ARITHMETIC:
+                table, dim = indexed
                 yield ("dim", table, str(dim % max(1, len(graph.values[table].shape))))

@@ -1,9 +1,9 @@
-"""Which sizes of a graph are the same size, and how sizes are made of each other.
+"""Relate the sizes of a graph by equality, products and sums, and rewrite the graph in new sizes.
 
-A dim is the same size as the node axis it is made of; a dim of several axes is their product; an
-axis of several parts is their sum. What is neither a product nor a sum is a base size, and free.
-Two factorizations of one size are refined to their common one; where there is none, nothing of it
-is scaled.
+A dim has the size of its node axis; a dim of several axes is their product; an axis of several
+parts is their sum. A size that is neither a product nor a sum is a base size and can be scaled. Two
+factorizations of one size are refined to a common one; if there is none, the size and its factors
+are frozen.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Key = tuple[str, ...]  # ("dim", value, index), ("axis", node, axis), ("part", n
 
 
 class Unscalable(Exception):
-    """These sizes do not fit together once scaled: leave them as they are, or else `others` too."""
+    """The scaled sizes do not fit together: freeze `keys`, or `others` if that does not help."""
 
     def __init__(self, keys: Iterable[Key], why: str, others: Iterable[Key] = ()) -> None:
         super().__init__(why)
@@ -33,7 +33,7 @@ class Unscalable(Exception):
 
 
 class Sizes:
-    """Classes of equal sizes with their products and sums."""
+    """Classes of equal sizes (a union-find structure) with their products and sums."""
 
     def __init__(self, graph: Graph, rules: Mapping[str, NodeRule]) -> None:
         self.parent: dict[Key, Key] = {}
@@ -58,12 +58,14 @@ class Sizes:
         return key
 
     def find(self, key: Key) -> Key:
+        """Return the representative of a key's class."""
         while self.parent[key] != key:
             self.parent[key] = self.parent[self.parent[key]]
             key = self.parent[key]
         return key
 
     def union(self, a: Key, b: Key) -> None:
+        """Merge two classes; if their sizes differ, freeze both."""
         a, b = self.find(a), self.find(b)
         if a == b:
             return
@@ -75,6 +77,7 @@ class Sizes:
             self.frozen.add(a)
 
     def freeze(self, keys: Iterable[Key]) -> None:
+        """Exclude the classes of these keys from scaling."""
         self.frozen |= {self.find(k) for k in keys if k in self.parent}
 
     def _constant(self, size: int) -> Key:
@@ -101,11 +104,11 @@ class Sizes:
                     self.freeze([key])
                 else:
                     self.products.append((key, [("axis", name, axis) for axis in dim]))
-        for axis_name, found in parts.items():
-            self._add_parts(("axis", name, axis_name), found)
+        for axis_name, axis_parts in parts.items():
+            self._add_parts(("axis", name, axis_name), axis_parts)
 
     def _add_parts(self, axis: Key, parts: list[tuple[Key, Part]]) -> None:
-        """Boundaries of all parts cut the axis into segments; each part is some of them."""
+        """Split an axis at the boundaries of its parts; each part is a sum of segments."""
         bounds = sorted({0, self.size[axis], *(p for _, d in parts for p in (d.start, d.stop))})
         self.bounds[axis] = bounds
         segments = [
@@ -123,7 +126,7 @@ class Sizes:
     # ------------------------------------------------------------ solving
 
     def solve(self, target: Callable[[int, int], int]) -> None:
-        """Fix new sizes: `target(size, above)` is what a base size becomes, more than `above`."""
+        """Choose new sizes; `target(size, above)` scales a base size to one larger than `above`."""
         while self._unify():
             pass
         self._spread_frozen()
@@ -158,7 +161,7 @@ class Sizes:
             table[key].append(roots)
 
     def _unify(self) -> bool:
-        """One round: make several definitions of one size agree; whether anything changed."""
+        """Make several definitions of a size agree once; return whether anything changed."""
         before = (len({self.find(k) for k in self.parent}), len(self.products), len(self.frozen))
         products, sums = self._definitions()
         self._table = {k: ("product", v[0]) for k, v in products.items()}
@@ -175,19 +178,19 @@ class Sizes:
         return before != after
 
     def _factors(self, row: list[Key], depth: int = 0) -> list[Key]:
-        """Return a product's factors, with factors that are products themselves taken apart."""
-        found: list[Key] = []
+        """Return the factors of a product, with nested products expanded."""
+        factors: list[Key] = []
         for key in row:
             kind, inner = self._definition(key) or ("", [])
-            apart = kind == "product" and depth < 8
-            found += self._factors(inner, depth + 1) if apart else [self.find(key)]
-        return found
+            expands = kind == "product" and depth < 8
+            factors += self._factors(inner, depth + 1) if expands else [self.find(key)]
+        return factors
 
     def _definition(self, key: Key) -> tuple[str, list[Key]] | None:
         return self._table.get(self.find(key))
 
     def _match(self, left: list[Key], right: list[Key]) -> None:
-        """Make two factorizations of one size the same, refining where one is coarser."""
+        """Unify two factorizations of one size; the coarser one is refined."""
         while left and right:
             a, b = left[0], right[0]
             x, y = self.size[a], self.size[b]
@@ -195,9 +198,9 @@ class Sizes:
                 self.union(a, b)
                 left, right = left[1:], right[1:]
             elif x > y and x % y == 0 and self._definition(a) is None:
-                rest = self._make(("factor", *a, str(y)), x // y)
-                self.products.append((a, [b, rest]))
-                left, right = [rest, *left[1:]], right[1:]
+                quotient = self._make(("factor", *a, str(y)), x // y)
+                self.products.append((a, [b, quotient]))
+                left, right = [quotient, *left[1:]], right[1:]
             elif y > x and y % x == 0 and self._definition(b) is None:
                 left, right = right, left
             else:
@@ -213,7 +216,7 @@ class Sizes:
             self.union(x, y)
 
     def _spread_frozen(self) -> None:
-        """What a frozen size is made of is frozen, too."""
+        """Freeze the factors and terms of frozen sizes, too."""
         waiting = [self.find(k) for k in self.frozen]
         self.frozen = set(waiting)
         while waiting:
@@ -233,17 +236,16 @@ class Sizes:
         kind, inner = self._definition(root) or ("", [])
         if not kind:
             return self.scale[self.size[root]]
-        made = [self.new(k) for k in inner]
-        return prod(made) if kind == "product" else sum(made)
+        sizes = [self.new(k) for k in inner]
+        return prod(sizes) if kind == "product" else sum(sizes)
 
     def position(self, axis: Key, place: int) -> int:
-        """Where a boundary between parts of an axis lies now."""
-        bounds = self.bounds[axis]
-        count = bounds.index(place)
+        """Return the new position of a boundary between parts of an axis."""
+        count = self.bounds[axis].index(place)
         return sum(self.new(("part", *axis[1:], str(i))) for i in range(count))
 
     def pattern(self, key: Key, pattern: Pattern) -> Pattern:
-        """Return a cut of a dim or axis in new sizes."""
+        """Return the sharding pattern of a dim or axis in new sizes."""
         if self.find(key) in self.frozen:
             return pattern
         if len(pattern) == 1 and pattern[0][0] == pattern[0][2] == 1:
@@ -253,7 +255,7 @@ class Sizes:
         if segments is not None and several and all(s == segments[0] for s in segments):
             segments = [[self._constant(len(segments)), *segments[0]]]
         if segments is None or len(segments) != len(pattern):
-            raise Unscalable([key], f"the cut {pattern} of a size made otherwise")
+            raise Unscalable([key], f"the pattern {pattern} does not match the parts of the size")
         return merge(tuple(self._cut(key, s, p) for s, p in zip(segments, pattern, strict=True)))
 
     def _segments(self, key: Key) -> list[list[Key]] | None:
@@ -262,10 +264,10 @@ class Sizes:
             return [[self.find(key)]]
         below = [self._segments(k) for k in inner]
         if kind == "sum":
-            return [s for found in below for s in found] if all(below) else None  # type: ignore[union-attr]
-        if any(found is None or len(found) != 1 for found in below):
+            return [s for part in below for s in part] if all(below) else None  # type: ignore[union-attr]
+        if any(part is None or len(part) != 1 for part in below):
             return None
-        return [[f for found in below for f in found[0]]]  # type: ignore[index]
+        return [[f for part in below for f in part[0]]]  # type: ignore[index]
 
     def _cut(self, key: Key, factors: list[Key], cut: tuple[int, int, int]) -> tuple[int, int, int]:
         sizes = [self.size[f] for f in factors]
@@ -275,40 +277,23 @@ class Sizes:
                 if old == cut:
                     new = [self.new(f) for f in factors]
                     return prod(new[:start]), prod(new[start:stop]), prod(new[stop:])
-        raise Unscalable([key], f"the cut {cut} is not at a factor of {sizes}")
+        raise Unscalable([key], f"the pattern {cut} is not at a factor of {sizes}")
 
 
-# A graph in new sizes: shapes of all values, and the arguments of nodes that are sizes.
+# ------------------------------------------------------------ the graph in new sizes
 
 
-# Arguments that are rewritten below; any other integer that equals the size of one of the node's
-# axes (groups of a convolution, `repeats`, `k`) pins that axis.
+# Arguments that are rewritten below, or that are not sizes. Any other integer that equals the size
+# of one of the node's axes (groups of a convolution, `repeats`, `k`) pins that axis.
 SIZE_NAMES = {
-    "size",
-    "shape",
-    "sizes",
-    "split_size",
-    "split_sizes",
-    "normalized_shape",
-    "start",
-    "end",
-    "length",
-    "index",
-    "num_classes",
-    "padding_idx",
-    "ignore_index",
-    "dim",
-    "dims",
-    "dim0",
-    "dim1",
-    "step",
-    "start_dim",
-    "end_dim",
+    *("size", "shape", "sizes", "split_size", "split_sizes", "normalized_shape", "num_classes"),
+    *("start", "end", "length", "index", "step", "padding_idx", "ignore_index"),
+    *("dim", "dims", "dim0", "dim1", "start_dim", "end_dim"),
 }
 
 
 def size_keys(node: Node, graph: Graph) -> list[Key]:
-    """All dims of a node's operands and results."""
+    """Return all dims of a node's operands and results."""
     return [
         ("dim", value, str(i))
         for value in (*node.inputs, *node.outputs)
@@ -317,7 +302,7 @@ def size_keys(node: Node, graph: Graph) -> list[Key]:
 
 
 def pinned(graph: Graph, calls: Mapping[str, Call], rules: Mapping[str, NodeRule]) -> Iterator[Key]:
-    """Node axes whose size is also an argument that is not rewritten."""
+    """Yield the node axes whose size is also an argument that is not rewritten."""
     for node in graph.nodes:
         numbers = {
             n
@@ -370,37 +355,37 @@ def _rewrite_node(
 ) -> Node:
     results = [values[name].shape for name in node.outputs]
     changes: dict[str, Any] = {}
-    given = call.arguments
+    arguments = call.arguments
     name = node.op.split(".")[1] if node.op.count(".") == 2 else ""
     if rule.size_arg is not None:
         changes[rule.size_arg] = results[0]
     elif name in ("slice", "narrow", "select"):
         changes = _positions(node, name, call, rule, values, sizes)
     elif name.startswith("split"):
-        dim = given.get("dim", 0) % len(results[0])
+        dim = arguments.get("dim", 0) % len(results[0])
         lengths = tuple(shape[dim] for shape in results)
         for key in ("split_size", "split_sizes"):
-            if key in given:
-                several = isinstance(given[key], tuple | list)
+            if key in arguments:
+                several = isinstance(arguments[key], tuple | list)
                 changes[key] = lengths if several else lengths[0]
-    elif "normalized_shape" in given:
-        rank = len(given["normalized_shape"])
+    elif "normalized_shape" in arguments:
+        rank = len(arguments["normalized_shape"])
         changes["normalized_shape"] = values[node.inputs[0]].shape[-rank:]
     elif name == "arange":
-        start, step = given.get("start", 0), given.get("step", 1)
+        start, step = arguments.get("start", 0), arguments.get("step", 1)
         changes["end"] = start + step * results[0][0]
-    elif "size" in given and not isinstance(given["size"], int) and results:
+    elif "size" in arguments and not isinstance(arguments["size"], int) and results:
         changes["size"] = results[0]
     elif name == "reshape":
         changes["shape"] = results[0]
     elif name == "unflatten":
-        dim = given["dim"] % len(call.operands[0])
-        changes["sizes"] = results[0][dim : dim + len(given["sizes"])]
-    elif name == "one_hot" and given.get("num_classes", -1) > 0:
+        dim = arguments["dim"] % len(call.operands[0])
+        changes["sizes"] = results[0][dim : dim + len(arguments["sizes"])]
+    elif name == "one_hot" and arguments.get("num_classes", -1) > 0:
         changes["num_classes"] = results[0][-1]
-    elif given.get("padding_idx", -1) >= 0 and node.inputs:
-        changes["padding_idx"] = min(given["padding_idx"], values[node.inputs[0]].shape[0] - 1)
-    changes = {k: v for k, v in changes.items() if given.get(k) != v}
+    elif arguments.get("padding_idx", -1) >= 0 and node.inputs:
+        changes["padding_idx"] = min(arguments["padding_idx"], values[node.inputs[0]].shape[0] - 1)
+    changes = {k: v for k, v in changes.items() if arguments.get(k) != v}
     if not changes:
         return node
     written = replace_arguments(node, changes)
@@ -415,12 +400,12 @@ def _positions(
     values: Mapping[str, TensorType],
     sizes: Sizes,
 ) -> dict[str, Any]:
-    """Return the bounds of a slice along a dim that has become smaller."""
-    given = call.arguments
-    dim = given.get("dim", 0) % len(call.operands[0])
+    """Return the new bounds of a slice, or the new index of a select."""
+    arguments = call.arguments
+    dim = arguments.get("dim", 0) % len(call.operands[0])
     length = values[node.inputs[0]].shape[dim]
     if name == "select":
-        index = given["index"]
+        index = arguments["index"]
         return {"index": index if index < 0 else min(index, length - 1)}
     part = rule.results[0][dim]
     if not isinstance(part, Part):
@@ -433,7 +418,7 @@ def _positions(
 
 
 def _try_on_meta(graph: Graph, rules: Mapping[str, NodeRule]) -> None:
-    """Run every node on meta tensors and compare shapes."""
+    """Run every node on meta tensors and compare the shapes with the expected ones."""
     values = {
         name: torch.empty(kind.shape, dtype=kind.dtype, device="meta")
         for name, kind in graph.values.items()
@@ -443,27 +428,25 @@ def _try_on_meta(graph: Graph, rules: Mapping[str, NodeRule]) -> None:
         kwargs = {k: map_refs(v, lambda ref: values[ref.name]) for k, v in node.kwargs}
         if not node.inputs and takes_device(node.op):
             kwargs["device"] = "meta"
-        everything, rule = size_keys(node, graph), rules[node.name]
+        all_keys, rule = size_keys(node, graph), rules[node.name]
         suspects = _frozen_keys(node, rule)
         where = f"{node.name} ({node.op})"
         try:
             with torch.no_grad():
                 result = resolve(graph, node.op)(*args, **kwargs)
         except Exception as error:
-            raise Unscalable(suspects, f"{where}: {error}", everything) from error
-        several = isinstance(result, tuple | list)
-        tensors = [r for r in (result if several else (result,)) if isinstance(r, torch.Tensor)]
+            raise Unscalable(suspects, f"{where}: {error}", all_keys) from error
+        is_sequence = isinstance(result, tuple | list)
+        tensors = [r for r in (result if is_sequence else (result,)) if isinstance(r, torch.Tensor)]
         for name, tensor in zip(node.outputs, tensors, strict=True):
             expected = graph.values[name].shape
             if tuple(tensor.shape) != expected:
-                why = f"{where}: {tuple(tensor.shape)} where {expected} is expected"
-                raise Unscalable(suspects, why, everything)
+                why = f"{where}: shape {tuple(tensor.shape)}, expected {expected}"
+                raise Unscalable(suspects, why, all_keys)
 
 
 def _frozen_keys(node: Node, rule: NodeRule) -> list[Key]:
-    """Return the dims of a node that no cut may touch, such as the spatial ones of a
-    convolution.
-    """
+    """Return the dims of a node that must not be sharded, such as spatial dims of a convolution."""
     tensors = (
         *zip(node.inputs, rule.operands, strict=True),
         *zip(node.outputs, rule.results, strict=True),
