@@ -31,7 +31,7 @@ def main() -> None:
         sw.strategies.hybrid(graph, sw.Cluster.local(4), dp=2, tp=2).save(path)
 
         # The positions whole on every rank; optimizer state of the embedding shared over dp.
-        edit(path, {"parameters": {"positions.*": {"layout": {"tp": "whole"}}}})
+        edit(path, {"parameters": {"positions.*": {"layout": {"tp": "replicate"}}}})
         edit(path, {"parameters": {"tokens.weight": {"layout": {"tp": "0"}, "zero": 1}}})
         plan = sw.Plan.load(path)
         print(plan)
@@ -44,7 +44,7 @@ def main() -> None:
         print(sw.verify(model, batch, sw.Plan.load(path)))
 
         # A mistake is an error that names the place.
-        edit(path, {"parameters": {"blocks.*.attn.qvk.weight": {"layout": {"tp": "whole"}}}})
+        edit(path, {"parameters": {"blocks.*.attn.qvk.weight": {"layout": {"tp": "replicate"}}}})
         try:
             sw.verify(model, batch, sw.Plan.load(path))
         except sw.errors.PlanError as error:

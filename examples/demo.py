@@ -81,11 +81,11 @@ def plan_table(program: sw.types.Program) -> Table:
     held = program.lowered.of_rank(0).parameters
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("parameter", no_wrap=True)
-    for column in ("whole", "rank 0", "cut", "gradients"):
+    for column in ("full", "rank 0", "sharding", "gradients"):
         table.add_column(column, no_wrap=True)
     for glob, entry in program.plan.parameters.items():
         item = next(p for p in held if fnmatchcase(p.name, glob))
-        cuts = [f"{axis} {text}" for axis, text in entry.layout.items() if text != "whole"]
+        cuts = [f"{axis} {text}" for axis, text in entry.layout.items() if text != "replicate"]
         sync = SHARING[item.zero] if item.sync else "local"
         table.add_row(
             glob, _times(item.shape), _times(item.local_shape), ", ".join(cuts) or "-", sync

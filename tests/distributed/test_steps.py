@@ -268,7 +268,7 @@ def mistakes() -> list[str]:
 
     graph = sw.capture(modules, batches["g"], step=g_step)
     tensor = sw.strategies.tensor(graph, sw.Cluster.local(2))
-    whole = {name: {"layout": {"tp": "whole"}} for name in tensor.parameters}
+    whole = {name: {"layout": {"tp": "replicate"}} for name in tensor.parameters}
     other = sw.Plan.from_json({**tensor.to_json(), "parameters": whole})
     pm = start()
     found = [

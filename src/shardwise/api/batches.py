@@ -27,7 +27,7 @@ from shardwise.plans import Plan
 from shardwise.plans.plan import ParameterEntry, known_choices
 from shardwise.program.microbatches import restrict
 from shardwise.program.program import Storage
-from shardwise.sharding.placements import Shard, format_shard
+from shardwise.sharding.placements import Shard, format_placement
 
 MAX_SEARCHED = 2  # sizes whose layouts are searched, of graphs that differ in sizes alone
 MAX_CHAIN = 12  # operators between the batch and an index; longer chains cost more than they save
@@ -209,7 +209,7 @@ def _layouts(program: Program | PipelineProgram, plan: Plan) -> dict[str, dict[s
     layouts: dict[str, dict[str, str]] = {}
     for storage in sorted(_storages(program), key=lambda s: s.borrowed):
         layout = {
-            axis: format_shard(placement) if isinstance(placement, Shard) else "whole"
+            axis: format_placement(placement)
             for axis, placement in storage.layout.axes
             if plan.roles.get(axis) == "parameters" or isinstance(placement, Shard)
         }

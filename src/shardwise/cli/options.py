@@ -301,7 +301,7 @@ def parse_constraints(texts: Sequence[str]) -> dict[str, str | dict[str, str]]:
     """Return shardings by glob: of `GLOB=SHARDING`, or `GLOB=AXIS:SHARDING` for one mesh axis.
 
     >>> parse_constraints(["lm_head.*=0", "tok.weight=tp:whole"])
-    {'lm_head.*': '0', 'tok.weight': {'tp': 'whole'}}
+    {'lm_head.*': '0', 'tok.weight': {'tp': 'replicate'}}
     """
     constraints: dict[str, str | dict[str, str]] = {}
     for text in texts:

@@ -32,7 +32,7 @@ from shardwise.ir import Node, Parameter
 from shardwise.plans import Resolved, resolve
 from shardwise.program import Program, Step
 from shardwise.program.program import LocalValue
-from shardwise.sharding.placements import Layout, Partial
+from shardwise.sharding.placements import REPLICATED, Layout, Partial
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class NodeInfo:
                 continue
             shardings = [f"{axis} {sharding}" for axis, sharding in entry.layout.items()]
             shardings += [f"zero {entry.zero}"] if entry.zero else []
-            entries.append(f'parameters["{glob}"]: {", ".join(shardings) or "whole"}')
+            entries.append(f'parameters["{glob}"]: {", ".join(shardings) or REPLICATED}')
         return entries
 
     def _choices(self, node: Node) -> list[str]:

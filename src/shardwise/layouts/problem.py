@@ -18,7 +18,7 @@ from shardwise.sharding.placements import (
     Replicate,
     Shard,
     compatible,
-    format_shard,
+    format_placement,
 )
 from shardwise.shares import grain
 
@@ -186,14 +186,10 @@ class LayoutSolution:
         parameters: Choices = {}
         for parameter in self.graph.parameters:
             parameters[parameter.name] = {
-                a.axis: _cut_text(a.parameters.get(parameter.value, REPLICATE))
+                a.axis: format_placement(a.parameters.get(parameter.value, REPLICATE))
                 for a in self.assignments
             }
         return nodes, parameters
-
-
-def _cut_text(placement: Placement) -> str:
-    return format_shard(placement) if isinstance(placement, Shard) else "whole"
 
 
 # Through these a partial sum of a parameter split may pass: residuals, casts, renamed positions.

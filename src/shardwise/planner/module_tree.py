@@ -21,6 +21,7 @@ from shardwise.planner.step_details import SimulatedStep
 from shardwise.plans import Plan
 from shardwise.plans.search_result import MODULE_FIGURES as FIGURES
 from shardwise.plans.search_result import ModuleTree
+from shardwise.sharding.placements import REPLICATED
 from shardwise.simulation.workload import LocalParameter
 
 DIGITS = 12
@@ -131,12 +132,12 @@ class _Tree:
             elements = stored.numel if stored is not None else kind.numel
             home, _, name = parameter.name.rpartition(".")
             local = elements * kind.dtype.itemsize / self._sharers(stored, stage, entry.zero)
-            cuts = {a: cut for a, cut in entry.layout.items() if cut != "whole"}
+            cuts = {a: cut for a, cut in entry.layout.items() if cut != REPLICATED}
             self.parameters[number] = {
                 "name": name,
                 "shape": tuple(kind.shape),
                 "dtype": dtype_name(kind.dtype),
-                "layout": self.layouts(", ".join(f"{a}: cut {c}" for a, c in cuts.items())),
+                "layout": self.layouts(", ".join(f"{a}: shard {c}" for a, c in cuts.items())),
                 "zero": entry.zero or 0,
                 "trained": parameter.requires_grad,
                 "bytes": kind.num_bytes,

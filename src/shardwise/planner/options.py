@@ -31,8 +31,8 @@ __all__ = [
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# Globs of parameters to a shard over tensor-parallel ranks ("0", "whole"), to shards by mesh axis,
-# or to an entry as plans have them, which may also set a ZeRO level.
+# Globs of parameters to a placement over tensor-parallel ranks ("0", "replicate"), to placements by
+# mesh axis, or to an entry as in plans, which may also set a ZeRO level.
 Constraints = Mapping[str, str | Mapping[str, str] | ParameterEntry]
 
 

@@ -78,7 +78,7 @@ def plan(
     Of plans within 1 % of it, the simplest. Devices that would make the step longer are left out,
     unless `all_devices`: the plan is then for fewer ranks, and says so.
 
-    `constraints` maps globs of parameters to a sharding ("0", "whole") or to shardings by mesh
+    `constraints` maps globs of parameters to a sharding ("0", "replicate") or to shardings by mesh
     axis. Options fix parts of the plan: `dp`, `tp`, `pp`, `virtual_stages`, `schedule`,
     `num_microbatches`, `zero`, `recompute`, `offload`. `memory_gib` is what a plan may use of each
     device. Raises `InfeasiblePlan`, with figures and the nearest changes, where nothing fits.

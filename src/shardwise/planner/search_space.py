@@ -21,7 +21,7 @@ from shardwise.plans import ParameterEntry
 from shardwise.plans.execution import OFFLOADS
 from shardwise.plans.search_result import ParallelConfig
 from shardwise.schedules import SCHEDULES, default_schedule, schedule_kind
-from shardwise.sharding.placements import REPLICATE, Placement, parse_shard
+from shardwise.sharding.placements import REPLICATE, Placement, parse_placement
 
 RECOMPUTES = ("none", "selective", "full")
 MAX_STAGES = 128
@@ -258,9 +258,9 @@ def _matched(graph: Graph, glob: str) -> list[tuple[str, str]]:
 
 def _placement(cut: str, shape: tuple[int, ...], what: str) -> Placement:
     try:
-        return REPLICATE if cut == "whole" else parse_shard(cut, shape)
+        return parse_placement(cut, shape)
     except RuleError as error:
-        hint = error.hint or '"0" shards the first dim, "whole" none'
+        hint = error.hint or '"0" shards the first dim, "replicate" none'
         raise PlanError(f"{what}: {error.message}", hint=hint) from None
 
 

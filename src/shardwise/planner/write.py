@@ -26,6 +26,7 @@ from shardwise.planner.strategies.make import batch_inputs, fold_entries
 from shardwise.plans import ParameterEntry, Plan, Precision, Stage, model_fingerprint
 from shardwise.plans.plan import known_choices
 from shardwise.schedules import DEFAULT_SCHEDULE
+from shardwise.sharding.placements import REPLICATED
 from shardwise.simulation.costs import Group
 from shardwise.simulation.estimate import check_cluster
 from shardwise.simulation.folded_graph import FoldedGraph
@@ -106,7 +107,7 @@ def _parameters(
     entries = {}
     for parameter in graph.parameters:
         shards = cuts.get(stands.get(parameter.value, parameter.name), {})
-        layout = {axis: shards.get(axis, "whole") for axis in axes}
+        layout = {axis: shards.get(axis, REPLICATED) for axis in axes}
         entries[parameter.name] = ParameterEntry(layout=layout, zero=zero(parameter.name))
     return fold_entries(entries)
 

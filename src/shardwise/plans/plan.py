@@ -143,7 +143,7 @@ class ParameterEntry:
     """The layout and ZeRO level of the parameters that match a glob.
 
     `layout` maps a mesh axis to a shard, "0" (dim 0) or "0:3x[4]x16" (the heads of a fused dim), or
-    to "whole". `zero` says what ranks with the same values shard: 0 nothing (gradients are
+    to "replicate". `zero` says what ranks with the same values shard: 0 nothing (gradients are
     all-reduced), 1 the optimizer state, 2 also gradients, 3 also the parameter itself.
     """
 

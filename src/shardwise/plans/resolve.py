@@ -16,7 +16,12 @@ from shardwise.layouts.microbatch_axis import MicrobatchAssignment
 from shardwise.layouts.problem import Assignment, Task
 from shardwise.plans.plan import Plan
 from shardwise.sharding.factors import Facts, analyze
-from shardwise.sharding.placements import REPLICATE, Layout, Placement, Shard, parse_shard
+from shardwise.sharding.placements import (
+    Layout,
+    Placement,
+    Shard,
+    parse_placement,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +105,7 @@ def fixed_parameters(graph: Graph, plan: Plan, axis: str) -> dict[str, Placement
             continue
         shape = graph.values[parameter.value].shape
         try:
-            fixed[parameter.value] = REPLICATE if cut == "whole" else parse_shard(cut, shape)
+            fixed[parameter.value] = parse_placement(cut, shape)
         except RuleError as error:
             raise PlanError(
                 f"parameter {parameter.name}: {error.message}", where=error.where, hint=error.hint

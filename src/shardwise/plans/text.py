@@ -25,6 +25,7 @@ from shardwise.plans.search_result import (
     SearchResult,
     SimulatedConfig,
 )
+from shardwise.sharding.placements import REPLICATED
 
 WIDTH = 100
 # Plan fields that have lines of their own or are not decisions; others are shown generically.
@@ -45,7 +46,7 @@ ZERO = {
 
 
 def format_plan(plan: Plan) -> str:
-    """Return the mesh, what each axis cuts, the order of work, and every parameter entry."""
+    """Return the mesh, what each axis shards, the order of work, and every parameter entry."""
     on = f"{len(plan.stages)} stages of {plan.num_ranks} ranks" if plan.stages else plan.mesh
     lines = [f"Plan {plan.name} for {plan.model} on {on}"]
     if plan.search is not None and (left_out := plan.search.left_out) is not None:
@@ -56,7 +57,7 @@ def format_plan(plan: Plan) -> str:
     for axis, role in plan.roles.items():
         dims = sorted({d for d in plan.inputs.values() if d is not None})
         what = f"the batch (input dim {', '.join(map(str, dims)) or 'free'})"
-        lines.append(f"  {axis:<4} cuts {what if role == 'batch' else 'parameters'}")
+        lines.append(f"  {axis:<4} shards {what if role == 'batch' else 'parameters'}")
     lines += _stages(plan) + _execution(plan) + _parameters(plan)
     for node, choices in plan.nodes.items():
         lines.append(f"  node {node}: {', '.join(f'{a}: {c}' for a, c in choices.items())}")
@@ -121,10 +122,11 @@ def _execution(plan: Plan) -> list[str]:
 def _parameters(plan: Plan) -> list[str]:
     rows = []
     for glob, entry in plan.parameters.items():
-        cut = ", ".join(f"{axis}: {text}" for axis, text in entry.layout.items()) or "whole"
+        layout = ", ".join(f"{axis}: {text}" for axis, text in entry.layout.items()) or REPLICATED
         shared = entry.zero or "batch" in plan.roles.values()
-        rows.append((glob, cut, ZERO[entry.zero] if shared else ""))
-    rows.insert(0, ("parameter", "cut", "gradients and state" if any(r[2] for r in rows) else ""))
+        rows.append((glob, layout, ZERO[entry.zero] if shared else ""))
+    gradients = "gradients and state" if any(row[2] for row in rows) else ""
+    rows.insert(0, ("parameter", "sharding", gradients))
     return _table(rows, max_width=48)
 
 
@@ -284,7 +286,7 @@ def decisions(plan: Plan, width: int) -> list[str]:
     if dtypes:
         lines.append("  types   " + ", ".join(f"{k} {v}" for k, v in dtypes.items()))
     entries = plan.parameters.values()
-    sharded = [e for e in entries if any(c != "whole" for c in e.layout.values())]
+    sharded = [e for e in entries if any(c != REPLICATED for c in e.layout.values())]
     if any(role == "parameters" for role in plan.roles.values()):
         lines.append(f"  shards  {len(sharded)} of {len(entries)} kinds of parameters")
     if plan.figures.fixed:

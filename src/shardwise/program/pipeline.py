@@ -21,7 +21,7 @@ from shardwise.program.program import Program
 from shardwise.program.stages import Part, partition, with_keys
 from shardwise.schedules import Action, Schedule, check, default_schedule, make
 from shardwise.sharding.factors import Facts, analyze
-from shardwise.sharding.placements import Layout, Placement, Shard, format_shard
+from shardwise.sharding.placements import Layout, Placement, format_placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,12 +206,10 @@ def _resolve(
 
 def _entry(resolved: Resolved, value: str, zero: int | None) -> ParameterEntry:
     layout = resolved.parameter_layout(value)
-    cuts = {
-        axis: format_shard(p) if isinstance(p, Shard) else "whole"
-        for axis, p in layout.axes
-        if not resolved.is_time(axis)
+    placements = {
+        axis: format_placement(p) for axis, p in layout.axes if not resolved.is_time(axis)
     }
-    return ParameterEntry(layout=cuts, zero=zero)
+    return ParameterEntry(layout=placements, zero=zero)
 
 
 def _precomputed(before: Graph | None, part: Part, plan: Plan) -> Program | None:

@@ -14,6 +14,7 @@ from shardwise.plans import ParameterEntry, Plan
 from shardwise.plans.search_result import CAUSES
 from shardwise.plans.text import SHOWN
 from shardwise.reports.timeline import ranks_label
+from shardwise.sharding.placements import REPLICATED
 from shardwise.simulation import Estimate, stored_estimate
 
 Pair = tuple[Any, Any]
@@ -231,7 +232,7 @@ def _parameters(plan: Plan, names: Iterable[str]) -> dict[str, str]:
 
 
 def _entry(entry: ParameterEntry) -> str:
-    shards = _shards({a: s for a, s in entry.layout.items() if s != "whole"}) or "whole"
+    shards = _shards({a: s for a, s in entry.layout.items() if s != REPLICATED}) or REPLICATED
     return f"{shards}, zero {entry.zero}" if entry.zero is not None else shards
 
 
@@ -240,7 +241,7 @@ def _shards(layout: Mapping[str, str]) -> str:
 
 
 def _dim(dim: int | None) -> str:
-    return "whole" if dim is None else f"dim {dim}"
+    return REPLICATED if dim is None else f"dim {dim}"
 
 
 def _collectives(plan: Plan) -> dict[str, str]:

@@ -63,11 +63,22 @@ SEGMENT = re.compile(r"((?:\d+x)*)\[(\d+)\]((?:x\d+)*)")  # 3x[4]x16
 REPLICATE = Replicate()
 PARTIAL_GRAD = Replicate(partial_grad=True)
 PARTIAL = Partial()
+REPLICATED = "replicate"  # in plan files, beside shards such as "0"
 
 
 def format_shard(shard: Shard) -> str:
     """Return `0` for plain contiguous shards, `0:3x[4]x16` for a factor, `|` between segments."""
     return f"{shard.dim}{format_pattern(shard.of)}"
+
+
+def format_placement(placement: Placement) -> str:
+    """Return the placement of a parameter as plan files write it."""
+    return format_shard(placement) if isinstance(placement, Shard) else REPLICATED
+
+
+def parse_placement(text: str, shape: tuple[int, ...]) -> Replicate | Shard:
+    """Return the inverse of `format_placement` for a tensor of this shape."""
+    return REPLICATE if text == REPLICATED else parse_shard(text, shape)
 
 
 def format_pattern(pattern: Pattern) -> str:
@@ -93,7 +104,8 @@ def parse_shard(text: str, shape: tuple[int, ...]) -> Shard:
     if not re.fullmatch(r"-?\d+", head) or not all(segments):
         raise RuleError(
             f"layout {text!r} is not understood",
-            hint="a dim such as '0', or '0:3x[4]x16', which shards the 4 of 3*4*16",
+            hint=f"a dim such as '0', or '0:3x[4]x16', which shards the 4 of 3*4*16, or "
+            f"'{REPLICATED}'",
         )
     dim = int(head)
     if not -len(shape) <= dim < len(shape):

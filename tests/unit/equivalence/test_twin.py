@@ -156,7 +156,7 @@ def test_two_layers_of_each_kind_remain() -> None:
 def test_a_layer_that_the_plan_treats_differently_remains() -> None:
     model, batch = zoo.FusedGPT(layers=6), zoo.build("fused_gpt")[1]
     graph = sw.capture(model, batch)
-    replicated = {"blocks.4.up.weight": {"tp": "whole"}}
+    replicated = {"blocks.4.up.weight": {"tp": "replicate"}}
     cluster = sw.Cluster.local(2)
     for options in ({"constraints": replicated}, {"recompute": ["blocks.4"]}):
         twin = build_twin(graph, sw.strategies.tensor(graph, cluster, **options))

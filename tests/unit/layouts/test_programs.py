@@ -134,7 +134,7 @@ def llama() -> tuple[Graph, Facts]:
 
 
 def cuts(found: LayoutSolution) -> dict[str, str]:
-    """Parameter -> dim cut by the last mesh axis, or "whole"."""
+    """Parameter -> dim cut by the last mesh axis, or "replicate"."""
     axis = found.assignments[-1].axis
     _, parameters = found.as_choices()
     short = {name.removeprefix("model.layers.0."): c for name, c in parameters.items()}
@@ -204,7 +204,7 @@ def test_what_is_fixed_stays(llama: tuple[Graph, Facts]) -> None:
     linear = next(n for n in graph.nodes if gate in n.inputs)
     task = make_task(graph, "tp4", parameters={gate: {"tp": REPLICATE}})
     prices = LinkPrices(graph=graph, facts=facts, task=task)
-    assert cuts(solve_layouts(graph, facts, task, prices))["mlp.gate_proj.weight"] == "whole"
+    assert cuts(solve_layouts(graph, facts, task, prices))["mlp.gate_proj.weight"] == "replicate"
     task = make_task(graph, "tp4", nodes={linear.name: {"tp": "cut k"}})
     found = solve_layouts(graph, facts, task, prices)
     assert str(found.assignments[0].nodes[linear.name].choice) == "cut k"

@@ -277,9 +277,11 @@ def test_samples_that_micro_batches_couple() -> None:
 
 def test_constraints_are_entries_of_the_plan() -> None:
     entry = ParameterEntry(layout={"tp": "0"}, zero=1)
-    given = {"tok.*": "whole", "blocks.0.up.*": {"tp": "whole"}, "blocks.1.up.*": entry}
+    given = {"tok.*": "replicate", "blocks.0.up.*": {"tp": "replicate"}, "blocks.1.up.*": entry}
     plan = hybrid("fused_gpt", 2, dp=1, tp=2, constraints=given)
     assert (
-        plan.entry("tok.weight").layout == plan.entry("blocks.0.up.bias").layout == {"tp": "whole"}
+        plan.entry("tok.weight").layout
+        == plan.entry("blocks.0.up.bias").layout
+        == {"tp": "replicate"}
     )
     assert plan.entry("blocks.1.up.weight") == entry

@@ -169,7 +169,7 @@ def test_text_names_stages_and_their_work() -> None:
     lines = str(plan()).splitlines()
     assert lines == [
         "Plan pipeline for Net on 2 stages of 4 ranks",
-        "  dp   cuts the batch (input dim 0)",
+        "  dp   shards the batch (input dim 0)",
         "  stage  ranks  mesh        begins at",
         "  0      0-1    Mesh(dp=2)  the first node",
         "  1      2-3    Mesh(dp=2)  b.add_0",
@@ -177,8 +177,8 @@ def test_text_names_stages_and_their_work() -> None:
         "  recompute blocks.*",
         "  precision compute bfloat16, master float32, gradients float32, reduce float32",
         "  offload optimizer",
-        "  parameter  cut    gradients and state",
-        "  *          whole  zero 1: optimizer state sharded",
+        "  parameter  sharding   gradients and state",
+        "  *          replicate  zero 1: optimizer state sharded",
     ]
     long = plan(recompute=tuple(f"encoder.layers.{i}.attention" for i in range(40)))
     assert all(len(line) <= 100 for line in str(long).splitlines())

@@ -55,7 +55,9 @@ def plans(draw: Any) -> Plan:
     mesh = Mesh.of(**{name: draw(size) for name in names})
     entry = st.builds(
         ParameterEntry,
-        layout=st.dictionaries(st.sampled_from(names), st.sampled_from(["0", "whole", "1:2x[3]"])),
+        layout=st.dictionaries(
+            st.sampled_from(names), st.sampled_from(["0", "replicate", "1:2x[3]"])
+        ),
         zero=st.sampled_from([None, 0, 1, 2, 3]),
     )
     return Plan(
@@ -204,15 +206,15 @@ def test_a_layout_that_does_not_fit_names_the_parameter(
 
 def test_later_globs_win_field_by_field(graph: sw.Graph, plan: Plan) -> None:
     entries = {
-        "*": ParameterEntry(layout={"tp": "whole"}, zero=1),
+        "*": ParameterEntry(layout={"tp": "replicate"}, zero=1),
         "layers.0.*": ParameterEntry(layout={"tp": "0"}),
         "*.bias": ParameterEntry(zero=2),
     }
     plan = plan.with_(parameters=entries)
     assert plan.entry("layers.0.bias") == ParameterEntry(layout={"tp": "0"}, zero=2)
-    assert plan.entry("layers.1.weight") == ParameterEntry(layout={"tp": "whole"}, zero=1)
+    assert plan.entry("layers.1.weight") == ParameterEntry(layout={"tp": "replicate"}, zero=1)
     swapped = dict(reversed(entries.items()))
-    assert plan.with_(parameters=swapped).entry("layers.0.bias").layout == {"tp": "whole"}
+    assert plan.with_(parameters=swapped).entry("layers.0.bias").layout == {"tp": "replicate"}
     resolved = resolve(graph, plan)
     values = {p.name: p.value for p in graph.parameters}
     cut = {n: isinstance(resolved.parameter_layout(v)["tp"], Shard) for n, v in values.items()}

@@ -65,7 +65,7 @@ def test_a_parameter_is_not_absent_where_a_glob_names_it(flat: sw.Plan) -> None:
     other = {**parts, "blocks.1.up.weight": replace(entry, zero=0)}
     changes = diff(before, flat.with_(parameters=other)).changes
     told = {(c.name, c.after) for c in changes if c.kind == "parameters"}
-    assert ("blocks.1.up.weight", "whole, zero 0") in told
+    assert ("blocks.1.up.weight", "replicate, zero 0") in told
     assert {name for name, _ in told} == {"blocks.1.up.weight", *whole}
     assert "absent" not in {after for _, after in told}
 

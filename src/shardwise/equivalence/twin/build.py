@@ -43,7 +43,12 @@ from shardwise.sharding.candidates import (
     shard_candidate,
 )
 from shardwise.sharding.factors import Facts, analyze
-from shardwise.sharding.placements import Placement, Shard, format_shard, parse_shard
+from shardwise.sharding.placements import (
+    Placement,
+    Shard,
+    format_placement,
+    parse_placement,
+)
 
 # The memory of a check in one process:
 #
@@ -162,12 +167,11 @@ def scale_entries(graph: Graph, plan: Plan, sizes: Sizes) -> dict[str, Parameter
     by_name = {n: p.value for p in graph.parameters for n in (p.name, *p.aliases)}
     for glob, entry in plan.parameters.items():
         value = next(value for name, value in by_name.items() if fnmatchcase(name, glob))
-        layout = dict(entry.layout)
-        for axis, sharding in entry.layout.items():
-            if sharding != "whole":
-                shard = _place(value, parse_shard(sharding, graph.values[value].shape), sizes)
-                assert isinstance(shard, Shard)
-                layout[axis] = format_shard(shard)
+        shape = graph.values[value].shape
+        layout = {
+            axis: format_placement(_place(value, parse_placement(text, shape), sizes))
+            for axis, text in entry.layout.items()
+        }
         entries[glob] = ParameterEntry(layout=layout, zero=entry.zero)
     return entries
 

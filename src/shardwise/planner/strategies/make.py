@@ -35,7 +35,7 @@ from shardwise.schedules import (
     schedule_kind,
 )
 from shardwise.sharding.factors import Facts, analyze
-from shardwise.sharding.placements import Shard, format_shard
+from shardwise.sharding.placements import REPLICATED, Shard, format_placement
 from shardwise.shares import axes_of
 
 
@@ -72,8 +72,8 @@ def make_plan(
     module paths, or where they are balanced. `meshes` gives each group a mesh of its own. With
     `shares={"dp": (2, 1)}` the ranks along an axis take unequal parts of what it shards.
     `precision` is a name such as "bf16", `recompute` "none", "full", "selective" or module globs.
-    `constraints` maps globs of parameters to a shard ("0", "whole"), to shards by mesh axis, or to
-    a `ParameterEntry`, which may also set a ZeRO level.
+    `constraints` maps globs of parameters to a placement ("0", "replicate"), to placements by mesh
+    axis, or to a `ParameterEntry`, which may also set a ZeRO level.
     """
     if dp is None:  # so that options need not change with the number of ranks
         dp = max(1, cluster.num_ranks // max(1, tp * pp))
@@ -420,11 +420,11 @@ def _homes(graph: Graph, stages: list[Stage]) -> dict[str, int]:
 
 def _layout(resolved: Resolved, value: str) -> dict[str, str]:
     layout = resolved.parameter_layout(value)
-    cuts = {axis: format_shard(p) for axis, p in layout.axes if isinstance(p, Shard)}
+    placements = {axis: format_placement(p) for axis, p in layout.axes if isinstance(p, Shard)}
     for assignment in resolved.assignments:
         if resolved.plan.roles[assignment.axis] == "parameters":
-            cuts.setdefault(assignment.axis, "whole")
-    return cuts
+            placements.setdefault(assignment.axis, REPLICATED)
+    return placements
 
 
 def fold_entries(entries: Mapping[str, ParameterEntry]) -> dict[str, ParameterEntry]:

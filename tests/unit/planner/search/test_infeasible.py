@@ -182,6 +182,6 @@ def test_constraints_may_be_what_does_not_fit(graph: Graph) -> None:
         return raised.value.report
 
     least = refused(LITTLE)["needs_bytes"]
-    report = refused(1.01 * least / 2**30, constraints={"*": "whole"})
+    report = refused(1.01 * least / 2**30, constraints={"*": "replicate"})
     (told,) = [c for c in report["changes"] if c["kind"] == "constraints"]
     assert told["peak_bytes"] <= 1.01 * least < report["needs_bytes"]

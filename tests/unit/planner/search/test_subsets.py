@@ -110,7 +110,7 @@ def test_the_slowest_devices_are_left_out_first() -> None:
 
 def test_an_axis_that_only_divides_the_batch_is_data_parallelism(graph: sw.Graph) -> None:
     plan = sw.plan(graph, sw.Cluster.preset("h100", devices_per_node=2), progress=False)
-    assert all(cut == "whole" for e in plan.parameters.values() for cut in e.layout.values())
+    assert all(cut == "replicate" for e in plan.parameters.values() for cut in e.layout.values())
     assert dict(plan.roles) == {"dp": "batch"}
 
 

@@ -12,7 +12,7 @@ from shardwise.ir import Graph
 from shardwise.planner.stage_balance import unfit
 from shardwise.plans import ParameterEntry, Plan, model_fingerprint
 from shardwise.sharding.candidates import Candidate
-from shardwise.sharding.placements import Shard, format_shard
+from shardwise.sharding.placements import format_placement
 from shardwise.simulation.costs import ExecutionConfig, Group
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.workload import WorkloadModel, batch_rows
@@ -90,7 +90,7 @@ def plan_of(graph: Graph, chosen: Sequence[Candidate], tp: int) -> Plan:
     for node, choice in zip(graph.nodes, chosen, strict=False):  # none is chosen on one rank
         for value, need in zip(node.inputs, choice.operands, strict=True):
             if value in names:
-                cut = format_shard(need) if isinstance(need, Shard) else "whole"
+                cut = format_placement(need)
                 entries.setdefault(names[value], ParameterEntry(layout={"tp": cut}))
     axes = (("dp", 2), ("tp", tp)) if tp > 1 else (("dp", 2),)
     return Plan(
