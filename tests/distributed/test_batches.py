@@ -294,4 +294,4 @@ def other_data() -> list[str]:
 def test_data_that_differs_is_found_after_the_first_steps(pool: Callable[[int], Pool]) -> None:
     for errors in pool(2).run(other_data, timeout=110):
         assert [error for error in errors if error != "no error"], "never found"
-        assert "ranks [1] have other data than rank 0" in next(e for e in errors if e != "no error")
+        assert "data of ranks [1] differ from rank 0" in next(e for e in errors if e != "no error")

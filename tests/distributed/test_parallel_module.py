@@ -270,7 +270,7 @@ def different_batches() -> str:
 @pytest.mark.slow
 def test_different_batches_are_an_error(pool: Callable[[int], Pool]) -> None:
     for message in pool(3).run(different_batches, timeout=110):
-        assert message.startswith("BatchError: ranks [1] have other data than rank 0")
+        assert message.startswith("BatchError: the data of ranks [1] differ from rank 0")
         assert "batch['labels']" in message
 
 

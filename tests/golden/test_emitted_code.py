@@ -21,9 +21,9 @@ import torch
 import shardwise as sw
 from shardwise import runtime as rt
 from shardwise.runtime.loader import load
-from shardwise.runtime.transport.process_group import process_mesh
 from tests.support import zoo
 from tests.support.pool import Pool
+from tests.support.toy import process_mesh
 from tests.support.training import assert_close, make
 
 EXPECTED = Path(__file__).parent / "expected"
@@ -126,7 +126,7 @@ def train_compiled(
 
 
 def compiled_on_ranks(name: str, strategy: str, axes: dict[str, int], backend: str) -> Any:
-    mesh = process_mesh(axes, [tuple(axes)])
+    mesh = process_mesh(axes)
     return train_compiled(name, strategy, mesh, {}, backend)
 
 

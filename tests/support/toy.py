@@ -4,6 +4,8 @@ It has what goes wrong: tied weights, an unused and a frozen parameter, sizes th
 a rank without batch rows, blocks as units, a bias after a contraction.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,8 +15,14 @@ from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.parameters import BufferSpec, ParameterSpec, declare, declare_buffer
 from shardwise.runtime.splits import Split
 from shardwise.runtime.store import ParameterStore
+from shardwise.runtime.transport.process_group import process_meshes
 
 VOCAB, WIDTH, HIDDEN, LAYERS = 11, 4, 5, 3
+
+
+def process_mesh(axes: dict[str, int]) -> ProcessMesh:
+    """Return the mesh of all ranks of the default process group."""
+    return process_meshes([(tuple(range(math.prod(axes.values()))), axes)])
 
 
 def shapes() -> dict[str, tuple[int, ...]]:

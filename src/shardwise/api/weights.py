@@ -428,7 +428,7 @@ def load_weights(
     names = list(named)
     rows = [_described(name, named[name], store) for name in names]
     numels = [tensor.numel() for tensor in named.values()]
-    every = rt.gather_rows(everyone, rows, store.device)
+    every = everyone.gather_objects(rows, store.device)
     sources = _sources(names, numels, every, everyone.ranks)
     if everyone.index == 0 and any(source.travels for source in sources):
         differing = [source.name for source in sources if source.travels]

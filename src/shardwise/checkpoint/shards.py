@@ -340,7 +340,7 @@ class ParallelState:
         for entry in self.store.entries:
             if entry.zero < 3:
                 found.append(self._held(entry, entry.leaf.detach(), piece=False))
-            if entry.apart or entry.zero == 3:
+            if entry.has_master_copy or entry.zero == 3:
                 found.append(self._held(entry, entry.piece.detach(), piece=True))
         return found + self._buffers()
 

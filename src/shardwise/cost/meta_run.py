@@ -42,7 +42,7 @@ from shardwise.ir.interpret import batch_norm
 from shardwise.ir.schema import operator
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.rng import Rng, Splits
-from shardwise.runtime.splits import Of, whole_length
+from shardwise.runtime.splits import Of, full_length
 from shardwise.runtime.transport import Group, Pending, Transport
 from shardwise.runtime.transport.fake import FakeTransport
 from shardwise.sharding.rule import MeshAxis
@@ -483,7 +483,7 @@ def _axis(
 ) -> Axis:
     """Return an axis of two ranks, the first of which holds `length` of a dim split as `of`."""
     transport = cast(Transport, _CountingTransport(names, collectives))
-    full = whole_length(of) if of else 0
+    full = full_length(of) if of else 0
     shares = Shares(length, full - length) if 0 < full >= length else 2
     return Axis(".".join(names), Group((0, 1), 0), transport, shares)
 

@@ -6,7 +6,6 @@ Nothing here knows the compiler: emitted modules need only this package and torc
 from shardwise.runtime.consistency import (
     BATCH_CHECK_EVERY,
     checksum,
-    gather_rows,
     require_same_lengths,
     share,
     share_lists,
@@ -118,7 +117,7 @@ __all__ = [
     "batch_norm", "bernoulli", "bubble_fraction", "checksum", "clip_grad_norm_", "conv",
     "cross_entropy", "declare", "declare_buffer", "draw", "draw_like", "dropout",
     "embedding", "embedding_rows", "empty_result", "empty_results", "eye", "fanout", "gather",
-    "gather_fanout", "gather_rows", "grouped_mm", "hooked", "keep_products", "layer_norm",
+    "gather_fanout", "grouped_mm", "hooked", "keep_products", "layer_norm",
     "linear", "linspace", "log_softmax", "logsumexp", "matmul", "multinomial",
     "naming_failures", "native_dropout", "nll_loss", "no_channels", "nothing", "once",
     "one_hot", "optimizer", "pad", "partial_loss", "partial_mean", "probe", "process_meshes",

@@ -1,10 +1,10 @@
 """Exchange and compare values of all ranks: replicas, batches, and the state of pipeline stages.
 
-A checksum is computed where the tensor is, from its bits, in integer arithmetic: equal tensors have
-equal checksums on every kind of device.
+A checksum is computed on the tensor's device, from its bits, in integer arithmetic: equal tensors
+have equal checksums on every kind of device.
 
-`Replicas` compares, after some of the optimizer's steps, what several ranks hold: parameters that
-are replicated or equally sharded on them, buffers, and optimizer options (learning rates). Ranks
+`Replicas` compares values that several ranks have in common, after some of the optimizer's steps:
+replicated or equally sharded parameters, buffers, and optimizer options (learning rates). Ranks
 that compute the same thing on different devices may differ by rounding, which is not an error; so
 values whose checksums differ are compared once more, by magnitude.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import zlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -31,24 +30,9 @@ from shardwise.runtime.transport.process_group import ProcessGroupTransport
 if TYPE_CHECKING:
     from shardwise.runtime.store import ParameterStore
 
-__all__ = [
-    "BATCH_CHECK_EVERY",
-    "BatchCheck",
-    "Replicas",
-    "check_same_batch",
-    "checksum",
-    "gather_rows",
-    "leaves",
-    "require_same_lengths",
-    "share",
-    "share_lists",
-    "signature",
-]
-
-
 BLOCK = 1 << 20  # elements that are summed up at a time
-FIRST_CHECKS = (1, 10)  # steps of an optimizer after which values are compared,
-CHECK_EVERY = 100  # and then every hundredth
+FIRST_CHECKS = (1, 10)  # optimizer steps after which replicas are compared ...
+CHECK_EVERY = 100  # ... and the interval afterwards
 
 
 @torch.no_grad()
@@ -70,65 +54,55 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    """Return odd multipliers without a pattern, so that exchanged elements change the sum."""
+    """Return irregular odd multipliers, so that exchanging two elements changes the sum."""
     place = torch.arange(BLOCK, dtype=torch.int64, device=device)
     mixed = (place + 1) * -7046029254386353131
     mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
     return (mixed ^ (mixed >> 32)) | 1
 
 
-def gather_rows(axis: Axis, rows: list[list[int]], device: torch.device) -> list[list[list[int]]]:
-    """Gather the rows of integers of every rank of an axis; all ranks have equally many."""
-    if axis.size == 1:
-        return [rows]
-    flat = torch.tensor(rows, dtype=torch.int64).reshape(-1).to(device)
-    every = axis.all_gather(flat, [flat.numel()] * axis.size).wait()
-    width = len(rows[0]) if rows else 0
-    shape = (axis.size, len(rows), width)
-    result: list[list[list[int]]] = every.reshape(shape).tolist()
-    return result
-
-
 def require_same_lengths(
     mesh: ProcessMesh, data: Mapping[str, object], device: torch.device
 ) -> None:
-    """Raise a `RankError` on all ranks if datasets or loaders have other lengths on some.
+    """Raise a `RankError` on all ranks if the lengths of datasets or loaders differ between ranks.
 
-    What has no length is left out; all ranks call it.
+    Data without a length are not compared; all ranks call it.
     """
     everyone = mesh.everyone
-    for what, source in data.items():
-        result = [length for [[length]] in gather_rows(everyone, [[_length(source)]], device)]
-        other = [rank for rank, n in zip(everyone.ranks, result, strict=True) if n != result[0]]
-        if other:
-            lengths = {rank: n for rank, n in zip(everyone.ranks, result, strict=True) if n >= 0}
+    for name, source in data.items():
+        try:
+            length = len(source)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            length = -1
+        lengths = [n for [n] in everyone.gather_integers([length], device)]
+        different = _different(everyone, lengths)
+        if different:
+            known = [(r, n) for r, n in zip(everyone.ranks, lengths, strict=True) if n >= 0]
             raise RankError(
-                f"{what} has another length on ranks {other} than on rank {everyone.ranks[0]}: "
-                + ", ".join(f"{n} on rank {rank}" for rank, n in list(lengths.items())[:8]),
-                where=what,
+                f"{name} on ranks {different} differs in length from rank {everyone.ranks[0]}: "
+                + ", ".join(f"{n} on rank {rank}" for rank, n in known[:8]),
+                where=name,
                 hint="give every rank all of the data: the plan decides which rows each one reads",
             )
 
 
-def _length(source: object) -> int:
-    try:
-        return len(source)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return -1
+def _different(axis: Axis, values: Sequence[object]) -> list[int]:
+    """Return the ranks of an axis whose value differs from the first rank's."""
+    return [rank for rank, v in zip(axis.ranks, values, strict=True) if v != values[0]]
 
 
 class Replicas:
-    """Compares what ranks hold in common, after some of an optimizer's steps."""
+    """Compare values that ranks have in common, after some of an optimizer's steps."""
 
     def __init__(self, store: ParameterStore, mesh: ProcessMesh) -> None:
         self.store, self.mesh = store, mesh
 
     def check(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Compare after an optimizer's `step` (1, 2, …), if it is time to; all ranks call it."""
+        """Compare after an optimizer's `step` (1, 2, …), if a check is due; all ranks call it."""
         if step not in FIRST_CHECKS and step % CHECK_EVERY:
             return
-        between_processes = isinstance(unwrap_transport(self.mesh.transport), ProcessGroupTransport)
-        if between_processes and self.mesh.everyone.size > 1:
+        transport = unwrap_transport(self.mesh.transport)
+        if isinstance(transport, ProcessGroupTransport) and self.mesh.everyone.size > 1:
             self.compare(groups)
 
     @torch.no_grad()
@@ -137,12 +111,12 @@ class Replicas:
         self._compare_options(groups)
         error = self._compare_values()
         everyone = self.mesh.everyone
-        failed = gather_rows(everyone, [[error is not None]], self.store.device)
+        failed = everyone.gather_integers([error is not None], self.store.device)
         if error is not None:
             raise error
-        differing = [rank for rank, ((bad,),) in zip(everyone.ranks, failed, strict=True) if bad]
+        differing = [rank for rank, (bad,) in zip(everyone.ranks, failed, strict=True) if bad]
         if differing:
-            raise RankError(f"values that ranks {differing} hold in common differ between them")
+            raise RankError(f"replicated values differ between ranks {differing}")
 
     # --- options of optimizers -----------------------------------------------------------
 
@@ -154,38 +128,38 @@ class Replicas:
             for key in sorted(set(group) - {"params", "param_names"})
             if _is_plain(value := _plain(group[key]))
         ]
-        counts = [count for [[count]] in gather_rows(everyone, [[len(options)]], device)]
+        counts = [count for [count] in everyone.gather_integers([len(options)], device)]
         if len(set(counts)) > 1:
             raise RankError(
                 f"the optimizers of ranks {list(everyone.ranks)} have {counts} options",
-                hint="make the same optimizer on every rank",
+                hint="create the same optimizer on every rank",
             )
-        sums = [[zlib.crc32(repr(value).encode())] for _, _, value in options]
-        every = gather_rows(everyone, sums, device) if sums else []
-        for place, (index, key, value) in enumerate(options):
-            here = [rank_sums[place][0] for rank_sums in every]
-            other = [r for r, s in zip(everyone.ranks, here, strict=True) if s != here[0]]
-            if other:
+        checksums = [zlib.crc32(repr(value).encode()) for _, _, value in options]
+        columns = zip(*everyone.gather_integers(checksums, device), strict=True)
+        for column, (index, key, value) in zip(columns, options, strict=True):
+            different = _different(everyone, column)
+            if different:
                 raise RankError(
-                    f"ranks {other} have another {key!r} than rank {everyone.ranks[0]}; on this "
+                    f"{key!r} on ranks {different} differs from rank {everyone.ranks[0]}; on this "
                     f"rank it is {value!r}",
                     where=f"parameter group {index} of the optimizer",
-                    hint="set learning rates and other options equally on ranks, also where they "
-                    "follow from a metric or a clock",
+                    hint="set learning rates and other options to the same values on all ranks, "
+                    "also where they depend on a metric or a clock",
                 )
 
     # --- parameters and buffers ----------------------------------------------------------
 
     def _compare_values(self) -> RankError | None:
-        """Compare within this rank's mesh; what to raise, the same on its ranks."""
-        held = list(self._held())
-        if not held or self.mesh.size == 1:
+        """Compare within this rank's mesh; return the error to raise, the same on all its ranks."""
+        tensors = list(self._tensors())
+        if not tensors or self.mesh.size == 1:
             return None
-        sums = torch.stack([checksum(value).cpu() for _, value, _, _ in held]).tolist()
-        rows = [[number, *bounds] for number, (*_, bounds) in zip(sums, held, strict=True)]
-        every = gather_rows(self.mesh.world, rows, self.store.device)
-        for place, (name, value, classes, _) in enumerate(held):
-            column = [row[place] for row in every]
+        rows = [
+            n for _, value, _, bounds in tensors for n in (int(checksum(value).item()), *bounds)
+        ]
+        ranks_rows = self.mesh.world.gather_integers(rows, self.store.device)
+        for index, (name, value, classes, _) in enumerate(tensors):
+            column = [row[3 * index : 3 * index + 3] for row in ranks_rows]
             classes = _of_equal_bounds(classes, [bounds for _, *bounds in column])
             if any(len({column[rank][0] for rank in ranks}) > 1 for ranks in classes):
                 longest = max(high - low for _, low, high in column)
@@ -194,20 +168,20 @@ class Replicas:
                     return error
         return None
 
-    def _held(self) -> Iterator[tuple[str, Tensor, list[list[int]], tuple[int, int]]]:
-        """Iterate over this rank's tensors: name, value, mesh positions that may hold the same,
-        and which elements of the rank's part of the tensor these are.
+    def _tensors(self) -> Iterator[tuple[str, Tensor, list[list[int]], tuple[int, int]]]:
+        """Iterate over this rank's tensors: name, value, classes of mesh positions with replicas,
+        and the range of elements that the value is of the rank's part of the tensor.
         """
         if self.mesh.size > 1:
             for name, value in self.store.buffers.items():
                 yield name, value, [list(range(self.mesh.size))], (0, value.numel())
         for entry in self.store.entries:
-            if classes := self._alike(entry):
+            if classes := self._replica_classes(entry):
                 value = entry.piece if entry.zero == 3 else entry.leaf
                 bounds = entry.bounds if entry.zero == 3 else (0, entry.numel)
                 yield entry.spec.name, value.detach(), classes, bounds
 
-    def _alike(self, entry: Entry) -> list[list[int]]:
+    def _replica_classes(self, entry: Entry) -> list[list[int]]:
         """Return the classes of mesh positions that may hold the same values of a parameter."""
         distinct = {split.axis for split in entry.spec.splits}
         if entry.zero == 3:
@@ -222,7 +196,7 @@ class Replicas:
     def _compare_closely(
         self, name: str, value: Tensor, classes: list[list[int]], longest: int
     ) -> RankError | None:
-        """Return whether values differ by more than rounding; all ranks of the mesh call it."""
+        """Return an error if values differ by more than rounding; all ranks of the mesh call it."""
         world, size = self.mesh.world, self.mesh.size
         flat = value.detach().to(self.store.device).reshape(-1)
         flat = torch.nn.functional.pad(flat, (0, longest - flat.numel()))
@@ -237,25 +211,25 @@ class Replicas:
             every = every.view(size, -1)
             gaps = torch.maximum(gaps, (every - every[firsts]).abs().amax(1))
             scales = torch.maximum(scales, every[firsts].abs().amax(1))
-        kind = value.dtype
-        rounding = 0.0 if not (kind.is_floating_point or kind.is_complex) else torch.finfo(kind).eps
-        bad = (gaps > math.sqrt(rounding) * scales).tolist()
+        dtype = value.dtype
+        inexact = dtype.is_floating_point or dtype.is_complex
+        tolerance = math.sqrt(torch.finfo(dtype).eps) if inexact else 0.0
+        bad = (gaps > tolerance * scales).tolist()
         if not any(bad):
             return None
-        other = [self.mesh.ranks[rank] for rank in range(size) if bad[rank]]
+        different = [self.mesh.ranks[rank] for rank in range(size) if bad[rank]]
         first = first_of[bad.index(True)]
         return RankError(
-            f"{name} is not the same on ranks {other} as on rank {self.mesh.ranks[first]}: it "
-            f"differs by up to {float(gaps.max()):.3g}, its largest value is "
-            f"{float(scales.max()):.3g}",
+            f"{name} on ranks {different} differs from rank {self.mesh.ranks[first]} by up to "
+            f"{float(gaps.max()):.3g}; its largest value is {float(scales.max()):.3g}",
             where=name,
-            hint="change parameters and buffers on all ranks, from values that are equal "
-            "everywhere",
+            hint="change parameters and buffers on all ranks, and compute the new values from "
+            "data that are the same on all ranks",
         )
 
 
 def _of_equal_bounds(classes: list[list[int]], bounds: list[list[int]]) -> list[list[int]]:
-    """Divide classes of ranks by the elements that each holds.
+    """Divide classes of ranks by the range of elements that each rank holds.
 
     Ranges of a flat buffer differ between ranks that shard its other tensors unevenly.
     """
@@ -277,13 +251,13 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-# Every rank gets the same full batch, of which it reads its part. A data loader that is seeded
-# differently on one rank would train it on other data without any error, so ranks compare checksums
-# of their batches: in the first steps, and later in every `BATCH_CHECK_EVERY`th.
+# Every rank gets the same full batch and reads its part of it. A data loader that is seeded
+# differently on one rank would silently train it on other data, so ranks compare checksums of their
+# batches: in each of the first steps, and then in every `BATCH_CHECK_EVERY`th.
 
 
-FIRST_BATCH_CHECKS = 3  # the first steps are compared one by one,
-BATCH_CHECK_EVERY = 32  # and then every so many: a difference is detected within as many steps
+FIRST_BATCH_CHECKS = 3
+BATCH_CHECK_EVERY = 32  # a difference is detected within this number of steps
 
 
 def leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
@@ -310,16 +284,16 @@ def signature(batch: Any) -> Hashable:
 
 
 class BatchCheck:
-    """Compares the batches of all ranks now and then, at the same steps on every rank."""
+    """Compare the batches of all ranks periodically, at the same steps on every rank."""
 
     def __init__(self, axis: Axis, device: torch.device | str) -> None:
         self._axis, self._device = axis, device
         self._steps = 0
 
     def __call__(self, batch: Any, history: int = 0) -> None:
-        """Count a step, and raise if it is one of those that are checked and ranks differ.
+        """Count a step; if its check is due, raise if the batches of ranks differ.
 
-        `history` stands for the programs that this rank has chosen so far.
+        `history` is a checksum of the programs that this rank has chosen so far.
         """
         due = self._steps < FIRST_BATCH_CHECKS or self._steps % BATCH_CHECK_EVERY == 0
         self._steps += 1
@@ -328,30 +302,29 @@ class BatchCheck:
 
 
 _STATE = "the model's attributes, hooks or requires_grad, or variables that its code reads"
+_SHAPES = "the batch's shapes, dtypes or plain values"
 
 
 def check_same_batch(
     batch: Any, axis: Axis, device: torch.device | str = "cpu", history: int = 0
 ) -> None:
-    """Refuse batches that differ between ranks, naming the ranks and the input."""
+    """Raise if the batches of ranks differ, naming the ranks and the input."""
     if axis.size == 1:
         return
-    parts = list(leaves(batch))
-    shape = [history, len(parts), zlib.crc32(repr(signature(batch)).encode())]
-    _compare(shape, [_STATE, *["the batch's shapes, types or plain values"] * 2], axis, device)
-    _compare([_checksum(value) for _, value in parts], [path for path, _ in parts], axis, device)
+    tensors = list(leaves(batch))
+    structure = zlib.crc32(repr(signature(batch)).encode())
+    # Two rounds: only batches with the same leaves have the same number of checksums.
+    _compare({_STATE: history, _SHAPES: structure}, axis, device)
+    _compare({path: _checksum(value) for path, value in tensors}, axis, device)
 
 
-def _compare(numbers: list[int], names: list[str], axis: Axis, device: torch.device | str) -> None:
-    count = len(numbers)
-    own = torch.tensor(numbers, dtype=torch.int64, device=device)
-    every = axis.all_gather(own, [count] * axis.size).wait().view(axis.size, count)
-    for column, name in enumerate(names):
-        values = every[:, column].tolist()
-        different = [rank for rank, value in enumerate(values) if value != values[0]]
+def _compare(numbers: Mapping[str, int], axis: Axis, device: torch.device | str) -> None:
+    columns = zip(*axis.gather_integers(list(numbers.values()), device), strict=True)
+    for name, column in zip(numbers, columns, strict=True):
+        different = [index for index, number in enumerate(column) if number != column[0]]
         if different:
             raise BatchError(
-                f"ranks {different} have other data than rank 0",
+                f"the data of ranks {different} differ from rank 0",
                 where=name,
                 hint="give every rank the same full batch (seed its data loader equally), or each "
                 "its part with train_step(pm.local_batch(batch), local=True)",
@@ -366,66 +339,53 @@ def _checksum(value: Any) -> int:
 
 
 def share(
-    mesh: ProcessMesh,
-    mine: Mapping[str, Tensor | None],
-    device: torch.device | str = "cpu",
+    mesh: ProcessMesh, tensors: Mapping[str, Tensor | None], device: torch.device | str = "cpu"
 ) -> dict[str, Tensor | None]:
-    """Return the tensors of all groups by name; ranks of a group hold the same. All ranks call it.
+    """Return the named tensors of all stages on every rank; all ranks call it.
 
-    A name that several groups have is taken from the first.
+    The ranks of a stage hold the same tensors. A name that several stages have is taken from the
+    first of them.
     """
     if len(mesh.groups) == 1:
-        return dict(mine)
+        return dict(tensors)
     everyone, rank = mesh.everyone, mesh.ranks[mesh.rank]
-    tables = share_lists(mesh, _described(mine), device)
+    numbers: dict[int, int] = {}  # tied names have the same tensor, which is sent once
+    rows = [
+        [name, None, "", -1]
+        if tensor is None
+        else [
+            name,
+            list(tensor.shape),
+            str(tensor.dtype),
+            numbers.setdefault(id(tensor), len(numbers)),
+        ]
+        for name, tensor in tensors.items()
+    ]
     result: dict[str, Tensor | None] = {}
-    for ranks, names in zip(mesh.groups, tables, strict=True):
+    for ranks, table in zip(mesh.groups, share_lists(mesh, rows, device), strict=True):
         root = everyone.ranks.index(ranks[0])
-        same: dict[int, Tensor] = {}
-        for name, shape, dtype, number in names:
+        received: dict[int, Tensor] = {}
+        for name, shape, dtype, number in table:
             if shape is None:
                 result.setdefault(name, None)
                 continue
-            if number not in same:
-                held = mine[name] if rank in ranks else None
-                full = (
-                    torch.empty(shape, dtype=torch_dtype(dtype), device=device)
-                    if held is None
-                    else held.detach().to(device).contiguous()
-                )
-                same[number] = everyone.broadcast(full, root).wait()
-            result.setdefault(name, same[number])
+            if number not in received:
+                own = tensors[name] if rank in ranks else None
+                if own is None:
+                    full = torch.empty(shape, dtype=torch_dtype(dtype), device=device)
+                else:
+                    full = own.detach().to(device).contiguous()
+                received[number] = everyone.broadcast(full, root).wait()
+            result.setdefault(name, received[number])
     return result
 
 
 def share_lists(
-    mesh: ProcessMesh, mine: Sequence[Any], device: torch.device | str = "cpu"
+    mesh: ProcessMesh, items: Sequence[Any], device: torch.device | str = "cpu"
 ) -> list[list[Any]]:
-    """Return the lists of all groups, as JSON transmits them; all ranks call it."""
+    """Return the lists of all stages, transmitted as JSON; all ranks call it."""
     if len(mesh.groups) == 1:
-        return [list(mine)]
-    everyone, rank = mesh.everyone, mesh.ranks[mesh.rank]
-    result = []
-    for ranks in mesh.groups:
-        root = everyone.ranks.index(ranks[0])
-        text = json.dumps(list(mine)).encode() if rank in ranks else b""
-        length = everyone.broadcast(torch.tensor([len(text)], device=device), root).wait()
-        data = torch.zeros(int(length), dtype=torch.uint8, device=device)
-        if rank in ranks:
-            data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-        data = everyone.broadcast(data, root).wait()
-        result.append(json.loads(bytes(data.cpu().numpy())))
-    return result
-
-
-def _described(tensors: Mapping[str, Tensor | None]) -> list[list[object]]:
-    """Name, shape, type and number of every tensor; names of the same tensor share a number."""
-    numbers: dict[int, int] = {}
-    rows: list[list[object]] = []
-    for name, tensor in tensors.items():
-        if tensor is None:
-            rows.append([name, None, "", -1])
-            continue
-        number = numbers.setdefault(id(tensor), len(numbers))
-        rows.append([name, list(tensor.shape), str(tensor.dtype), number])
-    return rows
+        return [list(items)]
+    own = list(items) if mesh.rank == 0 else None  # one rank of a stage speaks for all
+    lists = mesh.everyone.gather_objects(own, device)
+    return [lists[mesh.everyone.ranks.index(ranks[0])] for ranks in mesh.groups]

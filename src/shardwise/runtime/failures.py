@@ -47,8 +47,6 @@ from shardwise.runtime.rendezvous import (
     start_heartbeat,
 )
 
-__all__ = ["StallDetector", "Wait", "follow", "has_ended", "naming_failures", "report_of"]
-
 GRACE_S = 10.0
 LINGER_S = 3.0
 EXIT_S = 5.0

@@ -24,8 +24,6 @@ from torch import Tensor, nn
 from shardwise.runtime.parameters import Entry, FlatGroup
 from shardwise.runtime.transport import Pending
 
-__all__ = ["Pass", "Unit", "Units"]
-
 
 class Unit:
     """The sharded parameters of one module."""

@@ -30,18 +30,6 @@ from shardwise.runtime.rng import Rng
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.tracing import Recorder
 
-__all__ = [
-    "CapturedModel",
-    "LoadedModule",
-    "LoadedPipeline",
-    "PipelineSources",
-    "StageSources",
-    "build",
-    "load",
-    "make_store",
-    "naming_places",
-]
-
 FILENAME = "<shardwise program "  # how the file names of emitted code begin
 _ORIGIN = re.compile(r"^\s*# (?P<place>.+ \(\S+:\d+\))\s*$")
 _OUT_OF_RANGE = re.compile(r"out of (range|bounds)", re.IGNORECASE)

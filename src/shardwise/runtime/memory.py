@@ -24,12 +24,6 @@ from torch.utils._pytree import tree_map_only
 from shardwise.errors import ProgramError
 from shardwise.runtime.transport import Pending
 
-__all__ = [
-    "grow_segments",
-    "keep_products",
-    "offload_activations",
-]
-
 
 def host_empty(shape: Sequence[int], dtype: torch.dtype, near: torch.device) -> Tensor:
     """Return uninitialized host memory, pinned if `near` is a GPU."""

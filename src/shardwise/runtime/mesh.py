@@ -1,13 +1,16 @@
-"""The named axes that ranks are arranged in, and collectives along them.
+"""The named axes along which ranks are arranged, and collectives along them.
 
 Ranks are numbered row-major: the last axis changes fastest. An `Axis` is one mesh axis, or several
-taken together in the mesh's order; it is what generated code passes to every collective.
+combined in the mesh's order; generated code passes it to every collective.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,15 +26,13 @@ from shardwise.runtime.transport import (
 )
 from shardwise.shares import axes_of, part, product
 
-__all__ = ["TIME", "Axis", "ProcessMesh", "TimeAxis", "axis_groups"]
-
 TIME = "mb"  # the axis of micro-batches
 
 
 class Axis:
-    """One mesh axis, or several as one, seen from this rank.
+    """One mesh axis, or several combined, seen from this rank.
 
-    `size` is the number of ranks, `shares` that number with what each takes of a cut.
+    `size` is the number of ranks; `shares` is the same number, with the ranks' weights in a split.
     """
 
     __slots__ = ("_group", "_transport", "index", "name", "shares", "size")
@@ -51,23 +52,23 @@ class Axis:
         return self._group.ranks
 
     def start(self, n: int) -> int:
-        """Return where this rank's part of `n` begins."""
+        """Return the start of this rank's part of `n` elements."""
         return part(n, self.shares, self.index)[0]
 
     def length(self, n: int) -> int:
-        """Return how many of `n` this rank has."""
+        """Return the length of this rank's part of `n` elements."""
         return part(n, self.shares, self.index)[1]
 
     def about(self, cause: str) -> Axis:
-        """Return this axis for collectives of one cause, which a recorder notes."""
+        """Return this axis for collectives that a recorder attributes to `cause`."""
         if not isinstance(self._transport, RecordingTransport):
             return self
         return Axis(self.name, self._group, self._transport.about(cause), self.shares)
 
     def bucket(self, numel: int, dtype: torch.dtype, operation: str) -> Tensor | None:
-        """Return memory from which the axis' ranks run an operation without copies, if any.
+        """Return memory on which the axis runs an operation without copies, if any.
 
-        All of them call it at the same place.
+        All ranks of the axis call it at the same point.
         """
         make = getattr(self._transport, "bucket", None)
         if make is None or self.size == 1:
@@ -99,23 +100,41 @@ class Axis:
     def all_to_all(
         self, flat: Tensor, in_sizes: Sequence[int], out_sizes: Sequence[int]
     ) -> Pending:
-        """Send part i of `flat` to rank i; concatenate what arrives."""
+        """Send part i of `flat` to rank i; concatenate the parts received."""
         if self.size == 1:
             return Pending(flat)
         return self._transport.all_to_all(flat.detach(), in_sizes, out_sizes, self._group)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Pending:
-        """Overwrite a contiguous tensor with that of index `root`."""
+        """Overwrite a contiguous tensor with the one of index `root`."""
         if self.size == 1:
             return Pending(tensor)
         flat = tensor.detach().view(-1)
         return self._transport.broadcast(flat, root, self._group).then(lambda _: tensor)
 
+    def gather_integers(
+        self, numbers: Sequence[int], device: torch.device | str
+    ) -> list[list[int]]:
+        """Return every rank's integers, of which all ranks have the same number."""
+        own = torch.tensor(numbers, dtype=torch.int64, device=device)
+        every = self.all_gather(own, [len(numbers)] * self.size).wait()
+        result: list[list[int]] = every.view(self.size, len(numbers)).tolist()
+        return result
+
+    def gather_objects(self, value: Any, device: torch.device | str) -> list[Any]:
+        """Return every rank's value, transmitted as JSON."""
+        data = bytearray(json.dumps(value, default=str).encode())
+        sizes = [size for [size] in self.gather_integers([len(data)], device)]
+        flat = torch.frombuffer(data, dtype=torch.uint8).to(device)
+        every = self.all_gather(flat, sizes).wait().cpu().numpy().tobytes()
+        ends = itertools.accumulate(sizes)
+        return [json.loads(every[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+
 
 class TimeAxis(Axis):
-    """The axis of micro-batches, alone or with mesh axes inside it; `index` is that of now.
+    """The axis of micro-batches, optionally combined with mesh axes; `index` is the current one.
 
-    Nothing can be sent along it: generated code only takes this micro-batch's part.
+    It has no collectives: generated code only takes the current micro-batch's part along it.
     """
 
     __slots__ = ("_inner", "_mesh")
@@ -130,10 +149,8 @@ class TimeAxis(Axis):
 
     @property
     def shares(self) -> int:  # type: ignore[override]
-        inner = self._inner
-        return product(
-            [self._mesh.num_microbatches, *([inner.shares] if inner is not None else [])]
-        )
+        count = self._mesh.num_microbatches
+        return count if self._inner is None else product([count, self._inner.shares])
 
     @property
     def index(self) -> int:  # type: ignore[override]
@@ -151,9 +168,9 @@ class TimeAxis(Axis):
 class ProcessMesh:
     """Named axes over ranks, seen from one of them, in one micro-batch.
 
-    `rank` is this rank's place in `ranks`, by default 0 … product of sizes - 1. `groups` are the
-    ranks of all stages' meshes. `microbatch` is set by whoever runs the step. An axis is given as a
-    number of ranks, or as the weights by which they share a cut.
+    `rank` is this rank's index in `ranks`, by default 0 … product of sizes - 1. `groups` are the
+    ranks of all stages' meshes. The executor of a step sets `microbatch`. An axis is given as a
+    number of ranks, or as their weights in a split.
 
     >>> mesh = ProcessMesh({"dp": 1, "tp": 1})
     >>> mesh.axis("dp", "tp")
@@ -177,7 +194,7 @@ class ProcessMesh:
         self.ranks = tuple(ranks) if ranks is not None else tuple(range(self.size))
         self.groups = tuple(groups) or (self.ranks,)
         self.num_microbatches, self.microbatch, self.final = num_microbatches, 0, True
-        self.timed = timed and num_microbatches > 1  # whether they are parts of one batch
+        self.timed = timed and num_microbatches > 1  # micro-batches are parts of one batch
         self.transport: Transport = transport if transport is not None else LocalTransport()
         if not 0 <= rank < self.size:
             raise ProgramError(f"rank {rank} is not in {self!r} of {self.size} ranks")
@@ -188,30 +205,30 @@ class ProcessMesh:
 
     @property
     def place_axes(self) -> dict[str, int]:
-        """The mesh axes, with that of micro-batches first."""
+        """The mesh axes, with the axis of micro-batches first."""
         return {TIME: self.num_microbatches, **self.axes} if self.timed else self.axes
 
     @property
     def place(self) -> dict[str, int]:
-        """Where on these this rank is now."""
+        """This rank's coordinates on `place_axes`, in the current micro-batch."""
         return {TIME: self.microbatch, **self.coordinates} if self.timed else self.coordinates
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self.axes.items())})"
 
     def note(self, recorder: Recorder) -> None:
-        """Record the collectives of axes that are made from now on."""
+        """Record the collectives of axes that are created from now on."""
         self.transport = RecordingTransport(self.transport, recorder)
         self._cached.clear()
 
     def axis(self, *names: str) -> Axis:
-        """Return mesh axes, given in the mesh's order, as one; without any, this rank alone."""
+        """Return the combination of mesh axes, in the mesh's order; without any, only this rank."""
         if names and names[0] == TIME:
             return TimeAxis(self, self.space_axis(*names[1:]) if names[1:] else None)
         return self.space_axis(*names)
 
     def space_axis(self, *names: str) -> Axis:
-        """Return an axis as `axis` does, without that of micro-batches."""
+        """Return an axis as `axis` does, but never one of micro-batches."""
         result = self._cached.get(names)
         if result is None:
             places = _ranks_along(self.axes, self.coordinates, self._checked(names))
@@ -231,8 +248,8 @@ class ProcessMesh:
         """All ranks of all stages as one axis."""
         if len(self.groups) == 1:
             return self.world
-        every = tuple(sorted(rank for ranks in self.groups for rank in ranks))
-        group = Group(every, every.index(self.ranks[self.rank]))
+        ranks = tuple(sorted(rank for ranks in self.groups for rank in ranks))
+        group = Group(ranks, ranks.index(self.ranks[self.rank]))
         return Axis("everyone", group, self.transport)
 
     def _checked(self, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -255,11 +272,11 @@ def coordinates(axes: Mapping[str, int], rank: int) -> dict[str, int]:
 def _ranks_along(
     axes: Mapping[str, int], place: Mapping[str, int], names: Iterable[str]
 ) -> tuple[int, ...]:
-    """Return the ranks that agree with `place` on all axes but `names`, ascending."""
-    ranks, moving = [0], set(names)
+    """Return the ranks whose coordinates equal `place` on all axes but `names`, ascending."""
+    ranks, varying = [0], set(names)
     for name, size in axes.items():
-        steps = range(size) if name in moving else (place[name],)
-        ranks = [rank * size + step for rank in ranks for step in steps]
+        indices = range(size) if name in varying else (place[name],)
+        ranks = [rank * size + index for rank in ranks for index in indices]
     return tuple(ranks)
 
 

@@ -39,8 +39,6 @@ from shardwise.runtime.user_model import (
     refuse_hooks_on_parts,
 )
 
-__all__ = ["ParallelModule"]
-
 World = Callable[[], Hashable]
 AGREED_CHANGES = 3  # from one state of the world to another, that all ranks agree on at once
 

@@ -25,19 +25,6 @@ from shardwise.runtime.parameters import Entry
 from shardwise.runtime.shards import ShardTensor
 from shardwise.runtime.store import ParameterStore
 
-__all__ = [
-    "HasStore",
-    "Params",
-    "ShardedOptimizer",
-    "claim_names",
-    "clip_grad_norm_",
-    "find_groups",
-    "optimizer",
-    "require_claimed",
-    "select_entries",
-]
-
-
 # Which parameters an optimizer works on, and in which groups.
 
 

@@ -1,11 +1,11 @@
-"""Parameters and buffers: how generated modules declare them, and how this rank stores them."""
+"""Parameters and buffers: their declaration in generated modules, and their storage on a rank."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,40 +18,23 @@ from shardwise.runtime.splits import Split
 from shardwise.runtime.transport import Pending
 from shardwise.shares import part
 
-__all__ = [
-    "BufferSpec",
-    "Entry",
-    "FlatGroup",
-    "ParameterSpec",
-    "Scope",
-    "attach",
-    "buckets",
-    "declare",
-    "declare_buffer",
-    "group_key",
-    "locate",
-    "needed_axes",
-    "torch_dtype",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """One parameter: its full shape, how it is sharded, stored and synchronized.
+    """One parameter: its full shape, and how it is sharded, stored and synchronized.
 
-    `splits` cut the tensor that the forward uses out of the full one. Its gradient arrives as a
-    partial sum on the axes of `sync`, over which `zero` shards the optimizer state (1), the
-    gradient too (2), and the parameter too (3). `unit` is the path of the module before whose
-    forward a parameter of zero 3 is gathered; "" is the root.
+    `splits` take the tensor that the forward uses from the full one. Its gradient is a partial sum
+    on the axes of `sync`, over which `zero` shards the optimizer state (1), also the gradient (2),
+    and also the parameter (3). `unit` is the path of the module before whose forward a parameter
+    of zero 3 is gathered; "" is the root.
 
     The forward uses it in `dtype`. It is stored and optimized in `master`; the gradients of
-    micro-batches are added up in `gradient` and summed over ranks in `reduce`. "" means: `master`
-    as `dtype`, `gradient` as `master`, `reduce` as `gradient`.
+    micro-batches are accumulated in `gradient` and summed over ranks in `reduce`. The default ""
+    stands for: `master` as `dtype`, `gradient` as `master`, `reduce` as `gradient`.
 
-    A `borrowed` one is a copy of a parameter whose home is on other ranks (a weight tied between
-    pipeline stages); its gradient is that of the last step alone. `offload` says what is kept in
-    host memory: "optimizer" (stored values and optimizer state) or "parameters" (all of it but for
-    the time of use).
+    A `borrowed` parameter is a replica of one that other ranks own (a weight tied between pipeline
+    stages); its gradient is that of the last step only. `offload` lists what is in host memory:
+    "optimizer" (stored values and optimizer state) or "parameters" (everything, except during use).
     """
 
     name: str
@@ -82,7 +65,7 @@ class BufferSpec:
 
 
 class Scope(nn.Module):
-    """A module whose members are indexed: by number as in a list, or by name as in a dict."""
+    """A module with indexed members: by number as in a list, or by name as in a dict."""
 
     def __getitem__(self, index: int | str | slice) -> Any:
         if isinstance(index, slice):
@@ -95,7 +78,7 @@ class Scope(nn.Module):
 
 
 def attach(module: nn.Module, path: str, child: nn.Module) -> None:
-    """Put a module at a dotted path, with bare modules in between."""
+    """Add a module at a dotted path, with bare modules in between."""
     owner, last = locate(module, path, create=True)
     owner.add_module(last, child)
 
@@ -108,7 +91,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def locate(module: nn.Module, name: str, *, create: bool = False) -> tuple[nn.Module, str]:
-    """Return the module that holds a dotted name, and the last part of the name."""
+    """Return the module that owns a dotted name, and the last part of the name."""
     *path, last = name.split(".")
     for step in path:
         child = module._modules.get(step)
@@ -130,7 +113,7 @@ def declare(
 ) -> None:
     """Register a parameter without memory at a dotted path, with bare modules in between.
 
-    The store gives it memory. Generated code then says `self.attn.qkv.weight`.
+    The store allocates its memory. Generated code then reads `self.attn.qkv.weight`.
     """
     owner, last = locate(module, name, create=True)
     empty = torch.empty(tuple(shape), dtype=torch_dtype(dtype), device="meta")
@@ -150,27 +133,15 @@ def declare_buffer(
     owner.register_buffer(last, empty, persistent=persistent)
 
 
-def needed_axes(specs: Sequence[ParameterSpec], axes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """Return the combinations of mesh axes over which a store of these parameters communicates."""
-    result: dict[tuple[str, ...], None] = {}
-    for spec in specs:
-        cut = {split.axis for split in spec.splits}
-        for names in (spec.sync, cut):
-            combined = tuple(name for name in axes if name in names)
-            if math.prod(axes[name] for name in combined) > 1:
-                result.setdefault(combined)
-    return list(result)
-
-
 # Storage on this rank. An `Entry` is one parameter. With zero >= 1, entries of one dtype and set of
 # synchronizing axes (with zero 3, of one unit) form a `FlatGroup`: their local tensors one after
 # the other, of which each rank of the axis owns one consecutive range. The ranges are even also
-# where ranks take unequal shares of a batch, since slower devices do not have less memory. An
-# owner's `pieces` are what its optimizer works on; they have memory of their own where their dtype
-# or device differs from what the forward uses.
+# where ranks take unequal shares of a batch, since slower devices do not have less memory. A rank's
+# optimizer works on the `pieces` that it owns; they have separate memory where their dtype or
+# device differs from those of the forward.
 
 
-ALONE_BYTES = 4 << 20  # what is as large travels by itself
+SINGLE_BYTES = 4 << 20  # a parameter of this size gets its own bucket
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 
@@ -178,11 +149,11 @@ BUCKET_BYTES = 25 << 20
 class Entry:
     """One parameter on this rank.
 
-    `leaf` is what the forward uses and autograd accumulates into; `shown` is what
-    `pm.parameters()` shows between steps; `piece` is what the optimizer updates. For zero 0 the
-    three are one; for zero 3 `shown` is the piece. A piece with a type of its own, or in host
-    memory, is always `apart` from the leaf. `parts` are the parts of the program (pipeline stages)
-    on this rank that use it.
+    The forward uses `leaf`, into which autograd accumulates; modules hold `shown` between steps;
+    the optimizer updates `piece`. For zero 0 the three are the same tensor; for zero 3 `shown` is
+    the piece. A piece of another dtype, or in host memory, is a master copy: it never shares
+    memory with the leaf. `parts` are the parts of the program (pipeline stages) on this rank that
+    use the parameter.
     """
 
     def __init__(self, spec: ParameterSpec, local_shape: tuple[int, ...]) -> None:
@@ -196,13 +167,13 @@ class Entry:
         self.piece: nn.Parameter
         self.dtype = torch_dtype(spec.dtype)
         self.master = torch_dtype(spec.master or spec.dtype)
-        self.gradient = torch_dtype(spec.gradient) if spec.gradient else self.master
-        self.wire = torch_dtype(spec.reduce) if spec.reduce else self.gradient
+        self.gradient_dtype = torch_dtype(spec.gradient) if spec.gradient else self.master
+        self.reduce_dtype = torch_dtype(spec.reduce) if spec.reduce else self.gradient_dtype
         own = not spec.borrowed
         self.leaves_device = own and "parameters" in spec.offload and bool(spec.shape)
         optimized = own and "optimizer" in spec.offload and spec.requires_grad
         self.on_host = self.leaves_device or optimized
-        self.apart = self.on_host or (own and self.master != self.dtype)
+        self.has_master_copy = self.on_host or (own and self.master != self.dtype)
 
     def __repr__(self) -> str:
         return f"Entry({self.spec.name}, {self.local_shape}, zero={self.zero})"
@@ -217,25 +188,25 @@ class Entry:
 
     @property
     def trained(self) -> bool:
-        """Whether it has been trained here: an optimizer updates it where it has a gradient."""
+        """Whether an optimizer of this rank updates the parameter once it has a gradient."""
         return self.spec.requires_grad and not self.spec.borrowed
 
     def set_trained(self, trained: bool) -> None:
-        """Let autograd give this parameter gradients, or none from now on."""
+        """Let autograd compute gradients of this parameter from now on, or stop doing so."""
         for parameter in (self.leaf, self.shown, self.piece):
             parameter.requires_grad_(trained)
 
     def show(self, parameter: nn.Parameter) -> None:
-        """Make the modules hold this parameter."""
+        """Put this parameter into the modules."""
         for owner, name in self.slots:
             owner._parameters[name] = parameter
 
-    def own_whole(self, device: torch.device) -> None:
-        """Give the parameter its own memory (zero 0)."""
-        made = torch.empty(self.local_shape, dtype=self.dtype, device=device)
-        self.leaf = nn.Parameter(made, requires_grad=self.spec.requires_grad)
+    def allocate(self, device: torch.device) -> None:
+        """Give the parameter its own memory, outside of any flat group."""
+        empty = torch.empty(self.local_shape, dtype=self.dtype, device=device)
+        self.leaf = nn.Parameter(empty, requires_grad=self.spec.requires_grad)
         self.shown = self.piece = self.leaf
-        if self.apart:
+        if self.has_master_copy:
             stored = self.empty_stored(self.local_shape, device)
             self.piece = nn.Parameter(stored, requires_grad=self.spec.requires_grad)
         self.take_gradients_in(self.master)
@@ -247,7 +218,7 @@ class Entry:
         return torch.empty(tuple(shape), dtype=self.master, device=device)
 
     def take_gradients_in(self, dtype: torch.dtype) -> None:
-        """Let the leaf, which has no gradient now, have gradients of a type."""
+        """Set the dtype of the leaf's gradients; it has none now."""
         if self.spec.requires_grad and self.leaf.grad_dtype != dtype:
             self.leaf.grad_dtype = dtype
 
@@ -255,9 +226,9 @@ class Entry:
 class FlatGroup:
     """Several entries as one flat buffer that the ranks of an axis own in ranges.
 
-    `full` is what the forward uses. This rank stores its `shard`: for zero 1 and 2 a view of its
-    `own` range of `full`, unless apart. For zero 3 with shards in host memory that are there for
-    the optimizer alone, `resident` is the shard as it is gathered.
+    The forward uses `full`. This rank stores its `shard`: for zero 1 and 2 a view of its `own`
+    range of `full`, unless it is a master copy. For zero 3 with shards in host memory for the
+    optimizer only, `resident` is the copy of the shard on the device, from which ranks gather.
     """
 
     def __init__(self, entries: Sequence[Entry], axis: Axis, device: torch.device) -> None:
@@ -271,8 +242,8 @@ class FlatGroup:
         self.full = torch.empty(self.numel, dtype=first.dtype, device=device)
         begin, length = part(self.numel, axis.size, axis.index)
         self.own = self.full[begin : begin + length]
-        self.apart = first.apart
-        stored = self.zero == 3 or self.apart
+        self.has_master_copy = first.has_master_copy
+        stored = self.zero == 3 or self.has_master_copy
         self.shard = first.empty_stored((length,), device) if stored else self.own
         self.resident: Tensor | None = None
         if self.zero == 3 and first.on_host and not first.leaves_device:
@@ -285,8 +256,8 @@ class FlatGroup:
 
     def _adopt(self, entry: Entry, index: int, begin: int) -> None:
         start, trainable = self.offsets[index], entry.spec.requires_grad
-        # `.data` has its own version counter: writing the buffer does not invalidate what
-        # autograd has saved of the parameter.
+        # `.data` has its own version counter: writing to the buffer does not invalidate tensors
+        # that autograd has saved.
         view = self.full[start : start + entry.numel].view(entry.local_shape).data
         entry.leaf = nn.Parameter(view, requires_grad=trainable)
         entry.group, entry.bounds = self, self.bounds(index, self.axis.index)
@@ -297,7 +268,7 @@ class FlatGroup:
         entry.take_gradients_in(entry.master)
 
     def bounds(self, index: int, rank: int) -> tuple[int, int]:
-        """Return the elements of entry `index` that the axis' rank owns, within the entry."""
+        """Return the range of entry `index` that a rank of the axis owns."""
         begin, length = part(self.numel, self.axis.size, rank)
         start, numel = self.offsets[index], self.entries[index].numel
         low = min(max(begin - start, 0), numel)
@@ -306,15 +277,15 @@ class FlatGroup:
     def piece_sizes(self, entry: Entry) -> list[int]:
         """Return how many elements of the entry each rank of the axis owns."""
         index = self.entries.index(entry)
-        ends = [self.bounds(index, rank) for rank in range(self.axis.size)]
-        return [high - low for low, high in ends]
+        ranges = [self.bounds(index, rank) for rank in range(self.axis.size)]
+        return [high - low for low, high in ranges]
 
     def pieces_of(self, shard: Tensor) -> list[Tensor]:
         """Split a tensor shaped as the shard into this rank's pieces of the entries."""
         return list(torch.split(shard, [e.bounds[1] - e.bounds[0] for e in self.entries]))
 
     def refresh(self) -> None:
-        """Take stored values over that have changed."""
+        """Copy changed stored values to the device, if ranks gather from there."""
         if self.resident is not None:
             self.resident.copy_(self.shard, non_blocking=True)
 
@@ -327,7 +298,7 @@ class FlatGroup:
         if self._stream is not None:
             with self._stream.use():
                 return self._stream.join(self._converted(shard))
-        if not self.apart or self.resident is not None:
+        if not self.has_master_copy or self.resident is not None:
             return self.axis.all_gather(shard, self.sizes, out=self.full)
         return self._converted(shard)
 
@@ -338,37 +309,37 @@ class FlatGroup:
         return self.axis.all_gather(self.own, self.sizes, out=self.full)
 
     def free(self) -> None:
-        """Let the full buffer's memory go (zero 3)."""
+        """Free the full buffer's memory (zero 3)."""
         self.full.untyped_storage().resize_(0)
 
 
 def group_key(entry: Entry) -> Hashable:
-    """Return what the entries of a flat group have in common."""
+    """Return the properties that all entries of a flat group have in common."""
     spec = entry.spec
-    types = (entry.dtype, entry.master, entry.gradient, entry.wire)
-    unit = spec.unit if spec.zero == 3 or entry.leaves_device else None  # gathered one by one
-    place = (unit, spec.sync, spec.zero, spec.requires_grad, spec.offload)
-    return (*place, types, frozenset(entry.parts))
+    dtypes = (entry.dtype, entry.master, entry.gradient_dtype, entry.reduce_dtype)
+    unit = spec.unit if spec.zero == 3 or entry.leaves_device else None  # gathered unit by unit
+    storage = (unit, spec.sync, spec.zero, spec.requires_grad, spec.offload)
+    return (*storage, dtypes, frozenset(entry.parts))
 
 
 def buckets(
     entries: Iterable[Entry], key: Callable[[Entry], Hashable], size: Callable[[Entry], int]
 ) -> list[list[Entry]]:
-    """Group entries into buckets: large ones alone, small ones by key up to `BUCKET_BYTES`.
+    """Group entries into buckets: large ones get their own, small ones are grouped by key.
 
-    The first ones travel soon, so that the others can follow while backward still runs.
+    The first bucket is smaller, so that communication begins early in backward.
     """
-    formed: list[list[Entry]] = []
-    small: dict[Hashable, list[Entry]] = {}
+    result: list[list[Entry]] = []
+    open_buckets: dict[Hashable, list[Entry]] = {}
     filled: Counter[Hashable] = Counter()
     for entry in entries:
-        if size(entry) >= ALONE_BYTES:
-            formed.append([entry])
+        if size(entry) >= SINGLE_BYTES:
+            result.append([entry])
             continue
-        like = key(entry)
-        small.setdefault(like, []).append(entry)
-        filled[like] += size(entry)
-        if filled[like] >= (BUCKET_BYTES if formed else FIRST_BUCKET_BYTES):
-            formed.append(small.pop(like))
-            del filled[like]
-    return formed + list(small.values())
+        bucket = key(entry)
+        open_buckets.setdefault(bucket, []).append(entry)
+        filled[bucket] += size(entry)
+        if filled[bucket] >= (BUCKET_BYTES if result else FIRST_BUCKET_BYTES):
+            result.append(open_buckets.pop(bucket))
+            del filled[bucket]
+    return result + list(open_buckets.values())

@@ -1,4 +1,4 @@
-"""The primitives of redistributions on plain tensors: from dims to flat tensors that axes carry.
+"""The primitives of redistributions on plain tensors, built on the flat collectives of an axis.
 
 Nothing here is differentiable: the table in `shardwise.redistribution` pairs each primitive with
 its dual, by the names of these functions. Arguments are never changed and may be non-contiguous;
@@ -14,23 +14,11 @@ from torch import Tensor
 
 from shardwise.errors import ProgramError
 from shardwise.runtime.mesh import Axis
-from shardwise.runtime.splits import Of, join, local_length, runs, segments, take_part, whole_length
-
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "identity",
-    "keep_first",
-    "reduce_scatter",
-    "slice",
-    "slice_view",
-    "zero_pad",
-]
+from shardwise.runtime.splits import Of, full_length, join, local_length, runs, segments, take_part
 
 
 def slice_view(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """Return this rank's part, a view where it is one range."""
+    """Return this rank's part: a view if it is one range, else a copy."""
     return take_part(x, dim, of, axis.shares, axis.index)
 
 
@@ -40,7 +28,7 @@ def slice(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
 
 
 def identity(x: Tensor, axis: Axis) -> Tensor:
-    """Return the tensor itself, as a value of its own for autograd."""
+    """Return a view of the tensor, which autograd sees as another value."""
     return x.view_as(x)
 
 
@@ -52,11 +40,11 @@ def keep_first(x: Tensor, axis: Axis) -> Tensor:
 def zero_pad(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
     """Return this rank's part in its place in a full tensor of zeros."""
     dim %= x.dim()
-    full = x.new_zeros(_with(x, dim, whole_length(of)))
-    here = 0
+    full = x.new_zeros(_resized(x.shape, dim, full_length(of)))
+    offset = 0
     for start, length in runs(of, axis.shares, axis.index):
-        full.narrow(dim, start, length).copy_(x.narrow(dim, here, length))
-        here += length
+        full.narrow(dim, start, length).copy_(x.narrow(dim, offset, length))
+        offset += length
     return full
 
 
@@ -69,25 +57,23 @@ def all_gather(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
     """Return the full tensor of all ranks' parts."""
     dim %= x.dim()
     _check(x, axis, dim, of)
-    shapes = [_with(x, dim, local_length(of, axis.shares, i)) for i in range(axis.size)]
-    sizes = [shape.numel() for shape in shapes]
-    flat = axis.all_gather(x.contiguous().view(-1), sizes).wait()
-    if _is_outermost(x, dim) and _is_plain(of):
-        return flat.view(_with(x, dim, whole_length(of)))
-    parts = torch.split(flat, sizes)
-    return join([p.view(s) for p, s in zip(parts, shapes, strict=True)], dim, of, axis.shares)
+    shapes = _part_shapes(x.shape, axis, dim, of)
+    flat = axis.all_gather(x.contiguous().view(-1), [s.numel() for s in shapes]).wait()
+    if _is_contiguous_split(x, dim, of):
+        return flat.view(_resized(x.shape, dim, full_length(of)))
+    return join(_split(flat, shapes), dim, of, axis.shares)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
     """Return this rank's part of the sum over ranks."""
     dim %= x.dim()
-    shapes = [_with(x, dim, local_length(of, axis.shares, i)) for i in range(axis.size)]
-    sizes = [shape.numel() for shape in shapes]
-    if x.is_contiguous() and _is_outermost(x, dim) and _is_plain(of):
+    shapes = _part_shapes(x.shape, axis, dim, of)
+    if x.is_contiguous() and _is_contiguous_split(x, dim, of):
         flat = x.view(-1)
     else:
         flat = _flat([take_part(x, dim, of, axis.shares, i) for i in range(axis.size)])
-    return axis.reduce_scatter(flat, sizes).wait().view(shapes[axis.index])
+    result = axis.reduce_scatter(flat, [s.numel() for s in shapes]).wait()
+    return result.view(shapes[axis.index])
 
 
 def all_to_all(x: Tensor, axis: Axis, dim: int, of: Of, to_dim: int, to_of: Of) -> Tensor:
@@ -95,59 +81,62 @@ def all_to_all(x: Tensor, axis: Axis, dim: int, of: Of, to_dim: int, to_of: Of) 
     dim, to_dim = dim % x.dim(), to_dim % x.dim()
     _check(x, axis, dim, of)
     if dim == to_dim:
-        return _recut(x, axis, dim, segments(of), segments(to_of))
+        return _split_anew(x, axis, dim, segments(of), segments(to_of))
     sent = [take_part(x, to_dim, to_of, axis.shares, i) for i in range(axis.size)]
-    own = _with(x, to_dim, local_length(to_of, axis.shares, axis.index))
-    shapes = [_replace(own, dim, local_length(of, axis.shares, i)) for i in range(axis.size)]
-    sizes = [shape.numel() for shape in shapes]
-    flat = axis.all_to_all(_flat(sent), [t.numel() for t in sent], sizes).wait()
-    parts = torch.split(flat, sizes)
-    return join([p.view(s) for p, s in zip(parts, shapes, strict=True)], dim, of, axis.shares)
+    own = _resized(x.shape, to_dim, local_length(to_of, axis.shares, axis.index))
+    parts = _exchange(axis, sent, _part_shapes(own, axis, dim, of))
+    return join(parts, dim, of, axis.shares)
 
 
-def _recut(x: Tensor, axis: Axis, dim: int, of: Of, to_of: Of) -> Tensor:
-    """Split the same dim differently: each pair of ranks exchanges what the other one needs."""
-    me, n = axis.index, axis.shares
-    sent = [x.index_select(dim, _shared(of, to_of, n, me, i).to(x.device)) for i in range(n)]
-    places = [_shared(to_of, of, n, me, i).to(x.device) for i in range(n)]
-    shapes = [_with(x, dim, place.numel()) for place in places]
-    sizes = [shape.numel() for shape in shapes]
-    flat = axis.all_to_all(_flat(sent), [t.numel() for t in sent], sizes).wait()
-    out = x.new_empty(_with(x, dim, local_length(to_of, n, me)))
-    for place, part, shape in zip(places, torch.split(flat, sizes), shapes, strict=True):
-        out.index_copy_(dim, place, part.view(shape))
+def _split_anew(x: Tensor, axis: Axis, dim: int, of: Of, to_of: Of) -> Tensor:
+    """Split the same dim differently: ranks exchange the indices that change owner."""
+    rank, n = axis.index, axis.shares
+    sent = [x.index_select(dim, _common(of, to_of, n, rank, i).to(x.device)) for i in range(n)]
+    places = [_common(to_of, of, n, rank, i).to(x.device) for i in range(n)]
+    parts = _exchange(axis, sent, [_resized(x.shape, dim, place.numel()) for place in places])
+    out = x.new_empty(_resized(x.shape, dim, local_length(to_of, n, rank)))
+    for place, part in zip(places, parts, strict=True):
+        out.index_copy_(dim, place, part)
     return out
 
 
+def _exchange(axis: Axis, sent: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+    """Send one tensor to every rank; return the received ones, in these shapes."""
+    sizes = [shape.numel() for shape in shapes]
+    flat = axis.all_to_all(_flat(sent), [t.numel() for t in sent], sizes).wait()
+    return _split(flat, shapes)
+
+
 @functools.lru_cache(maxsize=4096)
-def _shared(of: Of, to_of: Of, parts: int, index: int, other: int) -> Tensor:
-    """Return where in part `index` of `of` the indices are that part `other` of `to_of` has too."""
-    own = torch.cat([torch.arange(s, s + n) for s, n in runs(of, parts, index)] or [_NONE])
-    remote = torch.cat([torch.arange(s, s + n) for s, n in runs(to_of, parts, other)] or [_NONE])
+def _common(of: Of, to_of: Of, parts: int, index: int, other: int) -> Tensor:
+    """Return the positions, in part `index` of `of`, of indices also in part `other` of `to_of`."""
+    own, remote = (
+        torch.tensor([i for s, n in runs(*part) for i in range(s, s + n)], dtype=torch.int64)
+        for part in ((of, parts, index), (to_of, parts, other))
+    )
     return torch.isin(own, remote).nonzero().view(-1)
-
-
-_NONE = torch.empty(0, dtype=torch.int64)
 
 
 def _flat(parts: list[Tensor]) -> Tensor:
     return torch.cat([part.reshape(-1) for part in parts])
 
 
-def _is_outermost(x: Tensor, dim: int) -> bool:
-    return all(size == 1 for size in x.shape[:dim])
+def _split(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
+    parts = torch.split(flat, [shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _is_plain(of: Of) -> bool:
-    cut = segments(of)
-    return len(cut) == 1 and cut[0][0] == 1
+def _is_contiguous_split(x: Tensor, dim: int, of: Of) -> bool:
+    """Return whether the parts of a contiguous tensor are consecutive in memory."""
+    factors = segments(of)
+    return len(factors) == 1 and factors[0][0] == 1 and all(size == 1 for size in x.shape[:dim])
 
 
-def _with(x: Tensor, dim: int, length: int) -> torch.Size:
-    return _replace(x.shape, dim, length)
+def _part_shapes(shape: torch.Size, axis: Axis, dim: int, of: Of) -> list[torch.Size]:
+    return [_resized(shape, dim, local_length(of, axis.shares, i)) for i in range(axis.size)]
 
 
-def _replace(shape: torch.Size, dim: int, length: int) -> torch.Size:
+def _resized(shape: torch.Size, dim: int, length: int) -> torch.Size:
     return torch.Size([*shape[:dim], length, *shape[dim + 1 :]])
 
 
@@ -155,6 +144,6 @@ def _check(x: Tensor, axis: Axis, dim: int, of: Of) -> None:
     expected = local_length(of, axis.shares, axis.index)
     if x.shape[dim] != expected:
         raise ProgramError(
-            f"dim {dim} of {tuple(x.shape)} should have {expected} of {whole_length(of)} "
+            f"dim {dim} of shape {tuple(x.shape)} should be {expected} of {full_length(of)} "
             f"on {axis!r}, split as {of}"
         )

@@ -14,24 +14,9 @@ import torch
 from torch import Tensor
 
 from shardwise.redistribution import REDISTRIBUTIONS, Primitive
-from shardwise.runtime import primitives as moves
+from shardwise.runtime import primitives
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.splits import Of
-
-__all__ = [
-    "all_to_all",
-    "as_partial",
-    "fanout",
-    "gather",
-    "gather_fanout",
-    "once",
-    "pad",
-    "reduce",
-    "reduce_fanout",
-    "reduce_scatter",
-    "shard",
-    "take",
-]
 
 
 class _Redistribute(torch.autograd.Function):
@@ -51,7 +36,7 @@ class _Redistribute(torch.autograd.Function):
 
 
 def _run(primitive: Primitive, x: Tensor, args: tuple[Any, ...]) -> Tensor:
-    return cast(Tensor, getattr(moves, primitive.name)(x, *args))
+    return cast(Tensor, getattr(primitives, primitive.name)(x, *args))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -75,7 +60,7 @@ def gather(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
 
 
 def gather_fanout(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """S -> R~: gather all shards, for work that differs between ranks."""
+    """S -> R~: gather all shards, for computation that differs between ranks."""
     return redistribute("gather_fanout", x, axis, dim, of)
 
 
@@ -86,7 +71,7 @@ def reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 
 def reduce_fanout(x: Tensor, axis: Axis) -> Tensor:
-    """P -> R~: sum over ranks, for work that differs between ranks."""
+    """P -> R~: sum over ranks, for computation that differs between ranks."""
     return redistribute("reduce_fanout", x, axis)
 
 
@@ -106,7 +91,7 @@ def take(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
 
 
 def fanout(x: Tensor, axis: Axis) -> Tensor:
-    """R -> R~: pass a value to work that differs between ranks."""
+    """R -> R~: pass a value to computation that differs between ranks."""
     return redistribute("fanout", x, axis)
 
 
@@ -127,5 +112,5 @@ def all_to_all(x: Tensor, axis: Axis, dim: int, of: Of, to_dim: int, to_of: Of) 
 
 
 def once(x: Tensor, axis: Axis) -> Tensor:
-    """R~ -> P: keep the value on the first rank, zeros on the others, and so its gradient."""
+    """R~ -> P: keep value and gradient on the axis' first rank, zeros on the others."""
     return redistribute("once", x, axis)

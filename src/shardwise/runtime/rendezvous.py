@@ -25,26 +25,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from shardwise.errors import RankError, ShardwiseError
 
-__all__ = [
-    "Agree",
-    "Connection",
-    "Heartbeat",
-    "Liveness",
-    "Rendezvous",
-    "count_run",
-    "first_line",
-    "group_store",
-    "has_peers",
-    "host_store",
-    "init_process_group",
-    "lost_store",
-    "name_ranks",
-    "open_rendezvous",
-    "require_ranks",
-    "start_heartbeat",
-    "starting",
-]
-
 HEARTBEAT_S = 0.5
 DEAD_AFTER_S = 4.0  # without a heartbeat
 ENDED = -1  # the counter of a process that has ended in an orderly way

@@ -19,18 +19,6 @@ from shardwise.errors import ProgramError, did_you_mean
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.splits import Segments, Split, local_shape, take_local
 
-__all__ = [
-    "Rng",
-    "alpha_dropout",
-    "bernoulli",
-    "draw",
-    "draw_like",
-    "dropout",
-    "multinomial",
-    "native_dropout",
-]
-
-
 MODES = ("exact", "fast")
 Splits = Sequence[Split] | Sequence[tuple[str, int, Segments]]  # generated code writes tuples
 

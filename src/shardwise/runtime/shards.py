@@ -22,8 +22,6 @@ from shardwise.runtime.parameters import Entry
 if TYPE_CHECKING:
     from shardwise.runtime.store import ParameterStore
 
-__all__ = ["ShardParameter", "ShardTensor"]
-
 _ATEN = torch.ops.aten
 # Not marked as element-wise by torch, though each element of the result reads its own alone.
 _ELEMENTWISE = {

@@ -1,4 +1,4 @@
-"""How a dim is split into parts, and how parts become the full dim again.
+"""Split a dim into parts, and join parts to the full dim.
 
 A dim is a concatenation of segments, each a product `outer x size x inner`; the factor `size` of
 every segment is split, evenly or by the weights of a mesh axis. A fused QKV dim `3*H*E` that is
@@ -25,30 +25,13 @@ from torch import Tensor
 from shardwise.errors import ProgramError
 from shardwise.shares import part
 
-__all__ = [
-    "Of",
-    "Segments",
-    "Split",
-    "assemble",
-    "join",
-    "local_indices",
-    "local_length",
-    "local_runs",
-    "local_shape",
-    "runs",
-    "segments",
-    "take",
-    "take_local",
-    "take_part",
-]
-
 Segments = tuple[tuple[int, int, int], ...]
 Of = int | Segments
 Runs = tuple[tuple[int, int], ...]
 
 
 class Place(Protocol):
-    """What `take` needs to know of an axis."""
+    """The attributes of an axis that `take` uses."""
 
     shares: int
     index: int
@@ -68,7 +51,7 @@ def segments(of: Of) -> Segments:
     return ((1, of, 1),) if isinstance(of, int) else of
 
 
-def whole_length(of: Of) -> int:
+def full_length(of: Of) -> int:
     """Return the size of the full dim."""
     return sum(outer * size * inner for outer, size, inner in segments(of))
 
@@ -93,10 +76,10 @@ def runs(of: Of, parts: int, index: int) -> Runs:
     return _runs_of(segments(of), [part(size, parts, index) for _, size, _ in segments(of)])
 
 
-def _runs_of(of: Segments, cuts: Sequence[tuple[int, int]]) -> Runs:
+def _runs_of(of: Segments, ranges: Sequence[tuple[int, int]]) -> Runs:
     result: list[tuple[int, int]] = []
     offset = 0
-    for (outer, size, inner), (start, length) in zip(of, cuts, strict=True):
+    for (outer, size, inner), (start, length) in zip(of, ranges, strict=True):
         for step in range(outer if length * inner else 0):
             begin = offset + (step * size + start) * inner
             if result and sum(result[-1]) == begin:
@@ -109,7 +92,7 @@ def _runs_of(of: Segments, cuts: Sequence[tuple[int, int]]) -> Runs:
 
 def take_part(full: Tensor, dim: int, of: Of, parts: int, index: int) -> Tensor:
     """Return one of `parts` parts of a full tensor: a view where it is one run, else a copy."""
-    if full.shape[dim] != whole_length(of):
+    if full.shape[dim] != full_length(of):
         raise ProgramError(f"dim {dim} of {tuple(full.shape)} does not consist of {of}")
     return _take_runs(full, dim, runs(of, parts, index))
 
@@ -128,7 +111,7 @@ def _take_runs(full: Tensor, dim: int, pieces: Runs) -> Tensor:
 
 
 def join(parts: Sequence[Tensor], dim: int, of: Of, shares: int | None = None) -> Tensor:
-    """Return the full tensor of all ranks' parts, which are even unless `shares` are given."""
+    """Return the full tensor of all ranks' parts, which are even without `shares`."""
     of, dim = segments(of), dim % parts[0].dim()
     num = shares if shares is not None else len(parts)
     if len(of) == 1 and of[0][0] == 1:
@@ -136,12 +119,12 @@ def join(parts: Sequence[Tensor], dim: int, of: Of, shares: int | None = None) -
     lengths = [
         [outer * part(size, num, i)[1] * inner for outer, size, inner in of] for i in range(num)
     ]
-    cut = [torch.split(t, length, dim) for t, length in zip(parts, lengths, strict=True)]
+    pieces = [torch.split(t, length, dim) for t, length in zip(parts, lengths, strict=True)]
     joined = []
     for s, (outer, size, inner) in enumerate(of):
         rows = [
             torch.unflatten(piece[s], dim, (outer, part(size, num, i)[1] * inner))
-            for i, piece in enumerate(cut)
+            for i, piece in enumerate(pieces)
         ]
         joined.append(torch.cat(rows, dim + 1).flatten(dim, dim + 1))
     return joined[0] if len(joined) == 1 else torch.cat(joined, dim)
@@ -163,22 +146,22 @@ def local_runs(
 def _dim_runs(
     length: int, splits: Sequence[Split], coords: Mapping[str, int], sizes: Mapping[str, int]
 ) -> Runs:
-    saved: Runs = ((0, length),) if length else ()
+    result: Runs = ((0, length),) if length else ()
     by_factor: dict[Segments, list[str]] = {}
     for split in splits:
         by_factor.setdefault(split.of, []).append(split.axis)
     for of, axes in by_factor.items():
-        if whole_length(of) != length:
+        if full_length(of) != length:
             raise ProgramError(f"a dim of {length} does not consist of {of} (split over {axes})")
-        cuts = [_nested(size, axes, coords, sizes) for _, size, _ in of]
-        saved = _intersect(saved, _runs_of(of, cuts))
-    return saved
+        ranges = [_nested(size, axes, coords, sizes) for _, size, _ in of]
+        result = _intersect(result, _runs_of(of, ranges))
+    return result
 
 
 def _nested(
     size: int, axes: Sequence[str], coords: Mapping[str, int], sizes: Mapping[str, int]
 ) -> tuple[int, int]:
-    """Return the nested parts: each axis splits what the ones before it left."""
+    """Return the innermost range: each axis splits the range of the axis before it."""
     start, length = 0, size
     for axis in axes:
         begin, length = part(length, sizes[axis], coords[axis])
@@ -186,32 +169,19 @@ def _nested(
     return start, length
 
 
-def _intersect(left: Runs, right: Runs) -> Runs:
+def _intersect(a: Runs, b: Runs) -> Runs:
     result = []
     i = j = 0
-    while i < len(left) and j < len(right):
-        begin = max(left[i][0], right[j][0])
-        end = min(sum(left[i]), sum(right[j]))
+    while i < len(a) and j < len(b):
+        begin = max(a[i][0], b[j][0])
+        end = min(sum(a[i]), sum(b[j]))
         if begin < end:
             result.append((begin, end - begin))
-        if sum(left[i]) < sum(right[j]):
+        if sum(a[i]) < sum(b[j]):
             i += 1
         else:
             j += 1
     return tuple(result)
-
-
-def local_indices(
-    shape: Sequence[int],
-    splits: Sequence[Split],
-    coords: Mapping[str, int],
-    sizes: Mapping[str, int],
-) -> tuple[tuple[int, ...], ...]:
-    """Return for every dim the indices of the full tensor at this coordinate, ascending."""
-    return tuple(
-        tuple(itertools.chain.from_iterable(range(start, start + n) for start, n in pieces))
-        for pieces in local_runs(shape, splits, coords, sizes)
-    )
 
 
 def local_shape(
@@ -242,25 +212,24 @@ def assemble(
 ) -> Tensor:
     """Assemble a full tensor from parts keyed by the coordinates on the axes of `sizes`, in order.
 
-    Parts that are the same because an axis does not cut the tensor may be left out but for one.
+    Of parts that are equal because an axis does not split the tensor, one suffices.
     """
-    any_part = next(iter(parts.values()))
-    full = any_part.new_empty(tuple(shape))
+    full = next(iter(parts.values())).new_empty(tuple(shape))
     for place, local in parts.items():
         coords = dict(zip(sizes, place, strict=True))
         pieces = local_runs(shape, splits, coords, sizes)
-        for box in itertools.product(*(_placed(p) for p in pieces)):
+        for box in itertools.product(*(_offsets(p) for p in pieces)):
             target, source = full, local
-            for dim, (begin, here, length) in enumerate(box):
+            for dim, (begin, offset, length) in enumerate(box):
                 target = target.narrow(dim, begin, length)
-                source = source.narrow(dim, here, length)
+                source = source.narrow(dim, offset, length)
             target.copy_(source)
     covered = sum(t.numel() for t in parts.values())
     assert covered >= math.prod(shape), f"parts have {covered} of {math.prod(shape)} elements"
     return full
 
 
-def _placed(pieces: Runs) -> list[tuple[int, int, int]]:
+def _offsets(pieces: Runs) -> list[tuple[int, int, int]]:
     """Return (start in the full dim, start in the part, length) of each piece."""
     starts = itertools.accumulate((n for _, n in pieces), initial=0)
-    return [(begin, here, n) for (begin, n), here in zip(pieces, starts, strict=False)]
+    return [(begin, offset, n) for (begin, n), offset in zip(pieces, starts, strict=False)]

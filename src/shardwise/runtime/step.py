@@ -29,15 +29,6 @@ from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.tracing import Recorder, called_submodules
 from shardwise.runtime.user_model import Hook
 
-__all__ = [
-    "ModuleStep",
-    "PipelineStep",
-    "ProgramKey",
-    "Programs",
-    "StepOptions",
-    "StepProgram",
-]
-
 KEPT_PROGRAMS = 60  # as many bits as `ParallelModule` has in the mask of programs that fit
 MANY_PROGRAMS = 25  # after so many, and after every doubling, warn about their cost
 

@@ -43,8 +43,6 @@ from shardwise.runtime.shards import ShardParameter
 from shardwise.runtime.splits import assemble, local_runs, local_shape, take_local
 from shardwise.runtime.tracing import Recorder
 
-__all__ = ["ParameterStore"]
-
 
 class ParameterStore:
     """The parameters and buffers of the generated modules on this rank.
@@ -110,7 +108,7 @@ class ParameterStore:
             if self._is_flat(entry):
                 flat.append(entry)
             else:
-                entry.own_whole(self.device)
+                entry.allocate(self.device)
         made = buckets(reversed(flat), group_key, lambda e: e.numel * e.dtype.itemsize)
         return [
             FlatGroup(result[::-1], sync_axis(result[0], self.mesh), self.device)
@@ -196,7 +194,7 @@ class ParameterStore:
         A plain tensor where every rank has all of it and of its gradient; else one that knows that
         it is a part.
         """
-        if self.is_whole(entry) and not entry.apart and entry.zero < 2:
+        if self.is_whole(entry) and not entry.has_master_copy and entry.zero < 2:
             return entry.shown
         if entry not in self._shards:
             self._shards[entry] = ShardParameter.of(self, entry)
@@ -217,9 +215,9 @@ class ParameterStore:
         """Let the forward use stored values that the user has changed; all ranks call it."""
         if entry.group is not None:
             entry.group.refresh()
-            if entry.apart and entry.zero < 3:
+            if entry.has_master_copy and entry.zero < 3:
                 entry.group.gather().wait()
-        elif entry.apart:
+        elif entry.has_master_copy:
             entry.leaf.detach().copy_(entry.piece)
 
     # --- full tensors in and out ---------------------------------------------------------
@@ -267,7 +265,7 @@ class ParameterStore:
             settle(self.device)
         if entry.zero < 3:
             entry.leaf.detach().view(-1)[at : at + len(values)].copy_(values)
-        if entry.apart or entry.zero == 3:
+        if entry.has_master_copy or entry.zero == 3:
             begin, end = entry.bounds
             low, high = max(begin, at), min(end, at + len(values))
             if low < high:
@@ -305,7 +303,7 @@ class ParameterStore:
 
     def stored(self, entry: Entry) -> tuple[Tensor, bool]:
         """Return the authoritative values, and whether they are this rank's piece only."""
-        piece = entry.apart or entry.zero == 3
+        piece = entry.has_master_copy or entry.zero == 3
         return (entry.piece if piece else entry.leaf).detach(), piece
 
     @torch.no_grad()
@@ -541,7 +539,7 @@ class ParameterStore:
         """Distribute the ranges that their owners updated in an optimizer step to all ranks."""
         updated = set(entries)
         for entry in self.entries:
-            if entry in updated and entry.group is None and entry.apart:
+            if entry in updated and entry.group is None and entry.has_master_copy:
                 entry.leaf.detach().copy_(entry.piece, non_blocking=True)
         groups = [g for g in self.groups if not updated.isdisjoint(g.entries)]
         for group in groups:

@@ -4,9 +4,10 @@ A `Recorder` collects events on lanes. Times are `time.perf_counter_ns()`. On CU
 runs ahead, a span is measured by events on the stream that is current at its beginning and end;
 `take` waits for the device.
 
-Lanes: "step" (a full `train_step`, with its number), "compute" (actions of the schedule, clipping,
-the optimizer), "groups" (blocks within actions), "communication" (from its start until it was
-waited for) and "waiting" (the part of it that held this rank up, named after its cause).
+Lanes: "step" (an entire `train_step`, with its number), "compute" (actions of the schedule,
+clipping, the optimizer), "groups" (blocks within actions), "communication" (from the start of a
+collective until it was waited for) and "waiting" (the part of it that delayed this rank, named
+after its cause).
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import TracebackType
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,24 +30,6 @@ from shardwise.files import write_text
 
 if TYPE_CHECKING:
     from shardwise.runtime.mesh import Axis
-
-__all__ = [
-    "Bubbles",
-    "Clocks",
-    "Event",
-    "Recorder",
-    "Records",
-    "align",
-    "bubble_fraction",
-    "called_submodules",
-    "gather_events",
-    "merge",
-    "own_seconds",
-    "probe",
-    "probing",
-    "recording",
-    "write_trace",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,18 +57,18 @@ class Recorder:
         self.rank, self.enabled = rank, enabled
         self._watched: list[_Watch] = []
         self._events: list[Event] = []
-        self._timed: list[_CudaSpan] = []
+        self._spans: list[_Span] = []
         self._cuda = torch.device(device) if torch.device(device).type == "cuda" else None
-        self._origin: tuple[torch.cuda.Event, int] | None = None
+        self._origin: tuple[torch.cuda.Event, int] | None = None  # one moment, by both clocks
 
     def start(self, *, blocks: bool = True) -> None:
-        """Record from now on, or go on after `pause`; without `blocks`, as cheaply as possible."""
+        """Record from now on, or continue after `pause`; `blocks=False` leaves modules alone."""
         self.enabled = True
         for watch in self._watched if blocks else ():
             watch.attach()
 
     def pause(self) -> None:
-        """Record nothing until `start`; what was recorded stays."""
+        """Record nothing until `start`; events recorded so far remain."""
         self.enabled = False
         for watch in self._watched:
             watch.detach()
@@ -95,12 +77,10 @@ class Recorder:
         self, lane: str, name: str, **details: Any
     ) -> contextlib.AbstractContextManager[object]:
         """Record the time that the body takes."""
-        if not self.enabled:
-            return _NOTHING
-        return self._new_span(lane, name, details)
+        return self._new_span(lane, name, details) if self.enabled else _NO_SPAN
 
     def add(self, lane: str, name: str, start: int, end: int, **details: Any) -> None:
-        """Record something that was timed elsewhere, in nanoseconds of `time.perf_counter_ns`."""
+        """Record an event that was timed elsewhere, in nanoseconds of `time.perf_counter_ns`."""
         if self.enabled:
             self._events.append(
                 Event(lane=lane, name=name, start_ns=start, end_ns=end, details=details)
@@ -109,18 +89,24 @@ class Recorder:
     def take(self) -> list[Event]:
         """Return the events since the last call, by start. All spans must have ended."""
         events, self._events = self._events, []
-        timed, self._timed = self._timed, []
-        if timed and self._origin is not None:  # a span may end after the recording it began in
+        spans, self._spans = self._spans, []
+        if self._cuda is None:
+            events += [span.event(int) for span in spans]
+        elif spans and self._origin is not None:  # a span may end after the recording it began in
             torch.cuda.synchronize(self._cuda)
-            events += [span.event(*self._origin) for span in timed]
+            origin, origin_ns = self._origin
+            events += [
+                span.event(lambda mark: origin_ns + int(origin.elapsed_time(mark) * 1e6))
+                for span in spans
+            ]
             self._origin = None
-        return sorted(events, key=lambda e: (e.start_ns, -e.end_ns))
+        return _ordered(events)
 
     def watch(self, module: nn.Module, paths: Iterable[str]) -> Callable[[], None]:
         """Record forward and backward of these submodules on the lane "groups".
 
-        Recomputed forwards are recorded within their backward. A backward ends when the inputs'
-        gradients are there; it has no length where no input needs one. Call the result to stop.
+        Recomputed forwards are recorded within their backward. A backward ends when the gradients
+        of the inputs exist; it has no length where no input needs one. Call the result to stop.
         """
         watch = _Watch([(module.get_submodule(path), path) for path in paths], self._open)
         self._watched.append(watch)
@@ -137,18 +123,17 @@ class Recorder:
     def _open(self, name: str) -> _Hooks:
         return _Hooks(lambda: self._new_span("groups", name, {}))
 
-    def _new_span(self, lane: str, name: str, details: Mapping[str, Any]) -> _Span | _CudaSpan:
-        if self._cuda is None:
-            return _Span(self._events, lane, name, details)
-        if self._origin is None:
+    def _new_span(self, lane: str, name: str, details: Mapping[str, Any]) -> _Span:
+        if self._cuda is not None and self._origin is None:
             torch.cuda.synchronize(self._cuda)
             event = _cuda_event()
             event.synchronize()
             self._origin = event, time.perf_counter_ns()
-        return _CudaSpan(self._timed, lane, name, details)
+        clock = time.perf_counter_ns if self._cuda is None else _cuda_event
+        return _Span(self._spans, clock, lane, name, details)
 
 
-_NOTHING = contextlib.nullcontext()
+_NO_SPAN = contextlib.nullcontext()
 
 
 def called_submodules(module: nn.Module) -> list[str]:
@@ -161,65 +146,35 @@ def called_submodules(module: nn.Module) -> list[str]:
 
 
 class _Span:
-    """A span timed by the host's clock."""
+    """The time between two marks of a clock: nanoseconds of the host, or CUDA events."""
 
-    __slots__ = ("_details", "_events", "_lane", "_name", "_start")
-
-    def __init__(
-        self, events: list[Event], lane: str, name: str, details: Mapping[str, Any]
-    ) -> None:
-        self._events, self._lane, self._name, self._details = events, lane, name, details
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter_ns()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        end = time.perf_counter_ns()
-        self._events.append(
-            Event(
-                lane=self._lane,
-                name=self._name,
-                start_ns=self._start,
-                end_ns=end,
-                details=self._details,
-            )
-        )
-
-
-class _CudaSpan:
-    """A span timed by the device."""
-
-    __slots__ = ("_details", "_end", "_lane", "_name", "_spans", "_start")
+    __slots__ = ("_clock", "_details", "_end", "_lane", "_name", "_spans", "_start")
 
     def __init__(
-        self, spans: list[_CudaSpan], lane: str, name: str, details: Mapping[str, Any]
+        self,
+        spans: list[_Span],
+        clock: Callable[[], Any],
+        lane: str,
+        name: str,
+        details: Mapping[str, Any],
     ) -> None:
-        self._spans, self._lane, self._name, self._details = spans, lane, name, details
+        self._spans, self._clock = spans, clock
+        self._lane, self._name, self._details = lane, name, details
 
     def __enter__(self) -> None:
-        self._start = _cuda_event()
+        self._start = self._clock()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._end = _cuda_event()
+    def __exit__(self, *error: object) -> None:
+        self._end = self._clock()
         self._spans.append(self)
 
-    def event(self, origin: torch.cuda.Event, origin_ns: int) -> Event:
-        """Return the span in host time, once the device is done."""
+    def event(self, to_ns: Callable[[Any], int]) -> Event:
+        """Return the span in host time."""
         return Event(
             lane=self._lane,
             name=self._name,
-            start_ns=origin_ns + int(origin.elapsed_time(self._start) * 1e6),
-            end_ns=origin_ns + int(origin.elapsed_time(self._end) * 1e6),
+            start_ns=to_ns(self._start),
+            end_ns=to_ns(self._end),
             details=self._details,
         )
 
@@ -233,8 +188,8 @@ def _cuda_event() -> torch.cuda.Event:
 class _Hooks:
     """Hooks that begin and end spans of one name; the last one begun ends first."""
 
-    def __init__(self, new_span: Callable[[], _Span | _CudaSpan]) -> None:
-        self._open: list[_Span | _CudaSpan] = []
+    def __init__(self, new_span: Callable[[], _Span]) -> None:
+        self._open: list[_Span] = []
 
         def begin(*_: Any) -> None:
             span = new_span()
@@ -245,7 +200,7 @@ class _Hooks:
             if self._open:
                 self._open.pop().__exit__(None, None, None)
 
-        # A compiled program calls them as they are.
+        # A compiled program calls them without tracing into them.
         self.begin = torch.compiler.disable(begin)  # type: ignore[no-untyped-call]
         self.end = torch.compiler.disable(end)  # type: ignore[no-untyped-call]
 
@@ -260,7 +215,7 @@ class _Watch:
         self._handles: list[Any] = []
 
     def attach(self) -> None:
-        """Add the hooks, unless they are there."""
+        """Add the hooks, unless they are already attached."""
         for module, path in self._modules if not self._handles else ():
             forward, backward = self._spans(f"forward {path}"), self._spans(f"backward {path}")
             self._handles += [
@@ -288,7 +243,7 @@ FORMAT, VERSION = "shardwise-trace", 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clocks:
-    """How far each rank's clock is ahead of the first rank's, and how wrong that may be."""
+    """How far each rank's clock is ahead of the first rank's, and how uncertain that is."""
 
     offsets_ns: tuple[int, ...]
     uncertainties_ns: tuple[int, ...]
@@ -301,49 +256,28 @@ def align(axis: Axis, rounds: int = 8, device: torch.device | str = "cpu") -> Cl
     first's by at least its entry less the first's exit, and at most its exit less the first's
     entry. Several rounds narrow this down; a shared clock (one host) is recognized as such.
     """
-    times: list[int] = []
+    entries: list[int] = []
+    exits: list[int] = []
     for _ in range(rounds):
-        entry = time.perf_counter_ns()
-        _gathered(axis, [entry], device)
-        times += [entry, time.perf_counter_ns()]
-    ranks = _gathered(axis, times, device).view(axis.size, rounds, 2).tolist()
-    first = ranks[0]
+        entries.append(time.perf_counter_ns())
+        axis.gather_integers(entries[-1:], device)  # results in host memory: the device is done
+        exits.append(time.perf_counter_ns())
+    first, *others = axis.gather_integers(entries + exits, device)
     offsets, uncertainties = [0], [0]
-    for rank in ranks[1:]:
-        pairs = list(zip(rank, first, strict=True))
-        least = max(own[0] - other[1] for own, other in pairs)
-        most = min(own[1] - other[0] for own, other in pairs)
-        offsets.append(0 if least <= 0 <= most else (least + most) // 2)
-        uncertainties.append((most - least + 1) // 2)
+    for times in others:
+        low = max(a - b for a, b in zip(times[:rounds], first[rounds:], strict=True))
+        high = min(a - b for a, b in zip(times[rounds:], first[:rounds], strict=True))
+        offsets.append(0 if low <= 0 <= high else (low + high) // 2)
+        uncertainties.append((high - low + 1) // 2)
     return Clocks(offsets_ns=tuple(offsets), uncertainties_ns=tuple(uncertainties))
-
-
-def _gathered(axis: Axis, numbers: Sequence[int], device: torch.device | str) -> Tensor:
-    """Return all ranks' numbers in host memory, which proves that a device's copy has arrived."""
-    own = torch.tensor(numbers, dtype=torch.int64, device=device)
-    return axis.all_gather(own, [len(numbers)] * axis.size).wait().cpu()
 
 
 def gather_events(
     axis: Axis, events: Iterable[Event], device: torch.device | str = "cpu"
 ) -> list[list[Event]] | None:
     """Return all ranks' events by rank on the axis's first rank; None on the others."""
-    rows = [[e.lane, e.name, e.start_ns, e.end_ns, dict(e.details)] for e in events]
-    text = bytearray(json.dumps(rows, default=str).encode())
-    sizes = _gathered(axis, [len(text)], device).tolist()
-    flat = torch.frombuffer(text, dtype=torch.uint8).to(device)
-    every = axis.all_gather(flat, sizes).wait()
-    if axis.index != 0:
-        return None
-    full = every.cpu().numpy().tobytes()
-    ends = list(itertools.accumulate(sizes))
-    return [
-        [
-            Event(lane=lane, name=name, start_ns=start, end_ns=end, details=details)
-            for lane, name, start, end, details in json.loads(full[stop - size : stop])
-        ]
-        for size, stop in zip(sizes, ends, strict=True)
-    ]
+    rows = axis.gather_objects([asdict(event) for event in events], device)
+    return [[Event(**fields) for fields in row] for row in rows] if axis.index == 0 else None
 
 
 def merge(
@@ -353,10 +287,10 @@ def merge(
 ) -> Trace:
     """Merge events into one trace: a process per rank, a thread per lane, arrows for transfers.
 
-    Its `otherData` says what it is, so that it can be told from others: `about`, and the ranks.
+    Its `otherData` identifies the trace: format, number of ranks, and the metadata `about`.
 
-    An arrow goes from an event named "send…" to the other with the same `transfer` detail.
-    Events of a lane that overlap without being nested are shown in rows of their own.
+    An arrow connects an event named "send…" to the other one with the same `transfer` detail.
+    Events of a lane that overlap without being nested are shown in separate rows.
     """
     offsets = clocks.offsets_ns if clocks is not None else (0,) * len(per_rank)
     shifted = list(zip(per_rank, offsets, strict=True))
@@ -366,18 +300,18 @@ def merge(
     for rank, (events, offset) in enumerate(shifted):
         rows = _rows(events)
         tids = {row: tid for tid, row in enumerate(dict.fromkeys(rows))}
-        labels.append(_label("process_name", rank, 0, f"rank {rank}"))
-        labels.append(_label("process_sort_index", rank, 0, rank))
+        labels.append(_label("process_name", rank, 0, name=f"rank {rank}"))
+        labels.append(_label("process_sort_index", rank, 0, sort_index=rank))
         for (lane, number), tid in tids.items():
-            name = lane if number == 1 else f"{lane} {number}"
-            labels.append(_label("thread_name", rank, tid, name))
+            title = lane if number == 1 else f"{lane} {number}"
+            labels.append(_label("thread_name", rank, tid, name=title))
         slices += [
             _slice(event, rank, tids[row], offset + begin)
             for event, row in zip(_ordered(events), rows, strict=True)
         ]
-    reported = {"format": FORMAT, "version": VERSION, "num_ranks": len(per_rank), **(about or {})}
-    result = labels + slices + _arrows(slices)
-    return {"otherData": reported, "displayTimeUnit": "ms", "traceEvents": result}
+    metadata = {"format": FORMAT, "version": VERSION, "num_ranks": len(per_rank), **(about or {})}
+    trace_events = labels + slices + _arrows(slices)
+    return {"otherData": metadata, "displayTimeUnit": "ms", "traceEvents": trace_events}
 
 
 def _slice(event: Event, rank: int, tid: int, begin_ns: int) -> dict[str, Any]:
@@ -393,9 +327,8 @@ def _slice(event: Event, rank: int, tid: int, begin_ns: int) -> dict[str, Any]:
     }
 
 
-def _label(name: str, pid: int, tid: int, value: str | int) -> dict[str, Any]:
-    key = "sort_index" if name.endswith("sort_index") else "name"
-    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": {key: value}}
+def _label(name: str, pid: int, tid: int, /, **args: str | int) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
 
 
 def _ordered(events: Iterable[Event]) -> list[Event]:
@@ -403,7 +336,9 @@ def _ordered(events: Iterable[Event]) -> list[Event]:
 
 
 def _rows(events: Iterable[Event]) -> list[tuple[str, int]]:
-    """Return the lane of each of the ordered events, and its first row where it only nests."""
+    """Return lane and row of every event in order: the first row in which it overlaps no other
+    event, except ones that contain it.
+    """
     open_ends: dict[tuple[str, int], list[int]] = {}
     rows = []
     for event in _ordered(events):
@@ -421,23 +356,20 @@ def _rows(events: Iterable[Event]) -> list[tuple[str, int]]:
 def _arrows(slices: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return flows from the beginning of a send to just before the end of its receive."""
     ends: dict[str, dict[bool, Mapping[str, Any]]] = {}
-    for each in slices:
-        if "transfer" in each["args"]:
-            pair = ends.setdefault(str(each["args"]["transfer"]), {})
-            pair[each["name"].startswith("send")] = each
+    for event in slices:
+        if "transfer" in event["args"]:
+            pair = ends.setdefault(str(event["args"]["transfer"]), {})
+            pair[event["name"].startswith("send")] = event
     result: list[dict[str, Any]] = []
     for number, (transfer, pair) in enumerate(ends.items()):
         if len(pair) == 2:
             send, receive = pair[True], pair[False]
             shared = {"name": f"transfer {transfer}", "cat": "transfer", "id": number}
             end = max(receive["ts"], receive["ts"] + receive["dur"] - 1e-3)
-            result.append({"ph": "s", **shared, **_place(send), "ts": send["ts"]})
-            result.append({"ph": "f", "bp": "e", **shared, **_place(receive), "ts": end})
+            threads = [{"pid": event["pid"], "tid": event["tid"]} for event in (send, receive)]
+            result.append({"ph": "s", **shared, **threads[0], "ts": send["ts"]})
+            result.append({"ph": "f", "bp": "e", **shared, **threads[1], "ts": end})
     return result
-
-
-def _place(each: Mapping[str, Any]) -> dict[str, Any]:
-    return {"pid": each["pid"], "tid": each["tid"]}
 
 
 def write_trace(path: str | os.PathLike[str], trace: Trace) -> None:
@@ -447,7 +379,7 @@ def write_trace(path: str | os.PathLike[str], trace: Trace) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bubbles:
-    """The share of a step in which a rank's lane was idle, by rank and over all ranks."""
+    """The fraction of a step in which a rank's lane was idle, per rank and on average."""
 
     per_rank: tuple[float, ...]
     overall: float
@@ -456,22 +388,20 @@ class Bubbles:
 def bubble_fraction(recorded: Trace | Sequence[Sequence[Event]], lane: str = "compute") -> Bubbles:
     """Return the idle fraction of a step, from the first start to the last end of any rank.
 
-    Takes a trace, or events whose ranks have one clock.
+    `recorded` is a trace, or the events of every rank, timed by one clock.
     """
-    spans = (
-        _spans_of_trace(recorded, lane)
-        if isinstance(recorded, dict)
-        else [
-            [(float(e.start_ns), float(e.end_ns)) for e in events if e.lane == lane]
-            for events in recorded
-        ]
-    )
-    every = [span for rank in spans for span in rank]
-    if not every:
-        return Bubbles(per_rank=(0.0,) * len(spans), overall=0.0)
-    full = max(end for _, end in every) - min(start for start, _ in every)
-    idle = tuple(1 - _busy(rank) / full if full else 0.0 for rank in spans)
-    return Bubbles(per_rank=idle, overall=sum(idle) / len(idle))
+    spans: list[list[tuple[float, float]]]
+    if isinstance(recorded, dict):
+        spans = [[] for _ in {event["pid"] for event in recorded["traceEvents"]}]
+        for event in recorded["traceEvents"]:
+            if event["ph"] == "X" and event["cat"] == lane:
+                spans[event["pid"]].append((event["ts"], event["ts"] + event["dur"]))
+    else:
+        spans = [[(e.start_ns, e.end_ns) for e in rank if e.lane == lane] for rank in recorded]
+    ends = [end for rank in spans for span in rank for end in span]
+    duration = max(ends) - min(ends) if ends else 0.0
+    idle = tuple(1 - _busy(rank) / duration if duration else 0.0 for rank in spans)
+    return Bubbles(per_rank=idle, overall=sum(idle) / max(len(idle), 1))
 
 
 def own_seconds(events: Sequence[Event]) -> tuple[float, float]:
@@ -480,15 +410,6 @@ def own_seconds(events: Sequence[Event]) -> tuple[float, float]:
     computes = [(e.start_ns, e.end_ns) for e in events if e.lane == "compute"]
     waiting = _busy(waits)
     return (_busy([*computes, *waits]) - waiting) / 1e9, waiting / 1e9
-
-
-def _spans_of_trace(trace: Trace, lane: str) -> list[list[tuple[float, float]]]:
-    events = trace["traceEvents"]
-    spans: list[list[tuple[float, float]]] = [[] for _ in {e["pid"] for e in events}]
-    for event in events:
-        if event["ph"] == "X" and event["cat"] == lane:
-            spans[event["pid"]].append((event["ts"], event["ts"] + event["dur"]))
-    return spans
 
 
 def _busy(spans: Iterable[tuple[float, float]]) -> float:
@@ -500,7 +421,7 @@ def _busy(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-# Looks at values inside a running program: what the verifier uses to find the first difference.
+# Probes of values inside a running program, with which the verifier finds the first difference.
 
 
 _local = threading.local()
@@ -508,14 +429,14 @@ _local = threading.local()
 
 @dataclass(slots=True)
 class Records:
-    """What one rank probed: values by name, and the gradients that backward gave them."""
+    """The values that one rank probed, and their gradients, by name."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
 def probe(name: str, value: Tensor) -> None:
-    """Record a value of this rank's thread and its gradient, if someone records."""
+    """Record a value and its gradient, inside of `recording` in this thread."""
     records: Records | None = getattr(_local, "records", None)
     if records is None or not isinstance(value, Tensor):
         return
@@ -527,10 +448,10 @@ def probe(name: str, value: Tensor) -> None:
     records.values[name] = value.detach().clone()
     if value.requires_grad:
 
-        def keep(gradient: Tensor) -> None:
+        def record(gradient: Tensor) -> None:
             records.gradients[name] = gradient.detach().clone()
 
-        value.register_hook(keep)  # type: ignore[no-untyped-call]
+        value.register_hook(record)  # type: ignore[no-untyped-call]
 
 
 def probing(prefix: str) -> None:
@@ -541,7 +462,7 @@ def probing(prefix: str) -> None:
 
 @contextlib.contextmanager
 def recording(records: Records | None = None) -> Iterator[Records]:
-    """Collect what this thread probes."""
+    """Collect the probes of this thread."""
     _local.records = records = Records() if records is None else records
     try:
         yield records

@@ -26,16 +26,6 @@ from shardwise.runtime.store import ParameterStore
 if TYPE_CHECKING:
     from shardwise.runtime.module import ParallelModule
 
-__all__ = [
-    "Hook",
-    "RegisteredHooks",
-    "TrainedFlags",
-    "copy_weights",
-    "describe",
-    "hooked",
-    "refuse_hooks_on_parts",
-]
-
 
 class Hook(Protocol):
     """A function of a parameter's full gradient, and of its value if `needs_value`."""

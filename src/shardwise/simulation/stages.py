@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.arrays import Bools, Floats, Ints
-from shardwise.runtime.parameters import ALONE_BYTES, BUCKET_BYTES, FIRST_BUCKET_BYTES
+from shardwise.runtime.parameters import BUCKET_BYTES, FIRST_BUCKET_BYTES, SINGLE_BYTES
 from shardwise.simulation.costs import ClusterCosts, ExecutionConfig, Group, NodeTimes
 from shardwise.simulation.folded_graph import FoldedGraph
 from shardwise.simulation.workload import Workload
@@ -65,8 +65,8 @@ def shares(fold: FoldedGraph, work: Workload, execution: ExecutionConfig) -> dic
         own["tensors"][parameter.node] += 1
         own["arrives"][seen] += parameter.numel
         own["squares"][parameter.node] += float(parameter.numel) ** 2
-        is_large = parameter.numel * execution.wire_size(parameter.itemsize) >= ALONE_BYTES
-        is_flat = not execution.whole_units and parameter.numel * parameter.itemsize >= ALONE_BYTES
+        is_large = parameter.numel * execution.wire_size(parameter.itemsize) >= SINGLE_BYTES
+        is_flat = not execution.whole_units and parameter.numel * parameter.itemsize >= SINGLE_BYTES
         for large, counted, others in (
             (is_large, "single", "bucketed"),
             (is_flat, "flat", "joined"),

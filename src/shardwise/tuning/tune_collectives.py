@@ -89,11 +89,11 @@ class _Tuner:
         ways = []
         for trial in trials:
             self.transport.use([replace(trial, min_bytes=0)], derive)
-            ways.append(self.transport.ways)
+            ways.append(self.transport.backends)
         samples = torch.zeros(self.rounds + 1, len(trials), dtype=torch.float64)
         for turn in range(self.rounds + 1):  # the first makes programs and connections
             for number, way in enumerate(ways):
-                self.transport.ways = way
+                self.transport.backends = way
                 dist.barrier()
                 if mine is not None:
                     group = Group(mine, mine.index(rank))

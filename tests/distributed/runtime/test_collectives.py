@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shardwise.runtime.transport.process_group import process_mesh
 from shardwise.shares import part
 from tests.support.pool import Pool
 from tests.support.redistribution import FORWARD, Case, check
+from tests.support.toy import process_mesh
 
 CUTS = [(0, 5), (1, ((3, 3, 2),)), (2, ((1, 4, 2), (2, 2, 1)))]
 
@@ -56,7 +56,7 @@ def every_type(size: int) -> None:
 
 
 def two_axes() -> list[float]:
-    mesh = process_mesh({"dp": 2, "tp": 2}, [("dp", "tp")])
+    mesh = process_mesh({"dp": 2, "tp": 2})
     x = torch.tensor([float(mesh.rank)])
     sums = [mesh.axis(*names).all_reduce(x.clone()).wait().item() for names in (["dp"], ["tp"])]
     return [*sums, mesh.world.all_reduce(x.clone()).wait().item()]

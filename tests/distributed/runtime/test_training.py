@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from shardwise.runtime.optimizer import clip_grad_norm_, optimizer
-from shardwise.runtime.parameters import needed_axes
-from shardwise.runtime.transport.process_group import process_mesh
 from tests.support import toy
 from tests.support.pool import Pool
 from tests.support.tiers import thinned
@@ -15,8 +13,7 @@ from tests.support.tiers import thinned
 
 class Module:
     def __init__(self, axes: dict[str, int], zero: int) -> None:
-        mesh = process_mesh(axes, needed_axes(toy.specs(zero), axes))
-        self.toy, self.store = toy.make(mesh, zero)
+        self.toy, self.store = toy.make(toy.process_mesh(axes), zero)
 
 
 def train(axes: dict[str, int], zero: int) -> tuple[list[float], list[float], dict]:

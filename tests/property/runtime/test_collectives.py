@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.runtime.mesh import ProcessMesh
-from shardwise.runtime.splits import Of, whole_length
+from shardwise.runtime.splits import Of, full_length
 from shardwise.runtime.transport.threads import ThreadTransport, run_threads
 from tests.support.redistribution import FORWARD, Case, check
 from tests.support.tiers import thinned
@@ -27,8 +27,8 @@ def cases(draw: st.DrawFn, name: str) -> Case:
         if draw(st.booleans()):
             of, to_of = to_of, of
     shape = [2, 3, 2]
-    shape[to_dim] = whole_length(to_of)
-    shape[dim] = whole_length(of)
+    shape[to_dim] = full_length(to_of)
+    shape[dim] = full_length(of)
     return Case(name=name, shape=tuple(shape), dim=dim, of=of, to_dim=to_dim, to_of=to_of)
 
 

@@ -11,13 +11,13 @@ from shardwise.runtime.mesh import coordinates
 from shardwise.runtime.splits import (
     Split,
     assemble,
+    full_length,
     join,
-    local_indices,
     local_length,
+    local_runs,
     local_shape,
     take_local,
     take_part,
-    whole_length,
 )
 from shardwise.shares import Shares, part
 
@@ -37,7 +37,7 @@ def test_part_is_numpys_array_split(size: int, parts: int) -> None:
 @given(cuts, extents, st.integers(0, 2))
 def test_join_undoes_take(of: tuple[tuple[int, int, int], ...], parts: int, dim: int) -> None:
     shape = [2, 3, 2]
-    shape[dim] = whole_length(of)
+    shape[dim] = full_length(of)
     full = torch.arange(math.prod(shape)).view(shape)
     pieces = [take_part(full, dim, of, parts, i) for i in range(parts)]
     assert [p.shape[dim] for p in pieces] == [local_length(of, parts, i) for i in range(parts)]
@@ -91,8 +91,11 @@ def test_assemble_undoes_take_local_over_several_axes(
     for rank in range(math.prod(axes.values())):
         coords = coordinates(axes, rank)
         local = take_local(full, splits, coords, axes)
-        rows, columns = local_indices(shape, splits, coords, axes)
-        assert torch.equal(local, full[list(rows)][:, list(columns)])
+        rows, columns = (
+            [i for start, n in runs for i in range(start, start + n)]
+            for runs in local_runs(shape, splits, coords, axes)
+        )
+        assert torch.equal(local, full[rows][:, columns])
         assert tuple(local.shape) == local_shape(shape, splits, coords, axes)
         parts[tuple(coords.values())] = local
     assert torch.equal(assemble(parts, shape, splits, axes), full)

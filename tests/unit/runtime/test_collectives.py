@@ -56,7 +56,7 @@ def test_a_wrong_local_size_is_refused() -> None:
     def run(axis: Axis) -> None:
         c.gather(torch.ones(3), axis, 0, 4)
 
-    with pytest.raises(ProgramError, match=r"dim 0 of \(3,\) should have 2 of 4"):
+    with pytest.raises(ProgramError, match=r"dim 0 of shape \(3,\) should be 2 of 4"):
         on_two(run)
 
 

@@ -86,7 +86,7 @@ def test_a_missing_rank_is_named_after_the_time_out() -> None:
         if rank != 2:
             _axis(rank, transport, 3).all_reduce(torch.ones(1)).wait()
 
-    with pytest.raises(RankError, match=r"ranks \[2\] did not come to all_reduce"):
+    with pytest.raises(RankError, match=r"ranks \[2\] did not join all_reduce"):
         run_threads(3, run, timeout_s=0.2)
 
 
@@ -95,5 +95,5 @@ def test_ranks_that_do_different_things_are_told_apart() -> None:
         axis = _axis(rank, transport, 2)
         (axis.all_reduce(torch.ones(2)) if rank else axis.broadcast(torch.ones(2))).wait()
 
-    with pytest.raises(RankError, match=r"different things.*broadcast.*all_reduce"):
+    with pytest.raises(RankError, match="broadcast.*all_reduce"):
         run_threads(2, run)

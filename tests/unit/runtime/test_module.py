@@ -121,7 +121,7 @@ def test_different_batches_are_refused() -> None:
         data["labels"][0, 5] += mesh.rank
         make(mesh)[0].train_step(data)
 
-    with pytest.raises(BatchError, match=r"ranks \[1\] have other data") as caught:
+    with pytest.raises(BatchError, match=r"data of ranks \[1\] differ") as caught:
         on_two(values)
     assert "batch['labels']" in str(caught.value)
 

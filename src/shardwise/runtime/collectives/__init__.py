@@ -26,13 +26,6 @@ from shardwise.runtime.transport import Group, Pending
 if TYPE_CHECKING:
     from shardwise.runtime.collectives.shared_memory import SharedBuckets
 
-__all__ = [
-    "CollectiveBackends",
-    "CommunicationThread",
-    "Derive",
-    "Handle",
-]
-
 
 class Handle:
     """A collective that runs."""

@@ -30,9 +30,6 @@ import torch.distributed as dist
 
 from shardwise.errors import LinkError, RankError
 
-__all__ = ["Links", "connect", "global_ranks", "host_identity"]
-
-
 MEET_S = 60.0  # ranks may come later to connect than to the first collective
 ROLL_S = 2.0  # for an answer of a rank that waits as well
 GAVE_UP = ord("X")

@@ -33,18 +33,6 @@ from shardwise.runtime.collectives.script import (
 )
 from shardwise.runtime.failures import StallDetector, Wait
 
-__all__ = [
-    "EdgeLost",
-    "Handle",
-    "Links",
-    "Messenger",
-    "hang_up",
-    "lost_edge",
-    "run_on_stream",
-    "run_script",
-]
-
-
 # Running a rank's script over gloo, message by message. Only this rank's own waits are known here;
 # which edge is the cause, `StallDetector` finds together with the other ranks.
 

@@ -17,19 +17,6 @@ from torch import Tensor
 from shardwise.collectives.messages import Instruction, MessageProgram
 from shardwise.errors import ProgramError
 
-__all__ = [
-    "Act",
-    "Exchange",
-    "Rounds",
-    "Script",
-    "Span",
-    "batches",
-    "message_rounds",
-    "run_rounds",
-    "write_rounds",
-    "write_script",
-]
-
 
 class Span(NamedTuple):
     """Elements of "data", the result "out", or "scratch"."""

@@ -33,19 +33,6 @@ from shardwise.errors import ProgramError, RankError, did_you_mean
 from shardwise.runtime.collectives import CommunicationThread, Handle
 from shardwise.runtime.collectives.links import ROLL_S, Links, connect
 
-__all__ = [
-    "OPERATORS",
-    "Bytes",
-    "Call",
-    "Segment",
-    "SharedBuckets",
-    "add_up",
-    "bytes_of",
-    "is_summed",
-    "make_segment",
-]
-
-
 # Sums of several ranks' memory, block by block, in the order of ranks. A block fits a core's cache,
 # so that it is read from memory once although it is written several times. numpy adds in the
 # calling thread alone and without the GIL; it lacks the floating dtypes below 32 bits, which are

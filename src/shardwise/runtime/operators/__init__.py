@@ -17,14 +17,6 @@ from shardwise.runtime import primitives as moves
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.splits import Of, runs
 
-__all__ = [
-    "empty_result",
-    "empty_results",
-    "no_channels",
-    "require_in_range",
-]
-
-
 WIDENED = torch_pairs("widened")
 Function = TypeVar("Function", bound=Callable[..., object])
 

@@ -15,19 +15,7 @@ from torch import Tensor
 
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.operators import empty_result, held, require_in_range
-from shardwise.runtime.splits import Of, runs, take, whole_length
-
-__all__ = [
-    "arange",
-    "embedding_rows",
-    "eye",
-    "grouped_mm",
-    "linspace",
-    "nothing",
-    "one_hot",
-    "tril",
-    "triu",
-]
+from shardwise.runtime.splits import Of, full_length, runs, take
 
 
 def positions(of: Of, axis: Axis, *, device: torch.device | str | None = None) -> Tensor:
@@ -146,7 +134,7 @@ def embedding_rows(
     weight: Tensor, indices: Tensor, axis: Axis, rows: Of, *, padding_idx: int | None = None
 ) -> Tensor:
     """Return this rank's term of an embedding with `rows` sharded over `axis`: zeros for others."""
-    require_in_range(indices, whole_length(rows), "embedding")
+    require_in_range(indices, full_length(rows), "embedding")
     start, length = held(axis, rows)
     if length == 0:
         return empty_result((*indices.shape, weight.shape[1]), weight.dtype, weight)

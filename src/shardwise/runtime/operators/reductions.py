@@ -16,25 +16,6 @@ from shardwise.runtime.mesh import Axis
 from shardwise.runtime.operators import drop, empty_result, reduced_shape, summed, untraced, widened
 from shardwise.runtime.redistribute import reduce, reduce_fanout
 
-__all__ = [
-    "all_true",
-    "amax",
-    "amin",
-    "any_true",
-    "batch_norm",
-    "layer_norm",
-    "logsumexp",
-    "partial_mean",
-    "rms_norm",
-    "std",
-    "std_mean",
-    "var",
-    "var_mean",
-    "vector_norm",
-    "weight_norm",
-]
-
-
 Dims = tuple[int, ...]
 
 

@@ -20,16 +20,7 @@ from shardwise.runtime.operators import held, require_in_range, summed, untraced
 from shardwise.runtime.operators.reductions import local_extreme
 from shardwise.runtime.redistribute import reduce
 from shardwise.runtime.rng import Rng, Splits, dropout
-from shardwise.runtime.splits import Of, whole_length
-
-__all__ = [
-    "attention",
-    "cross_entropy",
-    "log_softmax",
-    "nll_loss",
-    "partial_loss",
-    "softmax",
-]
+from shardwise.runtime.splits import Of, full_length
 
 
 def attention(
@@ -185,7 +176,7 @@ def cross_entropy(
         )
     else:
         logs = log_softmax(scores, class_axis, dim, dtype=dtype)
-        number = whole_length(classes)
+        number = full_length(classes)
         weighted = logs if weight is None else logs * _along(weight, logs, dim)
         if target.is_floating_point():
             smooth = target * (1 - label_smoothing) + label_smoothing / number
@@ -250,7 +241,7 @@ def _picked(
 ) -> Tensor:
     """Return the targets' negative logs; zero for ignored ones and those of other ranks."""
     dim = _class_dim(logs)
-    number = logs.shape[dim] if class_axis is None else whole_length(classes)
+    number = logs.shape[dim] if class_axis is None else full_length(classes)
     require_in_range(target, number, "the loss", ignored=ignore_index)
     if logs.shape[dim] == 0:
         return -logs.sum(dim)

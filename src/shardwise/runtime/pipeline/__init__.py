@@ -15,15 +15,6 @@ from shardwise.runtime.transport import Transport
 from shardwise.schedules import Action
 from shardwise.shares import axes_of
 
-__all__ = [
-    "OutputSpec",
-    "PipelineSpec",
-    "StageModules",
-    "StageSpec",
-    "TiedSpec",
-    "TransferSpec",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpec:

@@ -35,11 +35,6 @@ from shardwise.runtime.tracing import Recorder, called_submodules, probing
 from shardwise.schedules import Action
 from shardwise.shares import part
 
-__all__ = [
-    "BatchReader",
-    "Executor",
-]
-
 
 class BatchReader:
     """Take this rank's rows out of batches.

@@ -23,9 +23,6 @@ from shardwise.runtime.tracing import Recorder
 from shardwise.runtime.transport import Pending, Transport
 from shardwise.schedules import Action
 
-__all__ = ["Exchange", "PendingSends"]
-
-
 # A thread waits for sends, and the next action releases their memory. gloo's point-to-point works
 # cannot be polled, and waiting for them in the order of actions could block a rank that others wait
 # for. The memory is released in the thread that allocated it, because profilers miss other frees.

@@ -24,12 +24,6 @@ from shardwise.runtime.transport import Pending, Transport
 if TYPE_CHECKING:
     from shardwise.runtime.pipeline import PipelineSpec, TiedSpec
 
-__all__ = [
-    "Holding",
-    "Route",
-    "TiedParameters",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Holding:

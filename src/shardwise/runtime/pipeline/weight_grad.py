@@ -32,9 +32,6 @@ from torch import Tensor
 
 from shardwise.errors import ProgramError
 
-__all__ = ["WeightQueue", "addmm", "conv", "embedding", "linear", "matmul"]
-
-
 Wanted = tuple[bool, bool]
 Gradients = tuple[Tensor | None, Tensor | None]
 

@@ -1,4 +1,4 @@
-"""What a transport between ranks offers, the transport of a single rank, and one that records.
+"""The interface of a transport between ranks, the transport of a single rank, and a recording one.
 
 A transport moves 1-D contiguous tensors within a `Group` of ranks. Everything that knows about
 dims, splits and gradients is built on these operations. Each returns at once with a `Pending`,
@@ -8,30 +8,21 @@ whose `wait()` returns the result. All ranks of a group call the same operations
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from shardwise.errors import ProgramError
 from shardwise.runtime.tracing import Recorder
 
-__all__ = [
-    "Group",
-    "LocalTransport",
-    "Pending",
-    "RecordingTransport",
-    "Transport",
-    "unwrap_transport",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Global ranks in ascending order, and this rank's place among them."""
+    """Global ranks in ascending order, and this rank's index among them."""
 
     ranks: tuple[int, ...]
     index: int
@@ -57,7 +48,7 @@ class Pending:
 
     @property
     def is_done(self) -> bool:
-        """Whether waiting is known to take no time."""
+        """Whether waiting is certain to return at once."""
         return self._finish is None
 
     def then(self, after: Callable[[Tensor], Tensor]) -> Pending:
@@ -72,13 +63,12 @@ class Pending:
 
     def within(self, context: Callable[[], AbstractContextManager[object]]) -> Pending:
         """Return the same tensor, waited for inside a context."""
-        inside = Pending(self._result)
 
         def finish() -> None:
             with context():
                 inside._result = self.wait()
 
-        inside._finish = finish
+        inside = Pending(self._result, finish)
         return inside
 
 
@@ -95,24 +85,24 @@ class Transport(Protocol):
     def all_gather(
         self, flat: Tensor, sizes: Sequence[int], group: Group, out: Tensor | None = None
     ) -> Pending:
-        """Concatenate everyone's `flat`, rank i having `sizes[i]` elements.
+        """Concatenate all ranks' `flat`, rank i having `sizes[i]` elements.
 
         `flat` may be the very slice of `out` that it belongs to.
         """
         ...
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending:
-        """Sum everyone's `flat`, and keep this rank's of the consecutive parts of `sizes`."""
+        """Sum all ranks' `flat` and return this rank's part of it, in parts of `sizes` elements."""
         ...
 
     def all_to_all(
         self, flat: Tensor, in_sizes: Sequence[int], out_sizes: Sequence[int], group: Group
     ) -> Pending:
-        """Send part i of `flat` to rank i; concatenate what arrived in the order of ranks."""
+        """Send part i of `flat` to rank i; concatenate the parts received, in rank order."""
         ...
 
     def broadcast(self, flat: Tensor, root: int, group: Group) -> Pending:
-        """Overwrite `flat` with that of the group's `root`-th rank."""
+        """Overwrite `flat` with the tensor of the group's `root`-th rank."""
         ...
 
     def send(self, flat: Tensor, target: int, tag: int) -> Pending:
@@ -120,124 +110,72 @@ class Transport(Protocol):
         ...
 
     def receive(self, flat: Tensor, source: int, tag: int) -> Pending:
-        """Overwrite `flat` with what one rank sent."""
+        """Overwrite `flat` with a message from one rank."""
         ...
 
 
 class LocalTransport:
-    """The transport of a single rank: no operation is ever needed."""
+    """The transport of a single rank, whose axes never communicate."""
 
     rank = 0
     world_size = 1
 
-    def all_reduce(self, flat: Tensor, op: str, group: Group) -> Pending:
-        return Pending(self._alone(flat, group))
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ProgramError(f"a single rank cannot communicate: {[*args[1:], *kwargs.values()]}")
 
-    def all_gather(
-        self, flat: Tensor, sizes: Sequence[int], group: Group, out: Tensor | None = None
-    ) -> Pending:
-        return Pending(self._alone(flat, group) if out is None else out.copy_(flat))
+    all_reduce = all_gather = reduce_scatter = all_to_all = broadcast = _refuse
+    send = receive = _refuse
 
-    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending:
-        return Pending(self._alone(flat, group))
 
-    def all_to_all(
-        self, flat: Tensor, in_sizes: Sequence[int], out_sizes: Sequence[int], group: Group
-    ) -> Pending:
-        return Pending(self._alone(flat, group))
-
-    def broadcast(self, flat: Tensor, root: int, group: Group) -> Pending:
-        return Pending(self._alone(flat, group))
-
-    def send(self, flat: Tensor, target: int, tag: int) -> Pending:
-        raise ProgramError(f"a single rank cannot send to rank {target}")
-
-    def receive(self, flat: Tensor, source: int, tag: int) -> Pending:
-        raise ProgramError(f"a single rank cannot receive from rank {source}")
-
-    @staticmethod
-    def _alone(flat: Tensor, group: Group) -> Tensor:
-        if group.size != 1:
-            raise ProgramError(f"a single rank cannot communicate with ranks {group.ranks}")
-        return flat
+Collective = TypeVar("Collective", bound=Callable[..., Pending])
 
 
 class RecordingTransport:
-    """Record the collectives of another transport: what travels, which rank waits for it, and why.
+    """Record the collectives of another transport: their sizes, waiting times and causes.
 
-    While the recorder is paused, a collective costs one extra call. Each has a cause: "gradients"
-    for their sums, "parameters" for units gathered for use, "update" for what an optimizer changed,
-    and "collectives" for all others of generated code. Messages between stages are recorded by
-    `pipeline.p2p`.
+    While the recorder is paused, a collective costs one extra call. Its cause is "gradients" for
+    gradient sums, "parameters" for units gathered for use, "update" for parameters distributed
+    after an optimizer step, and "collectives" for all others of generated code. `pipeline.p2p`
+    records messages between stages.
     """
 
     def __init__(self, inner: Transport, recorder: Recorder, cause: str = "collectives") -> None:
         self.inner, self.recorder, self.cause = inner, recorder, cause
         self.rank, self.world_size = inner.rank, inner.world_size
+        self.all_reduce = _recorded(inner.all_reduce, recorder, cause)
+        self.all_gather = _recorded(inner.all_gather, recorder, cause)
+        self.reduce_scatter = _recorded(inner.reduce_scatter, recorder, cause)
+        self.all_to_all = _recorded(inner.all_to_all, recorder, cause)
+        self.broadcast = _recorded(inner.broadcast, recorder, cause)
+        self.send, self.receive = inner.send, inner.receive
+        self.bucket = getattr(inner, "bucket", None)
 
     def about(self, cause: str) -> RecordingTransport:
         """Return the same transport, for collectives of another cause."""
         return RecordingTransport(self.inner, self.recorder, cause)
 
-    def all_reduce(self, flat: Tensor, op: str, group: Group) -> Pending:
-        return self._noted(
-            "all_reduce", flat, group, lambda: self.inner.all_reduce(flat, op, group)
-        )
 
-    def all_gather(
-        self, flat: Tensor, sizes: Sequence[int], group: Group, out: Tensor | None = None
-    ) -> Pending:
-        return self._noted(
-            "all_gather", flat, group, lambda: self.inner.all_gather(flat, sizes, group, out)
-        )
+def _recorded(collective: Collective, recorder: Recorder, cause: str) -> Collective:
+    """Wrap a collective so that its transfer and its waiting time are recorded."""
+    op = collective.__name__
 
-    def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending:
-        return self._noted(
-            "reduce_scatter", flat, group, lambda: self.inner.reduce_scatter(flat, sizes, group)
-        )
-
-    def all_to_all(
-        self, flat: Tensor, in_sizes: Sequence[int], out_sizes: Sequence[int], group: Group
-    ) -> Pending:
-        return self._noted(
-            "all_to_all",
-            flat,
-            group,
-            lambda: self.inner.all_to_all(flat, in_sizes, out_sizes, group),
-        )
-
-    def broadcast(self, flat: Tensor, root: int, group: Group) -> Pending:
-        return self._noted(
-            "broadcast", flat, group, lambda: self.inner.broadcast(flat, root, group)
-        )
-
-    def bucket(self, numel: int, dtype: torch.dtype, operation: str, group: Group) -> Tensor | None:
-        """Return shared memory, where the transport has some."""
-        make = getattr(self.inner, "bucket", None)
-        result: Tensor | None = None if make is None else make(numel, dtype, operation, group)
-        return result
-
-    def send(self, flat: Tensor, target: int, tag: int) -> Pending:
-        return self.inner.send(flat, target, tag)
-
-    def receive(self, flat: Tensor, source: int, tag: int) -> Pending:
-        return self.inner.receive(flat, source, tag)
-
-    def _noted(self, op: str, flat: Tensor, group: Group, start: Callable[[], Pending]) -> Pending:
-        if not self.recorder.enabled:
-            return start()
-        details = {"op": op, "bytes": flat.numel() * flat.element_size(), "ranks": group.size}
-        travel = self.recorder.span("communication", self.cause, **details)
-        travel.__enter__()
-        pending = start()
+    @functools.wraps(collective)
+    def record(flat: Tensor, *args: Any) -> Pending:
+        if not recorder.enabled:
+            return collective(flat, *args)
+        ranks = next(arg.size for arg in args if isinstance(arg, Group))
+        transfer = recorder.span("communication", cause, op=op, bytes=flat.nbytes, ranks=ranks)
+        transfer.__enter__()
 
         @contextlib.contextmanager
         def waiting() -> Iterator[None]:
-            with self.recorder.span("waiting", self.cause, op=op):
+            with recorder.span("waiting", cause, op=op):
                 yield
-            travel.__exit__(None, None, None)
+            transfer.__exit__(None, None, None)
 
-        return pending.within(waiting)
+        return collective(flat, *args).within(waiting)
+
+    return cast(Collective, record)
 
 
 def unwrap_transport(transport: Transport) -> Transport:

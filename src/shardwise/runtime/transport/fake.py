@@ -1,9 +1,9 @@
-"""One rank of a program without the others, for measurements.
+"""Run one rank of a program without the others, for measurements.
 
 `FakeTransport` returns at once, with tensors of the right size and arbitrary values, and allocates
-what the transport between processes does: enough to predict memory, even on meta tensors.
-`UninitializedTransport` is for programs that really compute: it returns values that are safe to
-compute with, and measures how long that took. `disconnect` makes a store skip agreement.
+as much as the transport between processes: enough to predict memory, even on meta tensors.
+`UninitializedTransport` is for programs that really compute: it fills results with values that are
+safe to compute with, and measures how long that takes. `disconnect` makes a store skip agreement.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from shardwise.runtime.rng import Rng
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.transport import Group, Pending
 
-__all__ = ["FakeRng", "FakeTransport", "UninitializedTransport", "disconnect"]
-
 
 class FakeTransport:
     """A rank's end of a transport that moves nothing.
 
-    A message counts until the next one to the same rank, or the next arrival from it.
+    A sent message stays allocated until the next one to the same rank, or the next one from it.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -80,12 +78,12 @@ class FakeTransport:
 
 
 class UninitializedTransport(FakeTransport):
-    """The same for a program that computes: what arrives has values of a usual size.
+    """A fake transport for programs that compute: received tensors have ordinary values.
 
-    Memory as it comes may hold numbers that take longer, or indices that no table has. `seconds`
-    is the time for this on a CPU, which is no part of the program: the time of communication is
-    predicted by other means. On a GPU the time of a kernel is not known when it is issued, nor
-    does it depend on values: there only integers are given some.
+    Uninitialized memory may hold denormal numbers, which are slow, or indices out of range.
+    `seconds` is the CPU time spent on filling it, to be subtracted from the program's time. On a
+    GPU, kernels are asynchronous and their time does not depend on values, so that only integers
+    are filled.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -95,7 +93,7 @@ class UninitializedTransport(FakeTransport):
     def all_gather(
         self, flat: Tensor, sizes: Sequence[int], group: Group, out: Tensor | None = None
     ) -> Pending:
-        with self._counted():
+        with self._filling():
             pending = super().all_gather(flat, sizes, group, out)
             _repeat(flat, pending.wait())
         return pending
@@ -103,19 +101,19 @@ class UninitializedTransport(FakeTransport):
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending:
         if flat.device.type != "cpu":
             return super().reduce_scatter(flat, sizes, group)
-        with self._counted():
+        with self._filling():
             return _later(flat[: sizes[group.index]].clone(), flat)
 
     def all_to_all(
         self, flat: Tensor, in_sizes: Sequence[int], out_sizes: Sequence[int], group: Group
     ) -> Pending:
-        with self._counted():
+        with self._filling():
             pending = super().all_to_all(flat, in_sizes, out_sizes, group)
             _repeat(flat, pending.wait())
         return pending
 
     def receive(self, flat: Tensor, source: int, tag: int) -> Pending:
-        with self._counted():
+        with self._filling():
             if not flat.is_floating_point():
                 flat.zero_()
             elif flat.device.type == "cpu":
@@ -123,14 +121,14 @@ class UninitializedTransport(FakeTransport):
         return super().receive(flat, source, tag)
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
-        began = time.perf_counter()
+    def _filling(self) -> Iterator[None]:
+        start = time.perf_counter()
         yield
-        self.seconds += time.perf_counter() - began
+        self.seconds += time.perf_counter() - start
 
 
 def _repeat(values: Tensor, out: Tensor) -> None:
-    """Fill `out` with the values, again and again; they may be a part of it."""
+    """Fill `out` with repetitions of the values, which may be a part of it."""
     if out.device.type != "cpu" and out.is_floating_point():
         return
     if values.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
@@ -139,22 +137,22 @@ def _repeat(values: Tensor, out: Tensor) -> None:
     if not size:
         out.zero_()
         return
-    times, rest = divmod(out.numel(), size)
+    times, remainder = divmod(out.numel(), size)
     out[: times * size].view(times, size).copy_(values)
-    out[times * size :].copy_(values[:rest])
+    out[times * size :].copy_(values[:remainder])
 
 
-def _later(result: Tensor, *kept: Tensor) -> Pending:
-    """Return a pending result; `kept` lives until it is waited for."""
+def _later(result: Tensor, *buffers: Tensor) -> Pending:
+    """Return a pending result; `buffers` stay allocated until it is waited for."""
 
     def wait() -> None:
-        _ = kept
+        _ = buffers
 
     return Pending(result, wait)
 
 
 class FakeRng(Rng):
-    """Draws nothing: its generators are for tensors without data, on any device."""
+    """A source of generators for tensors without data, on any device."""
 
     def generator(
         self, key: str, device: torch.device | str = "cpu", place: Sequence[tuple[str, int]] = ()
@@ -162,13 +160,12 @@ class FakeRng(Rng):
         return torch.Generator("cpu")
 
 
-class _AloneReducer(Reducer):
-    """Treats this rank's gradients as those of all ranks."""
+class _SingleRankReducer(Reducer):
+    """Treat this rank's gradients as those of all ranks."""
 
     def _agree(self, entries: list[Entry]) -> None:
-        wanted = set(entries)
-        ordered = [entry for entry in self._arrived if entry in wanted]
-        self.plan.known.update(wanted)
+        ordered = [entry for entry in self._arrived if entry in set(entries)]
+        self.plan.agreed.update(entries)
         self.plan.used.update(ordered)
         for reduction in self._form(ordered):
             reduction.expected = {e: n for e in reduction.entries if (n := self._arrived[e])}
@@ -178,14 +175,14 @@ class _AloneReducer(Reducer):
 def disconnect(store: ParameterStore, on_gradient: Callable[[Tensor], None]) -> None:
     """Let a store that has not been used run without other ranks.
 
-    `on_gradient` is called with every parameter whose gradient autograd has just left.
+    `on_gradient` is called with every parameter when autograd has accumulated its gradient.
     """
 
-    def left(leaf: Tensor) -> None:  # a hook of the runtime's own, which steps allow
+    def accumulated(leaf: Tensor) -> None:  # defined in the runtime, whose hooks steps accept
         on_gradient(leaf)
 
     for entry in store.entries:
         if entry.spec.requires_grad:
-            entry.leaf.register_post_accumulate_grad_hook(left)  # type: ignore[no-untyped-call]
-    store.reducer = _AloneReducer(store.mesh, store.entries)
+            entry.leaf.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+    store.reducer = _SingleRankReducer(store.mesh, store.entries)
     store.units._flush = store.reducer.flush

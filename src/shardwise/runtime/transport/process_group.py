@@ -1,19 +1,21 @@
 """The transport over `torch.distributed`: gloo on CPUs, NCCL on GPUs.
 
-What gloo lacks is built from sends and receives (measured on 2 and 4 ranks of one machine, 32 MiB
-of float32): its reduce-scatter takes 184/287 ms, ours 37/72 ms; its all-gather refuses uneven sizes
-and takes 50/169 ms, ours 37/79 ms. Its all-reduce is used as it is. Dtypes that a backend lacks
-travel as bytes, and CUDA tensors over gloo through host memory.
+Operations that gloo lacks are built from sends and receives. Measured on 2 and 4 ranks of one host
+with 32 MiB of float32: gloo's reduce-scatter takes 184/287 ms, ours 37/72 ms; its all-gather takes
+50/169 ms and refuses uneven sizes, ours 37/79 ms. Its all-reduce is used as it is. Dtypes that a
+backend lacks travel as bytes, and CUDA tensors over gloo are staged in host memory.
 """
 
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from shardwise.collectives.messages import CollectiveChoice
 from shardwise.dtypes import torch_dtypes
@@ -24,19 +26,16 @@ from shardwise.runtime.operators import widened
 from shardwise.runtime.rendezvous import start_heartbeat
 from shardwise.runtime.transport import Group, LocalTransport, Pending, Transport
 
-__all__ = ["ProcessGroupTransport", "process_mesh", "process_meshes"]
-
-
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_MESSAGE_TAG = 8000
-_TAG = 7001  # keeps these messages apart from other point-to-point traffic of the group
-_REDUCED_BY_GLOO = frozenset(torch_dtypes(can_reduce=True))
+_MESSAGE_TAG = 8000  # the first tag of messages between pipeline stages
+_SWAP_TAG = 7001  # keeps swaps apart from other point-to-point traffic of the group
+_REDUCIBLE = frozenset(torch_dtypes(can_reduce=True))  # by every backend
 
 
 class ProcessGroupTransport:
     """This process's end of `torch.distributed`, with one process group per group of ranks.
 
-    `groups` are created in the order given, which must be the same on all ranks.
+    Process groups are created in the order of `groups`, which must be the same on all ranks.
     """
 
     def __init__(
@@ -45,62 +44,62 @@ class ProcessGroupTransport:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         world = tuple(range(self.world_size))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        limit = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+        timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
         for ranks in groups:
             if max(ranks) >= self.world_size:
                 raise RankError(
                     f"the mesh needs rank {max(ranks)}, the group has {self.world_size} ranks",
                     hint=f"torchrun --nproc-per-node {max(ranks) + 1}",
                 )
-            if (ranks != world or limit is not None) and ranks not in self._groups:
-                made = dist.new_group(list(ranks), timeout=limit)
+            if (ranks != world or timeout is not None) and ranks not in self._groups:
+                pg = dist.new_group(list(ranks), timeout=timeout)
                 if self.rank in ranks:
-                    self._groups[ranks] = made
+                    self._groups[ranks] = pg
         default = dist.group.WORLD
         assert default is not None
-        self._messages = self._groups.setdefault(world, default)
-        self._timeout_s, self.ways = timeout_s, CollectiveBackends()
+        self._world_group = self._groups.setdefault(world, default)
+        self._timeout_s, self.backends = timeout_s, CollectiveBackends()
 
     def use(self, choices: Sequence[CollectiveChoice], derive: Derive) -> None:
         """Use other implementations than the library's for some collectives; all ranks call it."""
-        self.ways = CollectiveBackends(choices, derive, self._groups, self._timeout_s)
+        self.backends = CollectiveBackends(choices, derive, self._groups, self._timeout_s)
 
     def bucket(self, numel: int, dtype: torch.dtype, operation: str, group: Group) -> Tensor | None:
-        """Return memory from which an operation needs no copies, if the group shares some."""
-        return self.ways.bucket(numel, dtype, operation, group)
+        """Return memory on which an operation needs no copies, if the group shares some."""
+        return self.backends.bucket(numel, dtype, operation, group)
 
     def all_reduce(self, flat: Tensor, op: str, group: Group) -> Pending:
         if not flat.numel():
             return Pending(flat)
-        other = self.ways.all_reduce(flat, op, group)
-        if other is not None:
-            return other
-        wire, back = self._reducible(flat, op)
-        name, pg = self._for(wire, group)
-        if name != "gloo":
-            work = dist.all_reduce(wire, _OPS[op], group=pg, async_op=True)
-            return _after(flat, [work], lambda: back(wire))
-        host = wire.cpu() if wire.is_cuda else wire
+        pending = self.backends.all_reduce(flat, op, group)
+        if pending is not None:
+            return pending
+        reducible, convert_back = self._reducible(flat, op)
+        backend, pg = self._group(reducible, group)
+        host = reducible.cpu() if backend == "gloo" and reducible.is_cuda else reducible
         work = dist.all_reduce(host, _OPS[op], group=pg, async_op=True)
-        return _after(flat, [work], lambda: back(wire.copy_(host)))
+        staged = host is not reducible
+        return _after(
+            flat, [work], lambda: convert_back(reducible.copy_(host) if staged else reducible)
+        )
 
     def all_gather(
         self, flat: Tensor, sizes: Sequence[int], group: Group, out: Tensor | None = None
     ) -> Pending:
         assert flat.numel() == sizes[group.index], (flat.shape, sizes)
-        other = self.ways.all_gather(flat, sizes, group, out)
-        if other is not None:
-            return other
+        pending = self.backends.all_gather(flat, sizes, group, out)
+        if pending is not None:
+            return pending
         if out is None:
             out = flat.new_empty(sum(sizes))
-        name, pg = self._for(flat, group)
-        if name == "gloo":
+        backend, pg = self._group(flat, group)
+        if backend == "gloo":
             return self._gather_by_swaps(flat, sizes, group, pg, out)
         largest = max(sizes)
         if min(sizes) == largest:
             work = dist.all_gather_into_tensor(out, flat, group=pg, async_op=True)
             return _after(out, [work])
-        padded = torch.nn.functional.pad(flat, (0, largest - flat.numel()))
+        padded = pad(flat, (0, largest - flat.numel()))
         wide = flat.new_empty(largest * group.size)
         work = dist.all_gather_into_tensor(wide, padded, group=pg, async_op=True)
 
@@ -119,55 +118,50 @@ class ProcessGroupTransport:
         own = parts[group.index]
         if own.data_ptr() != flat.data_ptr():
             own.copy_(flat)
-        pairs = [(i, own, parts[i]) for i in range(group.size) if i != group.index]
-        works = _swap(pairs, group, pg)
+        works = _swap([(i, own, parts[i]) for i in _peers(group)], group, pg)
         return _after(out, works, (lambda: out.copy_(host)) if out.is_cuda else None)
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending:
-        other = self.ways.reduce_scatter(flat, sizes, group)
-        if other is not None:
-            return other
-        name, pg = self._for(flat, group)
-        own = sizes[group.index]
-        if name == "gloo":
+        pending = self.backends.reduce_scatter(flat, sizes, group)
+        if pending is not None:
+            return pending
+        backend, pg = self._group(flat, group)
+        if backend == "gloo":
             return self._scatter_by_swaps(flat, sizes, group, pg)
-        largest = max(sizes)
+        own, largest = sizes[group.index], max(sizes)
         if min(sizes) != largest:
             parts = torch.split(flat, list(sizes))
-            pad = torch.nn.functional.pad
             flat = torch.cat([pad(part, (0, largest - part.numel())) for part in parts])
         out = flat.new_empty(largest)
         work = dist.reduce_scatter_tensor(out, flat, group=pg, async_op=True)
-        return _after(out, [work]).then(lambda whole: whole[:own])
+        return _after(out, [work]).then(lambda padded: padded[:own])
 
     @staticmethod
     def _scatter_by_swaps(
         flat: Tensor, sizes: Sequence[int], group: Group, pg: dist.ProcessGroup
     ) -> Pending:
-        """Send each part to its owner, which adds them in the order of ranks."""
+        """Send each part to its owner, which adds them in rank order."""
         parts = list(torch.split(flat.cpu() if flat.is_cuda else flat, list(sizes)))
         own = parts[group.index]
-        arrived = own.new_empty(group.size - 1, own.numel())
-        others = [i for i in range(group.size) if i != group.index]
-        works = _swap(
-            [(i, parts[i], row) for i, row in zip(others, arrived, strict=True)], group, pg
-        )
+        received = own.new_empty(group.size - 1, own.numel())
+        pairs = zip(_peers(group), received, strict=True)
+        works = _swap([(i, parts[i], row) for i, row in pairs], group, pg)
 
         def add(_: Tensor) -> Tensor:
-            rows = list(arrived)
+            rows = list(received)
             rows.insert(group.index, own)
             total = torch.add(rows[0].to(widened(flat.dtype)), rows[1])
             for row in rows[2:]:
                 total.add_(row)
             return total.to(device=flat.device, dtype=flat.dtype)
 
-        return _after(arrived, works).then(add)
+        return _after(received, works).then(add)
 
     def all_to_all(
         self, flat: Tensor, in_sizes: Sequence[int], out_sizes: Sequence[int], group: Group
     ) -> Pending:
-        name, pg = self._for(flat, group)
-        staged = name == "gloo" and flat.is_cuda
+        backend, pg = self._group(flat, group)
+        staged = backend == "gloo" and flat.is_cuda
         sent = flat.cpu() if staged else flat
         out = sent.new_empty(sum(out_sizes))
         unit = out.element_size()
@@ -179,78 +173,80 @@ class ProcessGroupTransport:
             group=pg,
             async_op=True,
         )
-        arrived = _after(out, [work], keep=sent)
-        return arrived.then(lambda host: host.to(flat.device)) if staged else arrived
+        pending = _after(out, [work], keep=sent)
+        return pending.then(lambda host: host.to(flat.device)) if staged else pending
 
     def broadcast(self, flat: Tensor, root: int, group: Group) -> Pending:
-        name, pg = self._for(flat, group)
-        staged = name == "gloo" and flat.is_cuda
-        host = flat.cpu() if staged else flat
         if not flat.numel():
             return Pending(flat)
+        backend, pg = self._group(flat, group)
+        staged = backend == "gloo" and flat.is_cuda
+        host = flat.cpu() if staged else flat
         work = dist.broadcast(_bytes(host), group.ranks[root], group=pg, async_op=True)
         return _after(flat, [work], (lambda: flat.copy_(host)) if staged else None)
 
     def send(self, flat: Tensor, target: int, tag: int) -> Pending:
         if not flat.numel():
             return Pending(flat)
-        pg = self._messages
-        staged = flat.is_cuda and str(dist.get_backend(pg)) == "gloo"
-        sent = flat.cpu() if staged else flat
-        work = dist.isend(_bytes(sent), target, group=pg, tag=_MESSAGE_TAG + tag)
+        sent = flat.cpu() if self._stages_messages(flat) else flat
+        work = dist.isend(_bytes(sent), target, group=self._world_group, tag=_MESSAGE_TAG + tag)
         return _after(flat, [work], keep=sent)
 
     def receive(self, flat: Tensor, source: int, tag: int) -> Pending:
         if not flat.numel():
             return Pending(flat)
-        pg = self._messages
-        staged = flat.is_cuda and str(dist.get_backend(pg)) == "gloo"
+        staged = self._stages_messages(flat)
         host = torch.empty(flat.shape, dtype=flat.dtype) if staged else flat
-        work = dist.irecv(_bytes(host), source, group=pg, tag=_MESSAGE_TAG + tag)
+        work = dist.irecv(_bytes(host), source, group=self._world_group, tag=_MESSAGE_TAG + tag)
         return _after(flat, [work], (lambda: flat.copy_(host)) if staged else None)
 
-    def _for(self, tensor: Tensor, group: Group) -> tuple[str, dist.ProcessGroup]:
+    def _stages_messages(self, flat: Tensor) -> bool:
+        return flat.is_cuda and str(dist.get_backend(self._world_group)) == "gloo"
+
+    def _group(self, tensor: Tensor, group: Group) -> tuple[str, dist.ProcessGroup]:
         """Return the backend that will carry the tensor, and the process group."""
-        result = self._groups.get(group.ranks)
-        if result is None:
+        pg = self._groups.get(group.ranks)
+        if pg is None:
             raise ProgramError(
                 f"no process group was created for ranks {group.ranks}",
-                hint="name the combination of axes in process_mesh(axes, combinations)",
+                hint="create the mesh with sw.parallelize or process_meshes",
             )
-        name = str(dist.get_backend(result))
-        if name not in ("gloo", "nccl"):
-            name = "nccl" if tensor.is_cuda else "gloo"
-        return name, result
+        backend = str(dist.get_backend(pg))
+        if backend not in ("gloo", "nccl"):
+            backend = "nccl" if tensor.is_cuda else "gloo"
+        return backend, pg
 
     @staticmethod
     def _reducible(flat: Tensor, op: str) -> tuple[Tensor, Callable[[Tensor], object]]:
         """Return a tensor that every backend can reduce, and how to convert its result back."""
-        if flat.dtype in _REDUCED_BY_GLOO:
-            return flat, lambda wire: wire
-        if flat.dtype is torch.bool:  # a sum of truths is whether any is true
+        if flat.dtype in _REDUCIBLE:
+            return flat, lambda reduced: reduced
+        if flat.dtype is torch.bool:  # a sum of booleans is their disjunction
             wide = flat.to(torch.int32)
         elif flat.is_complex() and op == "sum":
-            wide = torch.view_as_real(flat).reshape(-1)
+            return torch.view_as_real(flat).reshape(-1), lambda reduced: reduced
         elif flat.is_floating_point():
             wide = flat.float()
         else:
             wide = flat.long()
-        if wide.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr():
-            return wide, lambda wire: wire
-        return wide, lambda wire: flat.copy_(wire)
+        return wide, lambda reduced: flat.copy_(reduced)
+
+
+def _peers(group: Group) -> list[int]:
+    return [i for i in range(group.size) if i != group.index]
 
 
 def _swap(
     pairs: Sequence[tuple[int, Tensor, Tensor]], group: Group, pg: dist.ProcessGroup
 ) -> list[dist.Work | None]:
-    """Start sending to and receiving from (index, what to send, where to receive)."""
+    """Start sends and receives of (peer index, tensor to send, tensor to receive into)."""
     works: list[dist.Work | None] = []
     for shift in range(1, group.size):
         for index, sent, received in pairs:
             if (index - group.index) % group.size == shift and sent.numel():
-                works.append(dist.isend(_bytes(sent), group.ranks[index], pg, _TAG))
+                works.append(dist.isend(_bytes(sent), group.ranks[index], pg, _SWAP_TAG))
             if (group.index - index) % group.size == shift and received.numel():
-                works.append(dist.irecv(_bytes(received), group.ranks[index], pg, _TAG))
+                works.append(dist.irecv(_bytes(received), group.ranks[index], pg, _SWAP_TAG))
     return works
 
 
@@ -264,7 +260,7 @@ def _after(
     finish: Callable[[], object] | None = None,
     keep: Tensor | None = None,
 ) -> Pending:
-    """Return the result once all works are done; `keep` lives until then."""
+    """Return the result once all works are done; `keep` stays allocated until then."""
 
     def wait() -> None:
         for work in works:
@@ -285,19 +281,21 @@ def process_meshes(
     choices: Sequence[CollectiveChoice] = (),
     derive: Derive | None = None,
 ) -> ProcessMesh:
-    """Return this rank's mesh, where several groups of ranks have one each; all ranks call it.
+    """Return this rank's mesh, given the ranks and axes of every group; all ranks call it.
 
-    `choices` are of collectives that go another way than the library's; `derive` makes programs.
+    `choices` are collectives with another implementation than the library's; `derive` makes their
+    programs.
     """
-    everyone = sorted(rank for ranks, _ in groups for rank in ranks)
-    wanted = [tuple(everyone)]
+    needed = [tuple(sorted(rank for ranks, _ in groups for rank in ranks))]
     for ranks, axes in groups:
-        wanted += axis_groups(axes, _combinations(tuple(axes)), ranks)
+        counts = range(1, len(axes) + 1)
+        combinations = [names for n in counts for names in itertools.combinations(axes, n)]
+        needed += axis_groups(axes, combinations, ranks)
     transport: Transport = LocalTransport()
     rank = 0
     if dist.is_initialized():
         start_heartbeat()
-        transport = ProcessGroupTransport([w for w in wanted if len(w) > 1], timeout_s)
+        transport = ProcessGroupTransport([g for g in needed if len(g) > 1], timeout_s)
         rank = transport.rank
         if derive is not None:
             transport.use(choices, derive)
@@ -313,23 +311,3 @@ def process_meshes(
                 timed=timed,
             )
     raise RankError(f"rank {rank} has no stage in this plan")
-
-
-def _combinations(names: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return all combinations of mesh axes, in mesh order."""
-    return [
-        tuple(n for i, n in enumerate(names) if bits >> i & 1) for bits in range(1, 2 ** len(names))
-    ]
-
-
-def process_mesh(
-    axes: dict[str, int],
-    combinations: Iterable[Sequence[str]] = (),
-    timeout_s: float | None = None,
-) -> ProcessMesh:
-    """Return the mesh over the default process group, with groups per axis and for the world."""
-    if not dist.is_initialized():
-        return ProcessMesh(axes, 0, LocalTransport())
-    wanted = [*([name] for name in axes), *combinations, list(axes)]
-    transport = ProcessGroupTransport(axis_groups(axes, wanted), timeout_s)
-    return ProcessMesh(axes, transport.rank, transport)

@@ -1,7 +1,7 @@
-"""Ranks as threads of one process that exchange tensors in memory: what the verifier runs on.
+"""Ranks as threads of one process that exchange tensors in memory; the verifier runs on them.
 
-Reductions add in the order of ranks, or as `collective` specifies, so results do not depend on
-timing. Every wait has a time-out, and the first rank that fails releases the others.
+Reductions add in rank order, or as `collective` specifies, so results do not depend on timing.
+Every wait has a timeout, and the first rank that fails releases the others.
 """
 
 from __future__ import annotations
@@ -20,12 +20,9 @@ from torch import Tensor
 from shardwise.errors import RankError
 from shardwise.runtime.transport import Group, Pending
 
-__all__ = ["Collective", "ThreadTransport", "run_threads"]
-
-
 Result = TypeVar("Result")
-# What each rank of a group gets from an operation on all ranks' tensors, if another implementation
-# runs it.
+# Computes every rank's result of an operation from all ranks' tensors, or returns None to let this
+# transport do it: (operation, ranks, tensors, sizes).
 Collective = Callable[[str, tuple[int, ...], list[Tensor], tuple[int, ...]], list[Tensor] | None]
 _REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
@@ -40,33 +37,33 @@ class _Released(Exception):
 
 @dataclass(slots=True)
 class _Exchange:
-    """One collective of one group: who has come with what."""
+    """One collective of one group: the kinds and tensors of the ranks that have arrived."""
 
     kinds: dict[int, str] = field(default_factory=dict)
     tensors: dict[int, list[Tensor]] = field(default_factory=dict)
     readers: int = 0
 
 
-class _Board:
-    """Where the threads of one run meet."""
+class _Exchanges:
+    """The shared state through which the threads of one run exchange tensors."""
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
         self.world_size, self.timeout_s = world_size, timeout_s
         self.changed = threading.Condition()
         self.exchanges: dict[tuple[tuple[int, ...], int], _Exchange] = {}
         self.failed: dict[int, BaseException] = {}
-        self.letters: dict[tuple[int, int, int], deque[Tensor]] = {}  # (from, to, tag)
+        self.messages: dict[tuple[int, int, int], deque[Tensor]] = {}  # (source, target, tag)
 
     def post(self, source: int, target: int, tag: int, tensor: Tensor) -> None:
         with self.changed:
-            self.letters.setdefault((source, target, tag), deque()).append(tensor)
+            self.messages.setdefault((source, target, tag), deque()).append(tensor)
             self.changed.notify_all()
 
     def fetch(self, source: int, target: int, tag: int) -> Tensor:
         key = (source, target, tag)
         with self.changed:
             arrived = self.changed.wait_for(
-                lambda: self.letters.get(key) or self.failed, self.timeout_s
+                lambda: self.messages.get(key) or self.failed, self.timeout_s
             )
             if self.failed:
                 raise _Released
@@ -75,10 +72,9 @@ class _Board:
                     f"rank {source} sent nothing to rank {target} within {self.timeout_s} s",
                     where=f"message {tag}",
                 )
-            letters = self.letters[key]
-            tensor = letters.popleft()
-            if not letters:
-                del self.letters[key]
+            tensor = self.messages[key].popleft()
+            if not self.messages[key]:
+                del self.messages[key]
             return tensor
 
     def fail(self, rank: int, error: BaseException) -> None:
@@ -110,13 +106,15 @@ class _Board:
             if not complete:
                 missing = [r for i, r in enumerate(group.ranks) if i not in exchange.tensors]
                 raise RankError(
-                    f"ranks {missing} did not come to {exchange.kinds[group.index]} of ranks "
+                    f"ranks {missing} did not join {exchange.kinds[group.index]} of ranks "
                     f"{list(group.ranks)} within {self.timeout_s} s",
                     where=f"collective {key[1]} of rank {here}",
                 )
             if len(set(exchange.kinds.values())) > 1:
                 kinds = {group.ranks[i]: kind for i, kind in sorted(exchange.kinds.items())}
-                raise RankError(f"ranks do different things: {kinds}", where=f"collective {key[1]}")
+                raise RankError(
+                    f"ranks call different operations: {kinds}", where=f"collective {key[1]}"
+                )
             exchange.readers += 1
             if exchange.readers == group.size:
                 del self.exchanges[key]
@@ -126,15 +124,17 @@ class _Board:
 class ThreadTransport:
     """One rank's end of an in-memory exchange. Tensors are copied when they are sent."""
 
-    def __init__(self, rank: int, board: _Board, collective: Collective | None = None) -> None:
-        self.rank, self.world_size, self._board = rank, board.world_size, board
+    def __init__(
+        self, rank: int, exchanges: _Exchanges, collective: Collective | None = None
+    ) -> None:
+        self.rank, self.world_size, self._exchanges = rank, exchanges.world_size, exchanges
         self._numbers: dict[tuple[int, ...], int] = {}
         self._collective = collective
 
-    def _other_way(
+    def _custom_result(
         self, operation: str, group: Group, inputs: list[Tensor], sizes: Sequence[int] = ()
     ) -> Tensor | None:
-        """Return this rank's result of an operation that has no common implementation."""
+        """Return this rank's result of `collective`, if that implements the operation."""
         if self._collective is None:
             return None
         results = self._collective(operation, group.ranks, inputs, tuple(sizes))
@@ -144,14 +144,13 @@ class ThreadTransport:
         self, kind: str, group: Group, tensors: list[Tensor], finish: Callable[..., Tensor]
     ) -> Pending:
         number = self._numbers[group.ranks] = self._numbers.get(group.ranks, -1) + 1
-        key = self._board.put(group, number, kind, tensors)
-        start = Pending(tensors[0])
-        return start.then(lambda _: finish(self._board.take(group, key)))
+        key = self._exchanges.put(group, number, kind, tensors)
+        return Pending(tensors[0]).then(lambda _: finish(self._exchanges.take(group, key)))
 
     def all_reduce(self, flat: Tensor, op: str, group: Group) -> Pending:
         def finish(sent: list[list[Tensor]]) -> Tensor:
             inputs = [tensors[0] for tensors in sent]
-            combined = self._other_way("all_reduce", group, inputs) if op == "sum" else None
+            combined = self._custom_result("all_reduce", group, inputs) if op == "sum" else None
             if combined is None:
                 combined = functools.reduce(_REDUCE[op], inputs)
             return flat.copy_(combined)
@@ -166,7 +165,7 @@ class ThreadTransport:
 
         def finish(sent: list[list[Tensor]]) -> Tensor:
             inputs = [tensors[0] for tensors in sent]
-            joined = self._other_way("all_gather", group, inputs, sizes)
+            joined = self._custom_result("all_gather", group, inputs, sizes)
             joined = torch.cat(inputs) if joined is None else joined
             return joined if out is None else out.copy_(joined)
 
@@ -176,7 +175,7 @@ class ThreadTransport:
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending:
         def finish(sent: list[list[Tensor]]) -> Tensor:
             inputs = [torch.cat(tensors) for tensors in sent]
-            own = self._other_way("reduce_scatter", group, inputs, sizes)
+            own = self._custom_result("reduce_scatter", group, inputs, sizes)
             if own is None:
                 own = functools.reduce(torch.add, [tensors[group.index] for tensors in sent])
             return own
@@ -200,11 +199,13 @@ class ThreadTransport:
         return self._exchange(kind, group, [flat.clone()], lambda sent: flat.copy_(sent[root][0]))
 
     def send(self, flat: Tensor, target: int, tag: int) -> Pending:
-        self._board.post(self.rank, target, tag, flat.clone())
+        self._exchanges.post(self.rank, target, tag, flat.clone())
         return Pending(flat)
 
     def receive(self, flat: Tensor, source: int, tag: int) -> Pending:
-        return Pending(flat).then(lambda out: out.copy_(self._board.fetch(source, self.rank, tag)))
+        return Pending(flat).then(
+            lambda out: out.copy_(self._exchanges.fetch(source, self.rank, tag))
+        )
 
 
 def run_threads(
@@ -216,38 +217,38 @@ def run_threads(
     """Run `fn(rank, transport)` in a thread per rank and return the results in rank order.
 
     If a rank raises, the others are released at once and the first error is raised again with a
-    note that names its rank. `timeout_s` bounds each wait for other ranks, not the whole run.
-    `collective` may do sums and gathers in another way than in the order of ranks.
+    note that names its rank. `timeout_s` bounds each wait for other ranks, not the entire run.
+    `collective` may replace sums and gathers in rank order by another implementation.
     """
-    board = _Board(num_ranks, timeout_s)
+    exchanges = _Exchanges(num_ranks, timeout_s)
     results: dict[int, Result] = {}
 
-    def work(rank: int) -> None:
+    def run(rank: int) -> None:
         try:
-            results[rank] = fn(rank, ThreadTransport(rank, board, collective))
+            results[rank] = fn(rank, ThreadTransport(rank, exchanges, collective))
         except BaseException as error:
-            board.fail(rank, error)
+            exchanges.fail(rank, error)
 
     threads = [
-        threading.Thread(target=work, args=(rank,), name=f"rank{rank}", daemon=True)
+        threading.Thread(target=run, args=(rank,), name=f"rank{rank}", daemon=True)
         for rank in range(num_ranks)
     ]
     for thread in threads:
         thread.start()
-    _join(threads, board)
-    for rank, error in board.failed.items():
+    _join(threads, exchanges)
+    for rank, error in exchanges.failed.items():
         if not isinstance(error, _Released):
             error.add_note(f"on rank {rank} of {num_ranks}")
             raise error
     return [results[rank] for rank in range(num_ranks)]
 
 
-def _join(threads: list[threading.Thread], board: _Board) -> None:
-    """Wait for all threads; once one has failed, for at most the time-out."""
+def _join(threads: list[threading.Thread], exchanges: _Exchanges) -> None:
+    """Wait for all threads; once one has failed, wait at most the timeout."""
     deadline: float | None = None
     while any(thread.is_alive() for thread in threads):
-        if board.failed and deadline is None:
-            deadline = time.monotonic() + board.timeout_s
+        if exchanges.failed and deadline is None:
+            deadline = time.monotonic() + exchanges.timeout_s
         if deadline is not None and time.monotonic() > deadline:
             return
         for thread in threads:
