@@ -128,7 +128,7 @@ def test_different_batches_are_refused() -> None:
     def shapes(mesh: ProcessMesh) -> None:
         make(mesh)[0].train_step(batch(5 + mesh.rank))
 
-    with pytest.raises(BatchError, match=r"shapes, types or plain values"):
+    with pytest.raises(BatchError, match="shapes, dtypes or plain values"):
         on_two(shapes)
 
 
