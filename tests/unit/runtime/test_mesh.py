@@ -95,5 +95,5 @@ def test_ranks_that_do_different_things_are_told_apart() -> None:
         axis = _axis(rank, transport, 2)
         (axis.all_reduce(torch.ones(2)) if rank else axis.broadcast(torch.ones(2))).wait()
 
-    with pytest.raises(RankError, match="broadcast.*all_reduce"):
+    with pytest.raises(RankError, match=r"broadcast.*all_reduce"):
         run_threads(2, run)
