@@ -127,7 +127,7 @@ class Choice:
 
 
 def choices(node: Node) -> Iterator[Choice]:
-    """`same`: every rank does all of it. `cut k`: every rank does its part of axis k."""
+    """`same`: every rank does all of it. `shard k`: every rank does its part of axis k."""
     left, _, right = RULES[node.op.split()[0]].partition("->")
     operands = [operand.strip() for operand in left.split(",")]
     result = right.split()
@@ -144,7 +144,7 @@ def choices(node: Node) -> Iterator[Choice]:
             else:
                 needs.append("R~")
         gives = "P" if summed else f"S({result.index(axis)})"
-        yield Choice(name=f"cut {axis}", needs=tuple(needs), gives=gives)
+        yield Choice(name=f"shard {axis}", needs=tuple(needs), gives=gives)
 
 
 # 4. Moves ---------------------------------------------------------------------

@@ -40,7 +40,7 @@ def main() -> None:
         # One node: the second block's `down` cut over its output instead of its input.
         print(sw.explain(graph, plan, node="linear_7"))
         edit(path, {"parameters": {"blocks.1.down.*": {"layout": {"tp": "0"}}}})
-        edit(path, {"nodes": {"linear_7": {"tp": "cut n"}}})
+        edit(path, {"nodes": {"linear_7": {"tp": "shard n"}}})
         print(sw.verify(model, batch, sw.Plan.load(path)))
 
         # A mistake is an error that names the place.

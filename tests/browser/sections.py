@@ -77,7 +77,7 @@ def modules(layers: int, operations: int) -> Json:
     def add(parent: int | None, name: str, kind: str, size: float) -> int:
         path = name if parent is None else f"{rows[parent]['path']}.{name}"
         row = _module(len(rows), parent, kind, size)
-        layout = "tp: cut out" if size < layers else ""
+        layout = "tp: shard out" if size < layers else ""
         rows.append({**row, "name": name, "path": path, "layout": layout})
         return len(rows) - 1
 
@@ -122,7 +122,7 @@ def _weight(module: int, path: str) -> Json:
         "path": f"{path}.weight",
         "shape": [4096, 4096],
         "dtype": "bfloat16",
-        "layout": "tp: cut dim 0",
+        "layout": "tp: shard dim 0",
         "zero": 1,
         "bytes": 2 * 4096**2,
         "local_bytes": 4096**2,
@@ -136,7 +136,7 @@ def _operations(leaves: list[tuple[int, int]], sources: int) -> Json:
         "module": [leaf for leaf, _ in each],
         "name": [f"linear_{at}" for at in range(len(each))],
         "op": ["aten.linear" if i % 2 else "aten.add.Tensor" for _, i in each],
-        "layout": ["tp: cut n"] * len(each),
+        "layout": ["tp: shard n"] * len(each),
         "forward_s": [1e-5] * len(each),
         "backward_s": [2e-5] * len(each),
         "communication_s": [0.0] * len(each),

@@ -124,4 +124,4 @@ def test_nodes_may_cut_rows_or_parameters(pool: Callable[[int], Pool]) -> None:
     for losses, cuts, nodes in pool(2).run(mixed, timeout=300):
         torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)
         assert cuts["up.weight"] == {"tp": "0"}
-        assert nodes["far.conv2d_0"] == {"tp": "cut n"}
+        assert nodes["far.conv2d_0"] == {"tp": "shard n"}

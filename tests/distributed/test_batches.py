@@ -180,8 +180,8 @@ def misspelt() -> list[str]:
     plan = sw.strategies.ddp(sw.capture(model, batch), sw.Cluster.local(2))
     wrong = [
         plan.with_(inputs={**plan.inputs, "imgae": 0}),
-        plan.with_(nodes={"hiden.linear_0": {"dp": "cut b"}}),
-        plan.with_(nodes={"linaer_0": {"dp": "cut b"}}),
+        plan.with_(nodes={"hiden.linear_0": {"dp": "shard b"}}),
+        plan.with_(nodes={"linaer_0": {"dp": "shard b"}}),
     ]
     errors = [error_of(sw.parallelize, model, batch, p) for p in wrong]
     optional = plan.with_(

@@ -13,8 +13,8 @@ from tests.support.training import assert_close, make, plan_for, tokens
 pytestmark = pytest.mark.distributed
 
 CUTS = {  # of a batch of 7 rows and 5 columns
-    "rows": ("cut b2", "cut g0_0", "cut n0:[7]x5"),
-    "columns": ("cut b1", "cut g0_1", "cut n0:7x[5]"),
+    "rows": ("shard b2", "shard g0_0", "shard n0:[7]x5"),
+    "columns": ("shard b1", "shard g0_1", "shard n0:7x[5]"),
 }
 
 

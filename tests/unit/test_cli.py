@@ -245,7 +245,7 @@ def test_explain_names_nodes_and_moves(capsys: pytest.CaptureFixture[str], targe
     assert "over tp" in out
     code, out, _ = run(capsys, "explain", target, "-s", "tensor", "--node", "linear", "--json")
     assert code == 0
-    assert "cut n" in json.loads(out)["explanation"]
+    assert "shard n" in json.loads(out)["explanation"]
     code, _, err = run(capsys, "explain", target, "-s", "tensor", "--node", "linaer")
     assert code == 1
     assert "did you mean 'linear'?" in err

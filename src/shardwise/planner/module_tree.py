@@ -132,12 +132,12 @@ class _Tree:
             elements = stored.numel if stored is not None else kind.numel
             home, _, name = parameter.name.rpartition(".")
             local = elements * kind.dtype.itemsize / self._sharers(stored, stage, entry.zero)
-            cuts = {a: cut for a, cut in entry.layout.items() if cut != REPLICATED}
+            shards = {a: text for a, text in entry.layout.items() if text != REPLICATED}
             self.parameters[number] = {
                 "name": name,
                 "shape": tuple(kind.shape),
                 "dtype": dtype_name(kind.dtype),
-                "layout": self.layouts(", ".join(f"{a}: shard {c}" for a, c in cuts.items())),
+                "layout": self.layouts(", ".join(f"{a}: shard {c}" for a, c in shards.items())),
                 "zero": entry.zero or 0,
                 "trained": parameter.requires_grad,
                 "bytes": kind.num_bytes,

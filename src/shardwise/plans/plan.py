@@ -157,8 +157,8 @@ class Plan:
 
     `roles` says what each mesh axis shards: the "batch" (and replicates parameters) or
     "parameters". `inputs` maps input globs to the dim that batch axes shard. `nodes` forces single
-    nodes to a choice of `shardwise explain`, for example `{"linear_3": {"tp": "cut n"}}`; a key may
-    also be a glob of places, `{"blocks.*.mlp.up.linear_0": {"tp": "cut n"}}`. `search` is the
+    nodes to a choice of `shardwise explain`, for example `{"linear_3": {"tp": "shard n"}}`; a key
+    may also be a glob of paths, `{"blocks.*.mlp.up.linear_0": {"tp": "shard n"}}`. `search` is the
     planner's result, from which `shardwise explain` says why this plan was chosen.
 
     `stages` divide the model into pipeline stages, each with its own ranks and mesh; `mesh` is that

@@ -285,7 +285,7 @@ def _works(
     plan = strategies.hybrid(graph, cluster, dp=ROWS[0], tp=tp)
     if cuts_sequence:
         axes = [axis for axis in plan.mesh.names if axis != "dp"]
-        plan = plan.with_(nodes={place: dict.fromkeys(axes, "cut d1") for place in _BETWEEN})
+        plan = plan.with_(nodes={place: dict.fromkeys(axes, "shard d1") for place in _BETWEEN})
     solved = resolve(graph, plan, facts)
     fold = FoldedGraph.repeated(graph, shape.layers)
     workloads = RowWorks(fold, facts, solved.assignments, dict(plan.roles))

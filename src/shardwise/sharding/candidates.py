@@ -50,7 +50,7 @@ class ShardAxis:
     pattern: Pattern
 
     def __str__(self) -> str:
-        return f"cut {self.axis}{format_pattern(self.pattern)}"  # as plan files say
+        return f"shard {self.axis}{format_pattern(self.pattern)}"  # as plan files say
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,8 @@ def candidates(
 def match_choice(rule: NodeRule, options: Sequence[Candidate], text: str) -> tuple[Candidate, ...]:
     """Return the candidates whose choice has this text; else those that match up to sizes.
 
-    A plan may be used with other batch sizes. Then "cut n0:[8]x128" stands for the outer factor of
-    n0, of one element if there is no such factor. A reshape that has other axes with these sizes
+    A plan may be used with other batch sizes. Then "shard n0:[8]x128" stands for the outer factor
+    of n0, of one element if there is no such factor. A reshape that has other axes with these sizes
     matches all its candidates.
     """
     exact = tuple(c for c in options if str(c.choice) == text)
@@ -141,7 +141,7 @@ def _up_to_sizes(choice: ShardAxis) -> tuple[object, ...]:
 
 def _parse_shard_axis(text: str) -> ShardAxis | None:
     """Return the choice with this text, if it shards an axis."""
-    axis, _, factors = text.removeprefix("cut ").partition(":")
+    axis, _, factors = text.removeprefix("shard ").partition(":")
     matches = [_FACTORS.fullmatch(part) for part in (factors or "[1]").split("|")]
     if not all(matches):
         return None

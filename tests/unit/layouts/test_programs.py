@@ -156,7 +156,7 @@ def test_llama_comes_out_as_by_hand(llama: tuple[Graph, Facts]) -> None:
     assert cut["model.embed_tokens.weight"] in ("0", "1")
     nodes, _ = found.as_choices()
     norms = [n.name for n in graph.nodes if n.op.startswith("aten.rsqrt")]
-    assert {nodes[n]["tp"] for n in norms} == {"cut d1"}
+    assert {nodes[n]["tp"] for n in norms} == {"shard d1"}
 
 
 def test_where_messages_are_dear_norms_are_whole(llama: tuple[Graph, Facts]) -> None:
@@ -175,7 +175,7 @@ def test_both_axes_are_chosen_together(llama: tuple[Graph, Facts]) -> None:
     found = solve_layouts(graph, facts, task, LinkPrices(graph=graph, facts=facts, task=task))
     nodes, _ = found.as_choices()
     linears = [n.name for n in graph.nodes if n.op.startswith("aten.linear")]
-    assert {nodes[n]["dp"] for n in linears} == {"cut b2"}
+    assert {nodes[n]["dp"] for n in linears} == {"shard b2"}
     assert all(nodes[n]["tp"] != "same" for n in linears)
     again = solve_layouts(graph, facts, task, LinkPrices(graph=graph, facts=facts, task=task))
     assert again == found
@@ -205,13 +205,13 @@ def test_what_is_fixed_stays(llama: tuple[Graph, Facts]) -> None:
     task = make_task(graph, "tp4", parameters={gate: {"tp": REPLICATE}})
     prices = LinkPrices(graph=graph, facts=facts, task=task)
     assert cuts(solve_layouts(graph, facts, task, prices))["mlp.gate_proj.weight"] == "replicate"
-    task = make_task(graph, "tp4", nodes={linear.name: {"tp": "cut k"}})
+    task = make_task(graph, "tp4", nodes={linear.name: {"tp": "shard k"}})
     found = solve_layouts(graph, facts, task, prices)
-    assert str(found.assignments[0].nodes[linear.name].choice) == "cut k"
+    assert str(found.assignments[0].nodes[linear.name].choice) == "shard k"
     assert cuts(found)["mlp.gate_proj.weight"] == "1"
-    with pytest.raises(PlanError, match="cannot 'cut z'"):
+    with pytest.raises(PlanError, match="cannot 'shard z'"):
         solve_layouts(
-            graph, facts, make_task(graph, "tp4", nodes={linear.name: {"tp": "cut z"}}), prices
+            graph, facts, make_task(graph, "tp4", nodes={linear.name: {"tp": "shard z"}}), prices
         )
 
 

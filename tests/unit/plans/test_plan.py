@@ -178,11 +178,11 @@ def test_names_that_match_nothing(graph: sw.Graph, plan: Plan) -> None:
 def test_a_choice_that_the_rule_does_not_allow(graph: sw.Graph, plan: Plan) -> None:
     (first, *_) = [n for n in graph.nodes if n.op.startswith("aten.linear")]
     with pytest.raises(PlanError) as caught:
-        resolve(graph, plan.with_(nodes={first.name: {"tp": "cut q"}}))
+        resolve(graph, plan.with_(nodes={first.name: {"tp": "shard q"}}))
     text = str(caught.value)
-    assert f"node {first.name} (aten.linear.default) cannot 'cut q'" in text
+    assert f"node {first.name} (aten.linear.default) cannot 'shard q'" in text
     assert "test_plan.py:" in text
-    assert "'same', 'cut " in text
+    assert "'same', 'shard " in text
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_later_globs_win_field_by_field(graph: sw.Graph, plan: Plan) -> None:
 
 def test_a_node_can_be_overridden(graph: sw.Graph, plan: Plan) -> None:
     relu = next(n for n in graph.nodes if n.op.startswith("aten.relu"))
-    assert str(resolve(graph, plan).assignments[0].nodes[relu.name].choice).startswith("cut")
+    assert str(resolve(graph, plan).assignments[0].nodes[relu.name].choice).startswith("shard")
     forced = plan.with_(nodes={relu.name: {"tp": "same"}})
     assert str(resolve(graph, forced).assignments[0].nodes[relu.name].choice) == "same"
     assert sw.verify(Net(), batch(), forced).ok

@@ -29,7 +29,7 @@ def test_parts_of_an_axis_are_its_segments() -> None:
     rule = rule_for(call)
     assert rule is not None
     assert axis_structures(rule)["d0"] == ((8,), (2,), (2,))
-    (cut,) = [c for c in candidates(rule) if str(c.choice).startswith("cut")]
+    (cut,) = [c for c in candidates(rule) if str(c.choice).startswith("shard")]
     assert [str(p) for p in cut.results] == ["S(0)", "S(0)", "S(0)"]
     assert str(cut.operands[0]) == "S(0:[8]|[2]|[2])"
 
@@ -50,17 +50,17 @@ x = torch.ones(4, 6)
 @pytest.mark.parametrize(
     ("op", "args", "choice", "expected"),
     [
-        ("view.default", (x, (4, 2, 3)), "cut g0_0", "aten.reshape.default(x0, (2, 2, 3))"),
-        ("expand.default", (x[:, :1], (4, 6)), "cut d1", "aten.expand.default(x0, (4, 3))"),
-        ("slice.Tensor", (x, 1, 3), "cut d1:2x[3]", "aten.slice.Tensor(x0, 1, 1)"),
-        ("squeeze.dim", (x, 0), "cut d0", "aten.alias.default(x0,)"),
-        ("repeat.default", (x, (4, 1)), "cut r0", "aten.repeat.default(x0, (2, 1))"),
-        ("pad.default", (x, (2, 2)), "cut d1:[2]|[6]|[2]", "aten.pad.default(x0, (1, 1))"),
-        ("chunk.default", (x, 2, 1), "cut d1:2x[3]", "aten.chunk.default(x0, 2, 1)"),
+        ("view.default", (x, (4, 2, 3)), "shard g0_0", "aten.reshape.default(x0, (2, 2, 3))"),
+        ("expand.default", (x[:, :1], (4, 6)), "shard d1", "aten.expand.default(x0, (4, 3))"),
+        ("slice.Tensor", (x, 1, 3), "shard d1:2x[3]", "aten.slice.Tensor(x0, 1, 1)"),
+        ("squeeze.dim", (x, 0), "shard d0", "aten.alias.default(x0,)"),
+        ("repeat.default", (x, (4, 1)), "shard r0", "aten.repeat.default(x0, (2, 1))"),
+        ("pad.default", (x, (2, 2)), "shard d1:[2]|[6]|[2]", "aten.pad.default(x0, (1, 1))"),
+        ("chunk.default", (x, 2, 1), "shard d1:2x[3]", "aten.chunk.default(x0, 2, 1)"),
         (
             "split.Tensor",
             (x, 4, 1),
-            "cut d1:[4]|[2]",
+            "shard d1:[4]|[2]",
             "aten.split_with_sizes.default(x0, (2, 1), 1)",
         ),
     ],

@@ -34,6 +34,7 @@ from shardwise.schedules import (
     make,
     schedule_kind,
 )
+from shardwise.sharding.candidates import ShardAxis
 from shardwise.sharding.factors import Facts, analyze
 from shardwise.sharding.placements import REPLICATED, Shard, format_placement
 from shardwise.shares import axes_of
@@ -267,7 +268,7 @@ def _check_split(resolved: Resolved) -> None:
     for assignment in resolved.assignments:
         if assignment.ranks == 1:
             continue
-        cut = any(str(c.choice).startswith("cut") for c in assignment.nodes.values())
+        cut = any(isinstance(c.choice, ShardAxis) for c in assignment.nodes.values())
         if not cut and not (plan.roles[assignment.axis] == "batch" and _has_one_row(resolved)):
             what = "batch dim" if plan.roles[assignment.axis] == "batch" else "parameter dim"
             raise InfeasiblePlan(
