@@ -112,11 +112,11 @@ def batches_of(kind: str) -> list[dict[str, Any]]:
     return [make_batch(6, 5, seed, more) for seed, more in enumerate(KINDS[kind])]
 
 
-def assert_same(found: Tensor | None, expected: Tensor | None, what: str) -> None:
-    assert (found is None) == (expected is None), f"{what}: {found} instead of {expected}"
-    if found is not None:
+def assert_same(actual: Tensor | None, expected: Tensor | None, what: str) -> None:
+    assert (actual is None) == (expected is None), f"{what}: {actual} instead of {expected}"
+    if actual is not None:
         torch.testing.assert_close(
-            found, expected, rtol=1e-9, atol=1e-12, equal_nan=True, msg=lambda m: f"{what}: {m}"
+            actual, expected, rtol=1e-9, atol=1e-12, equal_nan=True, msg=lambda m: f"{what}: {m}"
         )
 
 
@@ -125,44 +125,43 @@ def train(strategy: str, kind: str) -> None:
     name, ranks, options = STRATEGIES[strategy]
     batches = batches_of(kind)
     torch.manual_seed(0)
-    alone = Modal().double()
-    model = copy.deepcopy(alone)
+    reference = Modal().double()
+    model = copy.deepcopy(reference)
     planned = make_batch(6, 5, 0, "image sound") if strategy == "pipeline" else batches[0]
     plan = getattr(sw.strategies, name)(
         sw.capture(model, planned), sw.Cluster.local(ranks), **options
     )
     pm = sw.parallelize(model, batches[0], plan)
     optimizer = sw.optimizer(pm, torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
-    reference = torch.optim.AdamW(alone.parameters(), lr=1e-2, weight_decay=0.1)
+    reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.1)
     for number, batch in enumerate(batches):
         here = f"{strategy}, {kind}, batch {number}"
-        loss = alone(**batch)["loss"]
+        loss = reference(**batch)["loss"]
         loss.backward()
         assert_same(pm.train_step(batch), loss.detach(), f"{here}: loss")
         gradients = pm.gather_gradients()
-        for key, parameter in alone.named_parameters():
+        for key, parameter in reference.named_parameters():
             assert_same(gradients[key], parameter.grad, f"{here}: gradient of {key}")
         if loss.isnan():  # an empty batch: its gradients would spoil the parameters
             pm.zero_grad()
-            alone.zero_grad()
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
+            reference.zero_grad()
+        for each in (optimizer, reference_optimizer):
+            each.step()
+            each.zero_grad()
         with torch.no_grad():
             unlabeled = {k: v for k, v in batch.items() if k != "labels"}
             logits = pm.eval_step(unlabeled)["logits"]
-            assert_same(logits, alone(**unlabeled)["logits"], f"{here}: logits")
-            assert_same(pm.eval_loss(batch), alone(**batch)["loss"], f"{here}: eval loss")
+            assert_same(logits, reference(**unlabeled)["logits"], f"{here}: logits")
+            assert_same(pm.eval_loss(batch), reference(**batch)["loss"], f"{here}: eval loss")
         state = pm.gather_state_dict()
-        for key, value in alone.state_dict().items():
+        for key, value in reference.state_dict().items():
             assert_same(state[key], value, f"{here}: {key}")
 
 
 @pytest.mark.parametrize(
     ("strategy", "kind"), [("fsdp", "inputs that come"), ("pipeline", "few rows")]
 )
-def test_batches_that_differ_from_the_first(
+def test_training_on_other_batches_than_the_first(
     pool: Callable[[int], Pool], strategy: str, kind: str
 ) -> None:
     pool(STRATEGIES[strategy][1]).run(train, strategy, kind, timeout=110)
@@ -171,7 +170,9 @@ def test_batches_that_differ_from_the_first(
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", [*KINDS, *SIZES])
-def test_every_kind_of_batch(pool: Callable[[int], Pool], strategy: str, kind: str) -> None:
+def test_training_on_every_kind_of_batch(
+    pool: Callable[[int], Pool], strategy: str, kind: str
+) -> None:
     pool(STRATEGIES[strategy][1]).run(train, strategy, kind, timeout=300)
 
 
@@ -191,7 +192,7 @@ def misspelt() -> list[str]:
     return errors
 
 
-def test_a_plan_names_optional_inputs_and_no_misspelt_ones(pool: Callable[[int], Pool]) -> None:
+def test_a_plan_may_name_optional_inputs_but_not_misspelt_ones(pool: Callable[[int], Pool]) -> None:
     errors = pool(2).run(misspelt)[0]
     for error, name in zip(errors, ("imgae", "hiden.linear_0", "linaer_0"), strict=True):
         assert name in error
@@ -241,10 +242,10 @@ def test_a_batch_that_leaves_a_stage_empty_names_the_line(pool: Callable[[int], 
 
 
 def many_lengths() -> tuple[int, list[str], int]:
-    """More lengths than programs are kept, twice."""
+    """Train on more lengths than there is room for programs, some of them twice."""
     torch.manual_seed(0)
-    alone = Modal().double()
-    model, first = copy.deepcopy(alone), make_batch(4, 3, 0, "image")
+    reference = Modal().double()
+    model, first = copy.deepcopy(reference), make_batch(4, 3, 0, "image")
     plan = sw.strategies.fsdp(sw.capture(model, first), sw.Cluster.local(2))
     pm = sw.parallelize(model, first, plan)
     slots = sum(len(entry.slots) for entry in pm.store.entries)
@@ -257,31 +258,31 @@ def many_lengths() -> tuple[int, list[str], int]:
         pm._programs._limit = 6
         for length in (4, 5, 6, 7, 8, 3, 5, 9):
             batch = make_batch(4, length, length, "image")
-            alone.zero_grad()
+            reference.zero_grad()
             pm.zero_grad()
-            loss = alone(**batch)["loss"]
+            loss = reference(**batch)["loss"]
             loss.backward()
             assert_same(pm.train_step(batch), loss.detach(), f"loss of length {length}")
             gradients = pm.gather_gradients()
-            for key, parameter in alone.named_parameters():
+            for key, parameter in reference.named_parameters():
                 assert_same(gradients[key], parameter.grad, f"length {length}: {key}")
-    told = [str(w.message) for w in caught if w.category is RuntimeWarning]
+    messages = [str(w.message) for w in caught if w.category is RuntimeWarning]
     return (
         len(list(pm._programs.items())),
-        told,
+        messages,
         sum(len(e.slots) for e in pm.store.entries) // slots,
     )
 
 
-def test_programs_used_last_are_kept(pool: Callable[[int], Pool]) -> None:
-    kept, told, slots = pool(2).run(many_lengths, timeout=110)[0]
-    assert kept == slots == 3
-    assert len(told) == 1
-    assert "6 programs were" in told[0]
+def test_only_recently_used_programs_are_kept(pool: Callable[[int], Pool]) -> None:
+    num_programs, messages, slots = pool(2).run(many_lengths, timeout=110)[0]
+    assert num_programs == slots == 3
+    assert len(messages) == 1
+    assert "6 programs were" in messages[0]
 
 
 def other_data() -> list[str]:
-    """The errors of steps in which the second rank has another batch than the first."""
+    """Return the errors of steps in which rank 1 has another batch than rank 0."""
     model = Modal().double()
     batches = [make_batch(4, 3, seed) for seed in range(2)]
     plan = sw.strategies.ddp(sw.capture(model, batches[0]), sw.Cluster.local(2))
@@ -291,7 +292,7 @@ def other_data() -> list[str]:
     return [error_of(pm.train_step, batches[dist.get_rank()]) for _ in range(rt.BATCH_CHECK_EVERY)]
 
 
-def test_data_that_differs_is_found_after_the_first_steps(pool: Callable[[int], Pool]) -> None:
+def test_different_data_is_detected_after_the_first_steps(pool: Callable[[int], Pool]) -> None:
     for errors in pool(2).run(other_data, timeout=110):
-        assert [error for error in errors if error != "no error"], "never found"
+        assert [error for error in errors if error != "no error"], "not detected"
         assert "data of ranks [1] differ from rank 0" in next(e for e in errors if e != "no error")

@@ -40,15 +40,15 @@ def built() -> nn.Module:
 
 
 def phases(parameters: dict[str, Any], other: dict[str, Any]) -> Iterator[bool]:
-    """Change flags between steps, of `parameters` or `other`; whether to forget gradients."""
+    """Change `requires_grad` between steps; yield whether to clear gradients after the step."""
     yield True
     parameters["norm.weight"].requires_grad_(False)
     parameters["down.bias"].requires_grad_(False)
     yield True
     for name in ("up.weight", "up.bias"):  # frozen since before parallelize
         other[name].requires_grad_(True)
-    yield False  # gradients stay, and are added to
-    parameters["down.weight"].requires_grad_(False)  # which has a gradient of the last step
+    yield False  # the next gradients are added to these
+    parameters["down.weight"].requires_grad_(False)  # it has a gradient of the last step
     other["norm.weight"].requires_grad_(True)
     yield True
     parameters["embed.weight"].requires_grad_(False)  # tied: the first stage and the last
@@ -60,25 +60,22 @@ def phases(parameters: dict[str, Any], other: dict[str, Any]) -> Iterator[bool]:
     yield True
 
 
-def frozen(strategy: str, options: dict[str, Any], kind: str = "AdamW") -> None:
+def train_with_frozen(strategy: str, options: dict[str, Any], kind: str = "AdamW") -> None:
     ranks = dist.get_world_size()
     model, plain, batch = built(), built(), tokens(7, 5, 13)
-    make = {
-        "AdamW": lambda: (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
-        "SGD": lambda: (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}),
-    }[kind]
-    cls, settings = make()
+    cls: Any = getattr(torch.optim, kind)
+    settings = {"lr": 0.01, "weight_decay": 0.1} | ({"momentum": 0.9} if kind == "SGD" else {})
     with KeepDouble():
         plan = plan_for(model, batch, strategy, ranks, **options)
         pm = sw.parallelize(model, batch, plan=plan)
         optimizer = sw.optimizer(pm, cls, **settings)
         reference = cls(plain.parameters(), **settings)
         named, expected = dict(pm.named_parameters()), dict(plain.named_parameters())
-        ours = phases(named, dict(model.named_parameters()))
-        for step, (forget, _) in enumerate(zip(ours, phases(expected, expected), strict=True)):
-            loss, wanted = pm.train_step(batch), plain(**batch)["loss"]
-            wanted.backward()
-            assert_close(loss, wanted.detach(), f"loss of step {step}")
+        parallel = phases(named, dict(model.named_parameters()))
+        for step, (clears, _) in enumerate(zip(parallel, phases(expected, expected), strict=True)):
+            loss, plain_loss = pm.train_step(batch), plain(**batch)["loss"]
+            plain_loss.backward()
+            assert_close(loss, plain_loss.detach(), f"loss of step {step}")
             for name, gradient in pm.gather_gradients().items():
                 assert_close(gradient, expected[name].grad, f"gradient of {name}, step {step}")
             flags = {n: p.requires_grad for n, p in pm.named_parameters()}
@@ -86,7 +83,7 @@ def frozen(strategy: str, options: dict[str, Any], kind: str = "AdamW") -> None:
             assert flags == {n: p.requires_grad for n, p in model.named_parameters()}, step
             for each in (optimizer, reference):
                 each.step()
-                if forget:
+                if clears:
                     each.zero_grad()
             for name, value in pm.gather_state_dict().items():
                 assert_close(value, plain.state_dict()[name], f"{name} after step {step}")
@@ -96,10 +93,10 @@ def frozen(strategy: str, options: dict[str, Any], kind: str = "AdamW") -> None:
 
 def several(cases: list[tuple[str, dict[str, Any]]]) -> None:
     for strategy, options in cases:
-        frozen(strategy, options)
+        train_with_frozen(strategy, options)
 
 
-def test_frozen_and_unfrozen_parameters_are_those_of_plain_pytorch(
+def test_freezing_and_unfreezing_matches_plain_pytorch(
     pool: Callable[[int], Pool],
 ) -> None:
     pool(2).run(several, EVERYDAY, timeout=200)
@@ -108,7 +105,7 @@ def test_frozen_and_unfrozen_parameters_are_those_of_plain_pytorch(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 @pytest.mark.parametrize(("ranks", "strategy", "options"), THOROUGH)
-def test_every_strategy_freezes_and_unfreezes(
+def test_freezing_and_unfreezing_matches_under_every_strategy(
     pool: Callable[[int], Pool], ranks: int, strategy: str, options: dict[str, Any], kind: str
 ) -> None:
-    pool(ranks).run(frozen, strategy, options, kind, timeout=400)
+    pool(ranks).run(train_with_frozen, strategy, options, kind, timeout=400)

@@ -67,7 +67,7 @@ def make(couples_samples: bool) -> tuple[nn.Module, Any]:
 
 
 def train(step: Callable[[Any], Tensor], optimizer: Any, batch: Any) -> list[float]:
-    """Three updates, the second with the gradients of two batches."""
+    """Make three updates, the second with the gradients of two batches."""
     losses = []
     for number in range(3):
         losses.append(step(batch).item())
@@ -118,7 +118,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "options"), thinned(CASES, lambda i, _: i == 0))
-def test_hooks(
+def test_models_with_hooks_train_as_on_one_device(
     pool: Callable[[int], Pool], strategy: str, ranks: int, options: dict[str, Any]
 ) -> None:
     pool(ranks).run(check, strategy, ranks, options, timeout=300)
@@ -127,20 +127,20 @@ def test_hooks(
 def refusals() -> list[str]:
     model, batch = make(couples_samples=False)
     pm = sw.parallelize(model, batch, plan_for(model, batch, "fsdp", 2))
-    found = [error_of(pm.register_forward_hook, print)]
-    found.append(error_of(next(iter(pm.parameters())).register_hook, clip))
-    found.append(error_of(pm.train_step, batch))
+    errors = [error_of(pm.register_forward_hook, print)]
+    errors.append(error_of(next(iter(pm.parameters())).register_hook, clip))
+    errors.append(error_of(pm.train_step, batch))
     del pm
     pm = sw.parallelize(model, batch, plan_for(model, batch, "ddp", 2))
     handle = next(p for p in pm.parameters() if p.requires_grad).register_hook(clip)
-    assert error_of(pm.train_step, batch) == found[1]
+    assert error_of(pm.train_step, batch) == errors[1]
     handle.remove()
     assert error_of(pm.train_step, batch) == "no error"
-    return found
+    return errors
 
 
 def test_hooks_on_the_parallel_module_are_refused(pool: Callable[[int], Pool]) -> None:
-    for on_module, on_part, none in pool(2).run(refusals, timeout=110):
+    for on_module, on_part, after_removal in pool(2).run(refusals, timeout=110):
         assert "would never run" in on_module
         assert "this rank's part of a parameter" in on_part
-        assert none == "no error"
+        assert after_removal == "no error"

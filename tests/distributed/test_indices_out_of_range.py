@@ -44,16 +44,16 @@ class Tagger(nn.Module):
 
 
 def batch(**changes: tuple[tuple[int, int], float]) -> dict[str, Tensor]:
-    made = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     values = {
-        "ids": torch.randint(0, VOCAB, (4, 5), generator=made),
-        "labels": torch.randint(0, VOCAB, (4, 5), generator=made),
-        "value": torch.rand(4, 5, generator=made, dtype=torch.float64),
+        "ids": torch.randint(0, VOCAB, (4, 5), generator=generator),
+        "labels": torch.randint(0, VOCAB, (4, 5), generator=generator),
+        "value": torch.rand(4, 5, generator=generator, dtype=torch.float64),
     }
     values["labels"][:, 0] = -7  # never read
     values["labels"][1, 2:] = -100
-    for name, (place, value) in changes.items():
-        values[name][place] = value
+    for name, (index, value) in changes.items():
+        values[name][index] = value
     return values
 
 
@@ -67,26 +67,26 @@ GOOD = {"a label that is not read": {"labels": ((2, 0), 99)}}
 
 
 def train(loss: str, strategy: str, ranks: int, options: dict[str, Any]) -> dict[str, str]:
-    """Return what each kind of batch led to on this rank."""
+    """Return the outcome of each kind of batch on this rank."""
     torch.manual_seed(0)
     model = Tagger(loss).double()
     graph = sw.capture(model, batch())
     plan = getattr(sw.strategies, strategy)(graph, sw.Cluster.local(ranks), **options)
     pm = sw.parallelize(model, batch(), plan, timeout_s=20)
-    told = {}
+    outcomes = {}
     for name, changes in {**BAD, **GOOD, "a good batch": {}}.items():
         for step in (pm.train_step, pm.eval_step):
             try:
                 step(batch(**changes))
-                told[f"{name} {step.__name__}"] = "ok"
+                outcomes[f"{name} {step.__name__}"] = "ok"
             except BatchError as error:
-                told[f"{name} {step.__name__}"] = f"{error.message} at {error.where}"
+                outcomes[f"{name} {step.__name__}"] = f"{error.message} at {error.where}"
         pm.zero_grad()
     if "tensor" in strategy:  # every rank sees the computed index of a sharded table
         with pytest.raises(BatchError, match=r"index 4000, and takes 0 to 130") as raised:
             pm.train_step(batch(value=((0, 0), 1000.0)))
         assert "test_indices_out_of_range.py:" in str(raised.value.where)
-    return told
+    return outcomes
 
 
 def check(
@@ -127,7 +127,7 @@ def test_every_rank_raises_under_every_strategy(
     check(pool, loss, strategy, ranks, **options)
 
 
-def test_indices_are_checked_where_they_are_used() -> None:
+def test_operators_check_the_indices_they_use() -> None:
     from shardwise.runtime import require_in_range
 
     require_in_range(torch.tensor([0, 12, -100]), 13, "the loss", ignored=-100)

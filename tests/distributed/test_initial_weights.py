@@ -1,4 +1,4 @@
-"""All ranks begin with the same weights, however they built the model, and keep them equal."""
+"""All ranks start with the same weights, however they built the model, and keep them equal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ THOROUGH = [
 
 
 class Model(Odd):
-    """With buffers of random values, one of them not saved, and parameters of several types."""
+    """A model with random buffers, one of them not persistent, and parameters of several dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,10 +41,10 @@ class Model(Odd):
         self.turn = nn.Parameter(torch.randn(5, 2, dtype=torch.complex128), requires_grad=False)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
-        found = super().forward(input_ids, labels)
+        output = super().forward(input_ids, labels)
         weight = self.noise * self.flags * torch.view_as_real(self.turn).mean()
-        found["loss"] = found["loss"] + (self.norm.weight * weight).sum()
-        return found
+        output["loss"] = output["loss"] + (self.norm.weight * weight).sum()
+        return output
 
 
 def built(seed: int) -> nn.Module:
@@ -53,7 +53,7 @@ def built(seed: int) -> nn.Module:
 
 
 def unseeded(strategy: str, options: dict[str, Any], *, on_meta: bool = False) -> None:
-    """Train from other weights on every rank, or from weights of one rank; compare with rank 0."""
+    """Build other weights on every rank, or weights on rank 0 only; train as rank 0 alone would."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     with torch.device("meta" if on_meta and rank != 0 else "cpu"):
         model = built(seed=rank)
@@ -67,12 +67,12 @@ def unseeded(strategy: str, options: dict[str, Any], *, on_meta: bool = False) -
         for name, value in pm.gather_state_dict().items():
             assert torch.equal(value, reference.state_dict()[name]), name
         optimizer = sw.optimizer(pm, torch.optim.AdamW, lr=0.01)
-        plain = torch.optim.AdamW(reference.parameters(), lr=0.01)
+        reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=0.01)
         for step in range(3):
             loss, expected = pm.train_step(batch), reference(**batch)["loss"]
             expected.backward()
             assert_close(loss, expected.detach(), f"loss of step {step}")
-            for each in (optimizer, plain):
+            for each in (optimizer, reference_optimizer):
                 each.step()
                 each.zero_grad()
         for name, value in pm.gather_state_dict().items():
@@ -96,7 +96,7 @@ def test_ranks_without_a_seed_train_the_model_of_rank_0(pool: Callable[[int], Po
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "strategy", "options"), THOROUGH)
-def test_every_strategy_begins_with_the_weights_of_rank_0(
+def test_every_strategy_starts_with_the_weights_of_rank_0(
     pool: Callable[[int], Pool], ranks: int, strategy: str, options: dict[str, Any]
 ) -> None:
     pool(ranks).run(unseeded, strategy, options, timeout=300)
@@ -107,12 +107,12 @@ def from_one_rank(cases: list[tuple[str, dict[str, Any]]]) -> None:
         unseeded(strategy, options, on_meta=True)
 
 
-def test_one_rank_has_the_weights_and_the_others_are_on_meta(pool: Callable[[int], Pool]) -> None:
+def test_weights_of_one_rank_reach_ranks_on_meta(pool: Callable[[int], Pool]) -> None:
     pool(2).run(from_one_rank, [("tensor", {})], timeout=120)
 
 
 @pytest.mark.slow
-def test_one_rank_has_the_weights_of_several_stages_and_shards(pool: Callable[[int], Pool]) -> None:
+def test_weights_of_one_rank_reach_all_stages_and_shards(pool: Callable[[int], Pool]) -> None:
     pool(2).run(from_one_rank, [("pipeline", PIPELINE), ("fsdp", {}), ("ddp", {})], timeout=120)
 
 
@@ -120,7 +120,7 @@ def test_one_rank_has_the_weights_of_several_stages_and_shards(pool: Callable[[i
 
 
 class Scaled(Odd):
-    """With values that only `__init__` sets."""
+    """A model with values that only `__init__` sets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def small(module: nn.Module) -> None:
 
 
 def on_meta(strategy: str, options: dict[str, Any]) -> str:
-    """The error of a model whose values are lost; training from those of `init` and of a state."""
+    """Train with `init` and with a state dict; return the error of a model without values."""
     batch = tokens(7, 5, 13)
     with torch.device("meta"):
         model = Scaled().double()
@@ -147,31 +147,33 @@ def on_meta(strategy: str, options: dict[str, Any]) -> str:
         assert_close(pm.train_step(batch), expected, "loss from init")
         del pm
         pm = sw.parallelize(model, batch, plan=plan, seed=5)
-        told = error_of(pm.train_step, batch)
-        assert told == error_of(pm.eval_step, batch)
+        error = error_of(pm.train_step, batch)
+        assert error == error_of(pm.eval_step, batch)
         pm.load_state_dict(reference.state_dict())
         if pm.store.holds("hidden"):
             pm.store.load_full("hidden", reference.hidden)
         pm.store.uninitialized.clear()
         assert_close(pm.train_step(batch), expected, "loss from a state")
-    return told
+    return error
 
 
-def test_a_model_on_meta_has_the_weights_of_init_or_none(pool: Callable[[int], Pool]) -> None:
-    for told in pool(2).run(on_meta, "zero1", {}, timeout=120):
-        assert "scale was on meta and has no value: nothing is known to set it" in told
-        assert "init=lambda: Model(config)" in told
+def test_a_model_on_meta_takes_weights_from_init_or_refuses_to_train(
+    pool: Callable[[int], Pool],
+) -> None:
+    for error in pool(2).run(on_meta, "zero1", {}, timeout=120):
+        assert "scale was on meta and has no value: nothing is known to set it" in error
+        assert "init=lambda: Model(config)" in error
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "strategy", "options"), THOROUGH)
-def test_every_strategy_begins_with_the_weights_of_init(
+def test_every_strategy_starts_with_the_weights_of_init(
     pool: Callable[[int], Pool], ranks: int, strategy: str, options: dict[str, Any]
 ) -> None:
     pool(ranks).run(on_meta, strategy, options, timeout=300)
 
 
-# ------------------------------------------------------------------ differences that come later
+# ------------------------------------------------------------------ ranks that diverge later
 
 
 def start(strategy: str, options: dict[str, Any]) -> tuple[Any, Any]:
@@ -182,8 +184,8 @@ def start(strategy: str, options: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def diverging() -> dict[str, str]:
-    """What is said when a rank has another weight, buffer or learning rate."""
-    told = {}
+    """Return the errors for a rank with another weight, buffer or learning rate."""
+    errors = {}
     for strategy in ("ddp", "zero2"):
         pm, batch = start(strategy, {})
         optimizer = sw.optimizer(pm, torch.optim.SGD, lr=0.01)
@@ -191,29 +193,29 @@ def diverging() -> dict[str, str]:
             with torch.no_grad():
                 dict(pm.named_parameters())["norm.bias"].add_(0.25)
         pm.train_step(batch)
-        told[strategy] = error_of(optimizer.step)
+        errors[strategy] = error_of(optimizer.step)
     pm, batch = start("ddp", {})
     optimizer = sw.optimizer(pm, torch.optim.SGD, lr=0.01)
     pm.store.buffers["noise"].add_(float(dist.get_rank()))
     pm.train_step(batch)
-    told["buffer"] = error_of(optimizer.step)
+    errors["buffer"] = error_of(optimizer.step)
     pm, batch = start("pipeline", PIPELINE)
     optimizer = sw.optimizer(pm, torch.optim.SGD, lr=0.01 * (1 + dist.get_rank()))
     pm.train_step(batch)
-    told["rate"] = error_of(optimizer.step)
-    return told
+    errors["rate"] = error_of(optimizer.step)
+    return errors
 
 
-def test_values_and_learning_rates_that_differ_are_noticed(pool: Callable[[int], Pool]) -> None:
-    for told in pool(2).run(diverging, timeout=120):
-        assert "norm.bias on ranks [1] differs from rank 0" in told["ddp"]
-        assert "by up to 0.25" in told["ddp"]
-        assert "noise" in told["buffer"]
-        assert "'lr' on ranks [1] differs from rank 0" in told["rate"]
+def test_different_values_and_learning_rates_are_detected(pool: Callable[[int], Pool]) -> None:
+    for errors in pool(2).run(diverging, timeout=120):
+        assert "norm.bias on ranks [1] differs from rank 0" in errors["ddp"]
+        assert "by up to 0.25" in errors["ddp"]
+        assert "noise" in errors["buffer"]
+        assert "'lr' on ranks [1] differs from rank 0" in errors["rate"]
 
 
 def diverging_pieces() -> tuple[str, str]:
-    """What is said of pieces that two ranks of an axis hold in common."""
+    """Return the errors before and after ranks that replicate a shard diverge."""
     pm, batch = start("hybrid", {"dp": 2, "tp": 2, "zero": 3})
     optimizer = sw.optimizer(pm, torch.optim.SGD, lr=0.01)
     pm.train_step(batch)
@@ -226,7 +228,7 @@ def diverging_pieces() -> tuple[str, str]:
 
 
 @pytest.mark.slow
-def test_pieces_that_are_replicated_over_another_axis(pool: Callable[[int], Pool]) -> None:
+def test_different_replicas_of_a_shard_are_detected(pool: Callable[[int], Pool]) -> None:
     for before, after in pool(4).run(diverging_pieces, timeout=200):
         assert before == "no error"
         assert "norm.bias on ranks" in after
@@ -236,7 +238,7 @@ def test_pieces_that_are_replicated_over_another_axis(pool: Callable[[int], Pool
 class Constant(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.line, self.table = nn.Linear(5, 3), torch.rand(40, 3)  # no buffer
+        self.line, self.table = nn.Linear(5, 3), torch.rand(40, 3)  # not a buffer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.line(x) @ self.table.T).square().mean()
@@ -248,11 +250,11 @@ def constants() -> str:
     return error_of(sw.parallelize, model, batch, plan_for(model, batch, "ddp", 2))
 
 
-def test_constants_that_differ_are_named(pool: Callable[[int], Pool]) -> None:
-    for told in pool(2).run(constants, timeout=60):
-        assert "rank 1" in told
-        assert "(40, 3)" in told
-        assert "test_initial_weights.py:" in told
+def test_different_constants_are_an_error(pool: Callable[[int], Pool]) -> None:
+    for error in pool(2).run(constants, timeout=60):
+        assert "rank 1" in error
+        assert "(40, 3)" in error
+        assert "test_initial_weights.py:" in error
 
 
 def lengths() -> str:
@@ -265,14 +267,14 @@ def lengths() -> str:
     return error_of(trainer.fit)
 
 
-def test_datasets_of_other_lengths_are_noticed(pool: Callable[[int], Pool]) -> None:
-    for told in pool(2).run(lengths, timeout=60):
-        assert "data.train on ranks [1] differs in length" in told
-        assert "20 on rank 0, 21 on rank 1" in told
+def test_datasets_of_different_lengths_are_an_error(pool: Callable[[int], Pool]) -> None:
+    for error in pool(2).run(lengths, timeout=60):
+        assert "data.train on ranks [1] differs in length" in error
+        assert "20 on rank 0, 21 on rank 1" in error
 
 
 def within_rounding() -> None:
-    """Devices that round differently are no error."""
+    """Devices that round differently are not an error."""
     pm, batch = start("ddp", {})
     optimizer = sw.optimizer(pm, torch.optim.SGD, lr=0.01)
     with torch.no_grad():

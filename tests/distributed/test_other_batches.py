@@ -1,4 +1,4 @@
-"""A plan that was made for one batch, used with others."""
+"""A plan made for one batch is used with others."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ CUTS = {  # of a batch of 7 rows and 5 columns
 def other_batches(cut: str) -> None:
     model, batch = make("odd")
     plan = plan_for(model, batch, "tensor", 2)
-    places = ("head.linear_0", "flatten", "cross_entropy_loss")
-    forced = {place: {"tp": choice} for place, choice in zip(places, CUTS[cut], strict=True)}
+    keys = ("head.linear_0", "flatten", "cross_entropy_loss")
+    forced = {key: {"tp": choice} for key, choice in zip(keys, CUTS[cut], strict=True)}
     pm = sw.parallelize(model, batch, plan=plan.with_(nodes={**plan.nodes, **forced}))
     for rows, columns in ((7, 5), (4, 5), (3, 6), (1, 5), (1, 3)):
-        given = tokens(rows, columns, 13)
-        alone, _ = make("odd")
-        loss = alone(**given)["loss"]
+        batch = tokens(rows, columns, 13)
+        reference, _ = make("odd")
+        loss = reference(**batch)["loss"]
         loss.backward()
-        assert_close(pm.train_step(given), loss.detach(), f"loss of {rows} x {columns}")
-        expected = {name: p.grad for name, p in alone.named_parameters()}
-        for name, found in pm.gather_gradients().items():
-            assert_close(found, expected[name], f"{rows} x {columns}: {name}")
+        assert_close(pm.train_step(batch), loss.detach(), f"loss of {rows} x {columns}")
+        expected = {name: p.grad for name, p in reference.named_parameters()}
+        for name, gradient in pm.gather_gradients().items():
+            assert_close(gradient, expected[name], f"{rows} x {columns}: {name}")
         pm.zero_grad()
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_a_plan_that_cuts_activations_takes_other_batches(
+def test_a_plan_that_shards_activations_accepts_other_batches(
     pool: Callable[[int], Pool], cut: str
 ) -> None:
     pool(2).run(other_batches, cut, timeout=110)

@@ -82,7 +82,7 @@ def check(strategy: str, ranks: int, options: dict[str, Any]) -> None:
     model, batch = make()
     reference, _ = make()
     pm = sw.parallelize(model, batch, plan_for(model, batch, strategy, ranks, **options))
-    mine, theirs = (
+    optimizers = (
         sw.optimizer(pm, torch.optim.SGD, lr=0.1),
         torch.optim.SGD(reference.parameters(), lr=0.1),
     )
@@ -90,13 +90,13 @@ def check(strategy: str, ranks: int, options: dict[str, Any]) -> None:
         change(reference)
         loss = reference(*batch)
         loss.backward()
-        if change not in (CHANGES[5], CHANGES[6]):  # those are not of one model
+        if change not in (CHANGES[5], CHANGES[6]):  # they apply to both models
             change(model)
         assert_close(pm.train_step(batch), loss.detach(), f"loss after change {number}")
         for name, grad in pm.gather_gradients().items():
             expected = dict(reference.named_parameters())[name].grad
             assert_close(grad, expected, f"{name} after change {number}", 1e-3)
-        for optimizer in (mine, theirs):
+        for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     num_programs = len(list(pm._programs.items()))
@@ -119,7 +119,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "options"), thinned(CASES, lambda i, _: i == 0))
-def test_changes_between_steps(
+def test_changes_between_steps_reach_the_next_step(
     pool: Callable[[int], Pool], strategy: str, ranks: int, options: dict[str, Any]
 ) -> None:
     pool(ranks).run(check, strategy, ranks, options, timeout=300)
@@ -135,23 +135,25 @@ def refusals() -> list[str]:
     reset()
     model, batch = make()
     pm = sw.parallelize(model, batch, plan_for(model, batch, "ddp", 2))
-    found = [error_of(setattr, pm, "beta", 0.25)]
+    errors = [error_of(setattr, pm, "beta", 0.25)]
     head, model.down = model.down, nn.Linear(7, 5).double()
-    found.append(error_of(pm.train_step, batch))
+    errors.append(error_of(pm.train_step, batch))
     model.down = head
     pm.train_step(batch)
     with pytest.warns(UserWarning, match="because the attribute beta changed"):
         anneal(model, pm, batch)
     programs = len(list(pm._programs.items()))
     model.beta = 1.0
-    pm.train_step(batch)  # one that is known
+    pm.train_step(batch)  # a state that already has a program
     assert len(list(pm._programs.items())) == programs
     del model, head
-    found.append(error_of(pm.train_step, batch))
-    return found
+    errors.append(error_of(pm.train_step, batch))
+    return errors
 
 
-def test_what_is_refused(pool: Callable[[int], Pool]) -> None:
+def test_setting_attributes_of_pm_and_replacing_modules_are_refused(
+    pool: Callable[[int], Pool],
+) -> None:
     for on_pm, replaced, gone in pool(2).run(refusals, timeout=110):
         assert "beta is an attribute of the model" in on_pm
         assert "replaced after parallelize" in replaced

@@ -19,12 +19,12 @@ from shardwise.plans import Plan
 
 HOUR_S = 3600.0
 MILLION = 1e6
-_UNFIXED = ("constraints", "memory_gib", "precision")  # options that fix no part of the search
+_UNRESTRICTIVE = ("constraints", "memory_gib", "precision")  # do not narrow the search space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdviceRow:
-    """A cluster with its best plan, or the reason why there is none."""
+    """A cluster with its best plan, or the reason why no plan fits."""
 
     cluster: str
     num_ranks: int
@@ -54,7 +54,7 @@ class AdviceRow:
         return number / self.step_time_s if number and self.step_time_s else None
 
     def cost_per_million(self, unit: str) -> float | None:
-        """Return the price of a million `rows` or `tokens`, if devices have a price."""
+        """Return the cost of a million `rows` or `tokens`, if devices have a price."""
         rate = self.per_s(unit)
         if not rate or not self.price_per_hour:
             return None
@@ -96,12 +96,12 @@ class Advice:
 
     @property
     def cheapest(self) -> AdviceRow | None:
-        """The cluster with the lowest price of a sample, if devices have a price."""
-        paid = [row for row in self.rows if row.cost_per_million("rows") is not None]
-        return min(paid, key=lambda row: row.cost_per_million("rows") or 0.0, default=None)
+        """The cluster with the lowest cost per sample, if devices have a price."""
+        priced = [row for row in self.rows if row.cost_per_million("rows") is not None]
+        return min(priced, key=lambda row: row.cost_per_million("rows") or 0.0, default=None)
 
     def marks(self, row: AdviceRow) -> list[str]:
-        """Return in what a row is the best: fastest, cheapest, both or neither."""
+        """Return the titles of a row: "fastest", "cheapest", both or none."""
         return [name for name in ("fastest", "cheapest") if getattr(self, name) is row]
 
     def to_json(self) -> dict[str, Any]:
@@ -120,8 +120,8 @@ class Advice:
             if row.plan is None:
                 lines.append(f"{row.cluster}: {row.reason}")
                 continue
-            paid = row.cost_per_million("rows")
-            cost = "" if paid is None else f", {paid:,.2f} per million samples"
+            price = row.cost_per_million("rows")
+            cost = "" if price is None else f", {price:,.2f} per million samples"
             marks = "".join(f", {mark}" for mark in self.marks(row))
             lines.append(
                 f"{row.cluster}: step {row.step_time_s:.4g} s{cost}: "
@@ -143,17 +143,17 @@ def advise(
 ) -> Advice:
     """Find the best plan for every kind and count of devices, and for each of `clusters`.
 
-    Options are those of `sw.plan`. For a cluster on which no plan fits, the row has the reason.
+    Options are those of `sw.plan`. The row of a cluster on which no plan fits has the reason.
     """
-    every = [*clusters, *(preset_of_size(kind, n) for kind in kinds for n in counts)]
-    if not every:
+    compared = [*clusters, *(preset_of_size(kind, n) for kind in kinds for n in counts)]
+    if not compared:
         raise ClusterError(
-            "nothing to compare: no kinds with counts and no clusters",
+            "nothing to compare: pass kinds and counts, or clusters",
             hint='sw.advise(graph, ["h100", "a100-80"], [8, 16])',
         )
-    UserOptions.of({name: value for name, value in options.items() if name not in _UNFIXED})
+    UserOptions.of({name: value for name, value in options.items() if name not in _UNRESTRICTIVE})
     with Progress("comparing", shown=progress) as bar:
-        rows = list(_rows(graph, every, {**options, "table": table}, bar))
+        rows = list(_rows(graph, compared, {**options, "table": table}, bar))
     rows.sort(key=lambda row: (not row.feasible, row.step_time_s or 0.0, row.num_ranks))
     return Advice(model=graph.name, rows=tuple(rows))
 

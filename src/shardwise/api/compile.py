@@ -5,11 +5,12 @@ Equal graphs and plans are compiled once per process.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -105,23 +106,20 @@ def capture_for_plan(
     """
     trace = graphs or capture_once
     model, loss_fn = as_module(model), objective(loss_fn, step)
+    region: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if plan.per_microbatch and plan.num_microbatches > 1:
         _require_no_hooks(model)
         batch = microbatch(batch, plan, 0)
-    precision = plan.precision
     if device is None:
         device = next((p.device for p in model.parameters() if not p.is_meta), None)
-    if not precision.compute:
+    if plan.precision.compute:
+        dtype = getattr(torch, plan.precision.compute)
+        if plan.precision.autocast:
+            region = torch.autocast(torch.device(device or "cpu").type, dtype, cache_enabled=False)
+        else:
+            model, batch = cast_model(model, dtype), _cast_batch(batch, dtype)
+    with region:
         return trace(model, batch, loss_fn, training=training, device=device, reads=reads)
-    dtype = getattr(torch, precision.compute)
-    if precision.autocast:
-        kind = torch.device(device).type if device is not None else "cpu"
-        with torch.autocast(kind, dtype, cache_enabled=False):
-            return trace(model, batch, loss_fn, training=training, device=device, reads=reads)
-    model = cast_model(model, dtype)
-    return trace(
-        model, cast_batch(batch, dtype), loss_fn, training=training, device=device, reads=reads
-    )
 
 
 def _require_no_hooks(model: nn.Module) -> None:
@@ -135,11 +133,6 @@ def _require_no_hooks(model: nn.Module) -> None:
             )
 
 
-def require_precision(graph: Graph, plan: Plan) -> None:
-    """Raise if the graph was not captured in the dtypes of the plan."""
-    check_types(graph, plan.precision, hint="graph = sw.capture(model, batch, plan=plan)")
-
-
 def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return a copy without data whose floating-point parameters and buffers have this dtype."""
     twin = skeleton(model)
@@ -149,23 +142,23 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return twin
 
 
-def cast_batch(batch: Any, dtype: torch.dtype) -> Any:
+def _cast_batch(batch: Any, dtype: torch.dtype) -> Any:
     """Return the batch with its floating-point tensors in this dtype."""
     call = read_batch(batch)
     return call.batch_with([t.to(dtype) if t.is_floating_point() else t for _, t in call.tensors])
 
 
 def microbatch(batch: Any, plan: Plan, index: int) -> Any:
-    """Return one of a batch's micro-batches, of which each is a batch of its own of equal size."""
+    """Return one of the equal micro-batches of a batch, each of which is a separate batch."""
     call = read_batch(batch)
     parts = []
     for path, tensor in call.tensors:
-        dim = _batch_dim(path_name(path), plan, tensor)
+        dim = batch_dim(path_name(path), plan, tensor.shape)
         if dim is None:
             parts.append(tensor)
             continue
-        rows, rest = divmod(tensor.shape[dim], plan.num_microbatches)
-        if rest:
+        rows, remainder = divmod(tensor.shape[dim], plan.num_microbatches)
+        if remainder:
             raise BatchError(
                 f"{tensor.shape[dim]} samples cannot be split into {plan.num_microbatches} "
                 "micro-batches of equal size, which the plan treats as separate batches",
@@ -176,9 +169,10 @@ def microbatch(batch: Any, plan: Plan, index: int) -> Any:
     return call.batch_with(parts)
 
 
-def _batch_dim(name: str, plan: Plan, tensor: torch.Tensor) -> int | None:
+def batch_dim(name: str, plan: Plan, shape: Sequence[int]) -> int | None:
+    """Return the dim of an input that counts samples; None if it has none."""
     dims = [dim for glob, dim in plan.inputs.items() if fnmatchcase(name, glob)]
-    return dims[-1] if dims and dims[-1] is not None and tensor.dim() > dims[-1] else None
+    return dims[-1] if dims and dims[-1] is not None and len(shape) > dims[-1] else None
 
 
 # ------------------------------------------------------------ compiled programs
@@ -190,7 +184,7 @@ _NARROW = re.compile(rf"\b({'|'.join(WIDE)})\b")
 
 
 class _Compiled:
-    """What all compiled programs have: a lowered program and the texts of its files."""
+    """The common part of compiled programs: a lowered program and the texts of its files."""
 
     __slots__ = ()
     lowered: lowering.Program | lowering.Pipeline
@@ -208,7 +202,7 @@ class _Compiled:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the programs of all ranks: equal on ranks that may run together."""
+        """A digest of the programs of all ranks; ranks that run together must agree on it."""
         digest = hashlib.sha256(json.dumps(self.plan.to_json()).encode())
         for source in self.sources:
             digest.update(source.encode(errors="backslashreplace"))
@@ -294,18 +288,17 @@ class PipelineProgram(_Compiled):
         """Return the text that `rank` runs for its first stage and micro-batch."""
         for stage, sources in zip(self.lowered.stages, self.text.stages, strict=True):
             if rank in stage.ranks:
-                place = stage.ranks.index(rank)
-                return next(
-                    t for p, t in zip(sources.places, sources.texts, strict=True) if place in p
-                )
+                index = stage.ranks.index(rank)
+                texts = zip(sources.places, sources.texts, strict=True)
+                return next(text for places, text in texts if index in places)
         raise ProgramError(f"rank {rank} is not among the {self.plan.num_ranks} of the plan")
 
     def files(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return the ranks that run each file, and its text: one per stage, and `pipeline.py`."""
-        every, files = tuple(range(self.plan.num_ranks)), {}
+        all_ranks, files = tuple(range(self.plan.num_ranks)), {}
         for name, text in self.text.files().items():
             stage = re.match(r"stage_(\d+)", name)
-            files[name] = (self.lowered.stages[int(stage[1])].ranks if stage else every, text)
+            files[name] = (self.lowered.stages[int(stage[1])].ranks if stage else all_ranks, text)
         return files
 
 
@@ -354,7 +347,7 @@ def compile(graph: Graph, plan: Plan) -> Program | PipelineProgram:
 
     A plan with stages or micro-batches gives a `PipelineProgram`.
     """
-    require_precision(graph, plan)
+    check_types(graph, plan.precision, hint="graph = sw.capture(model, batch, plan=plan)")
     key = _cache_key(graph, plan)
     if key not in _cache:
         _cache[key] = _compile(graph, plan)

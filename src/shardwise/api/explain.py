@@ -1,4 +1,4 @@
-"""Explain a plan: why the planner chose it, or what it does with every node of a graph."""
+"""`explain(plan)` and `explain(graph, plan)`: why a plan was chosen, and how it runs each node."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NAME_WIDTH = 32
 
 
 def explain(target: Graph | Plan, plan: Plan | None = None, node: str | None = None) -> str:
-    """Explain a plan that `sw.plan` made, or what a plan does with the nodes of a graph.
+    """Explain a plan that `sw.plan` made, or how a plan runs the nodes of a graph.
 
-    `explain(plan)` says why it was chosen and not the runner-up, where its time and memory go, and
+    `explain(plan)` tells why it was chosen over the runner-up, where its time and memory go, and
     what would change them. `explain(graph, plan)` lists all nodes with their choice on every mesh
-    axis and each redistribution; with `node`, everything that one node could do.
+    axis, and all redistributions; with `node`, all candidates of that node.
     """
     if isinstance(target, Plan):
         if plan is not None or node is not None:
@@ -35,40 +35,37 @@ def _explain_nodes(graph: Graph, plan: Plan, node: str | None) -> str:
     if plan.is_scheduled:
         pipeline = build_pipeline(graph, plan)
         if node is None:
-            return _every_stage(pipeline)
-        solved = [stage.resolved for stage in pipeline.stages]
-        return _one_node(next((r for r in solved if node in _names(r.graph)), solved[0]), node)
+            return _explain_stages(pipeline)
+        stages = [stage.resolved for stage in pipeline.stages]
+        names = [{n.name for n in stage.graph.nodes} for stage in stages]
+        index = next((i for i, known in enumerate(names) if node in known), 0)
+        return _explain_node(stages[index], node)
     resolved = resolve(graph, plan)
     if node is not None:
-        return _one_node(resolved, node)
-    return "\n".join([format_plan(plan), "", *_nodes(resolved, lower(resolved))])
+        return _explain_node(resolved, node)
+    return "\n".join([format_plan(plan), "", *_list_nodes(resolved, lower(resolved))])
 
 
-def _every_stage(pipeline: Pipeline) -> str:
+def _explain_stages(pipeline: Pipeline) -> str:
     lines = [format_plan(pipeline.plan), "", str(pipeline.schedule)]
     for stage in pipeline.stages:
         lines += ["", f"stage {stage.index} on ranks {format_ranks(stage.ranks)}:"]
         for transfer in pipeline.transfers:
             if transfer.target == stage.index:
                 back = ", its gradient goes back" if transfer.gradient else ""
-                lines.append(
-                    f"  receives %{transfer.value} {transfer.type} of stage {transfer.source}{back}"
-                )
+                value = f"%{transfer.value} {transfer.type}"
+                lines.append(f"  receives {value} of stage {transfer.source}{back}")
         if stage.precomputed is not None:
             names = [ref.name for ref in stage.precomputed.graph.outputs]
             lines.append(f"  computes {', '.join(names)} of the full batch in advance")
-        lines += _nodes(stage.resolved, stage.program)
+        lines += _list_nodes(stage.resolved, stage.program)
     tied = [f"{n} of stages {', '.join(map(str, s))}" for n, s in pipeline.tied.items()]
     lines += ["", f"tied: {'; '.join(tied)}"] if tied else []
     return "\n".join(lines)
 
 
-def _names(graph: Graph) -> set[str]:
-    return {node.name for node in graph.nodes}
-
-
-def _nodes(resolved: Resolved, program: Program) -> list[str]:
-    """The moves and nodes of a program as its first rank runs them, with choices and places."""
+def _list_nodes(resolved: Resolved, program: Program) -> list[str]:
+    """List redistributions and nodes as the first rank runs them, with choices and origins."""
     ranks, graph = program.rank_programs[0], program.graph
     keys, nodes = node_keys(graph), {node.name: node for node in graph.nodes}
     lines = [f"{len(nodes)} nodes:"]
@@ -90,7 +87,7 @@ def _nodes(resolved: Resolved, program: Program) -> list[str]:
     return lines
 
 
-def _one_node(resolved: Resolved, name: str) -> str:
+def _explain_node(resolved: Resolved, name: str) -> str:
     known = {n.name: n for n in resolved.graph.nodes}
     if name not in known:
         raise PlanError(
@@ -102,12 +99,12 @@ def _one_node(resolved: Resolved, name: str) -> str:
     if node.source_text:
         lines.append(f"  {node.source_text}")
     if rule.replicated_because:
-        lines.append(f"  left whole: {rule.replicated_because}")
+        lines.append(f"  replicated: {rule.replicated_because}")
     for assignment in resolved.assignments:
         lines.append(f"  {assignment.axis}={assignment.ranks}: {assignment.nodes[name].choice}")
-    lines.append("  could be, with what it needs of its operands and gives:")
+    lines.append("  candidates, with the placements of operands and results:")
     for candidate in candidates(rule, resolved.facts.structures[name]):
-        needs = " ".join(map(str, candidate.operands))
-        gives = " ".join(map(str, candidate.results))
-        lines.append(f"    {candidate.choice!s:<20} {needs} -> {gives}")
+        operands = " ".join(map(str, candidate.operands))
+        results = " ".join(map(str, candidate.results))
+        lines.append(f"    {candidate.choice!s:<20} {operands} -> {results}")
     return "\n".join(lines)

@@ -1,19 +1,19 @@
-"""The memory of one rank, found by running its program on tensors without data.
+"""Predict the memory of one rank by running its program on tensors without data.
 
 The rank's generated program, its parameter store and its optimizer run two steps over a transport
-that sends nothing. A tracker counts the bytes of every storage while it lives; the second step
-counts, when the optimizer's state is there.
+that sends nothing. A tracker follows the size of every live storage; the second step counts, in
+which the optimizer's state exists.
 
-A storage is a parameter, a gradient or optimizer state where the store or the optimizer holds it;
-it is an activation if it is alive when a forward ends; anything else is temporary: what
-operators, recomputation and communication need for a moment, gathered parameters, the batch.
+Storages of the store and the optimizer are parameters, gradients or optimizer state. A storage that
+is alive when a forward ends is an activation. Everything else is temporary: what operators,
+recomputation and communication allocate for a moment, gathered parameters, the batch.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,229 +32,25 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise import runtime as rt
 from shardwise.api.compile import PipelineProgram, Program
-from shardwise.api.steps import step_options
+from shardwise.api.steps import load_program, make_step
 from shardwise.cost.meta_run import Storage, StorageTracker
 from shardwise.errors import OptimizerError, PlanError, ShardwiseError, did_you_mean
 from shardwise.ir import TensorType
 from shardwise.plans import Plan
-from shardwise.runtime.loader import LoadedModule, LoadedPipeline
+from shardwise.runtime.loader import make_store
 from shardwise.runtime.optimizer import ELEMENTWISE
-from shardwise.runtime.step import ModuleStep, PipelineStep
+from shardwise.runtime.step import PipelineStep
 from shardwise.runtime.transport.fake import FakeRng, FakeTransport, disconnect
 from shardwise.simulation.memory import MemoryUse
 
-# Run operators on tensors without data, and count the bytes that they would take, by kind.
-
-
 KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary")
-SMALL = 1 << 16  # elements of a constant that is computed, so that its values can be asked for
+MAX_CONSTANT_NUMEL = 1 << 16  # of constants that are computed, because programs may read them
 NEEDS_DATA = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
-    """The most bytes there were at a time, by kind, and in which phase."""
-
-    bytes_of: Mapping[str, int]
-    most_activations_bytes: int  # at any time
-    when: str
-
-
-class Ledger(StorageTracker):  # type: ignore[no-untyped-call]
-    """Runs operators without data, and keeps account of the storages on a device.
-
-    Small constants, which depend on nothing but numbers, are computed for real: programs may ask
-    for their values.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device, self.phase = device, ""
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._elastic: list[tuple[torch.UntypedStorage, Storage]] = []
-        self._events: list[tuple[Storage, int, str]] = []
-        self._recording = False
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(self._fake)
-            stack.enter_context(self)
-            yield
-            self._recording = False
-
-    # --- operators -----------------------------------------------------------------------
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        found = self._call(func, args, dict(kwargs or {}))
-        for item in tree_leaves(found):
-            if isinstance(item, Tensor):
-                self._record(item)
-        for storage, block in self._elastic:
-            self.resize(block, storage.nbytes())
-        return found
-
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not _is_constant(func, args, kwargs):
-            return func(*args, **kwargs)
-        try:
-            found = func(*args, **kwargs)
-            if any(t.numel() > SMALL for t in tree_leaves(found) if isinstance(t, Tensor)):
-                return found
-        except NEEDS_DATA:
-            pass
-        with unset_fake_temporarily():
-            return func(*args, **kwargs)
-
-    # --- storages ------------------------------------------------------------------------
-
-    def _record(self, tensor: Tensor) -> Storage | None:
-        """Return the record of a tensor's storage, if it is on this device."""
-        if tensor.device.type != self.device.type or tensor.layout is not torch.strided:
-            return None
-        return self.track(tensor)
-
-    def resize(self, storage: Storage, size: int) -> None:
-        if size != storage.size and self._recording:
-            self._events.append((storage, size - storage.size, self.phase))
-        super().resize(storage, size)
-
-    def mark(self, kind: str, tensors: Iterable[Any]) -> None:
-        """Say what storages are; the first word counts."""
-        for tensor in tensors:
-            block = self._record(tensor) if isinstance(tensor, Tensor) else None
-            if block is not None and block.kind is None:
-                block.kind = kind
-
-    def watch(self, tensor: Tensor, kind: str) -> None:
-        """Mark a storage that changes its size without an operator."""
-        self.mark(kind, [tensor])
-        block = self._record(tensor)
-        if block is not None:
-            self._elastic.append((tensor.untyped_storage(), block))
-
-    def keep(self) -> None:
-        """A forward ends: what it leaves are activations."""
-        for block in self.storages.values():
-            block.kind = block.kind or "activations"
-
-    # --- steps ---------------------------------------------------------------------------
-
-    def begin(self, *, record: bool) -> None:
-        """A step begins: what is there and unknown belongs to none."""
-        gc.collect()
-        for block in self.storages.values():
-            block.kind = block.kind or "temporary"
-        if record:
-            self._events = [(block, block.size, "") for block in self.storages.values()]
-        self._recording = record
-
-    def peak_by_kind(self) -> Peak:
-        """The highest sum of what was recorded, and its parts."""
-        now, best = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
-        when, most_kept = "", 0
-        for block, change, phase in self._events:
-            now[block.kind or "temporary"] += change
-            most_kept = max(most_kept, now["activations"])
-            if change > 0 and sum(now.values()) > sum(best.values()):
-                best, when = dict(now), phase
-        return Peak(bytes_of=best, most_activations_bytes=most_kept, when=when)
-
-
-def _is_constant(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether this makes small numbers of nothing but small numbers, on the host."""
-    device = kwargs.get("device")
-    if device is not None and torch.device(device).type != "cpu":
-        return False
-    tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
-    if not tensors:
-        return getattr(func, "overloadpacket", None) is torch.ops.aten.arange
-    return not any(isinstance(t, FakeTensor) or t.is_meta or t.numel() > SMALL for t in tensors)
-
-
-# One rank's part of a program, without its weights and, if nobody is there, without the others.
-#
-# On a mesh that is given, it communicates as any other.
-
-
-class SingleRank:
-    """A rank that trains with nobody, or with those of its mesh."""
-
-    def __init__(
-        self,
-        program: Program | PipelineProgram,
-        rank: int,
-        device: torch.device,
-        *,
-        rng: type[rt.Rng] = rt.Rng,
-        recorder: rt.Recorder | None = None,
-        on_gradient: Callable[[Tensor], None] = lambda leaf: None,
-        mesh: rt.ProcessMesh | None = None,
-        transport: type[FakeTransport] = FakeTransport,
-    ) -> None:
-        plan, graph = program.plan, program.graph
-        self.program, self.device = program, device
-        self.transport = transport(rank, plan.num_ranks)  # where no mesh is given
-        self.mesh = mesh or _mesh(plan, rank, self.transport)
-        numbers = rng(plan.seed, plan.rng, self.mesh)
-        options = step_options(graph, plan)
-        self.step: ModuleStep | PipelineStep
-        if isinstance(program, PipelineProgram):
-            stages = LoadedPipeline(program.text, graph, self.mesh, numbers, device)
-            self.store = stages.make_store()
-            self.step = PipelineStep(stages, self.store, options, recorder)
-        else:
-            source = program.source(self.mesh.rank)
-            loaded = LoadedModule(source, graph, self.mesh, numbers, device)
-            self.store = rt.ParameterStore(
-                loaded.module, self.mesh, loaded.parameters, loaded.buffers, device=device
-            )
-            self.step = ModuleStep(loaded, loaded.module, self.mesh, device, options, recorder)
-        if mesh is None:
-            disconnect(self.store, on_gradient)
-        self.module = rt.ParallelModule(
-            self.store, self.mesh, numbers, lambda *_: self.step, check_batches=False
-        )
-
-    def batch_types(self) -> dict[str, TensorType]:
-        """The tensors of a whole batch by input."""
-        graph, found = self.program.graph, {}
-        for given in graph.inputs:
-            kind = graph.values[given.value]
-            shape = list(kind.shape)
-            if isinstance(self.step, PipelineStep):
-                spec = self.step.executor.spec
-                dim = spec.batch_dims.get(given.name)
-                if dim is not None and not spec.timed:  # the graph is of one micro-batch
-                    shape[dim] *= spec.num_microbatches
-            found[given.name] = TensorType(tuple(shape), kind.dtype)
-        return found
-
-
-def _mesh(plan: Plan, rank: int, transport: FakeTransport) -> rt.ProcessMesh:
-    stage = next(s for s in plan.all_stages if rank in s.ranks)
-    return rt.ProcessMesh(
-        dict(stage.mesh.axes),
-        stage.ranks.index(rank),
-        transport,
-        ranks=stage.ranks,
-        groups=plan.groups,
-        num_microbatches=plan.num_microbatches,
-        timed=plan.splits_time,
-    )
-
-
 _OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
     c.__name__.lower(): c for c in ELEMENTWISE
 }
@@ -273,24 +69,24 @@ def rank_memory(
         raise PlanError(f"rank {rank} is not among the {plan.num_ranks} of the plan")
     device = torch.device(device)
     _check_device(plan, device)
-    ledger = Ledger(device)
+    tracker = MemoryTracker(device)
     try:
-        with ledger.counting():
-            _play(_Player(program, rank, ledger), _optimizer_class(optimizer), options, ledger)
+        with FakeTensorMode(allow_non_fake_inputs=True), tracker:
+            _train_two_steps(program, rank, _optimizer_class(optimizer), options, tracker)
     except NEEDS_DATA as error:
         raise ShardwiseError(
             f"memory cannot be predicted: the program asks for values of tensors ({error})",
             where=program.graph.name,
             hint="measure a step with torch.profiler.profile(profile_memory=True)",
         ) from error
-    peak = ledger.peak_by_kind()
+    peak = tracker.peak_by_kind()
     return MemoryUse(
         group=next(i for i, ranks in enumerate(plan.groups) if rank in ranks),
         rank=rank,
-        peak_bytes=sum(peak.bytes_of.values()),
-        parts=peak.bytes_of,
-        activations_peak_bytes=peak.most_activations_bytes,
-        when=peak.when,
+        peak_bytes=sum(peak.num_bytes.values()),
+        parts=peak.num_bytes,
+        activations_peak_bytes=peak.max_activations_bytes,
+        when=peak.phase,
     )
 
 
@@ -312,83 +108,234 @@ def _optimizer_class(
     if not isinstance(name, str):
         return name
     if name not in _OPTIMIZERS:
-        known = ", ".join(_OPTIMIZERS)
         raise OptimizerError(
-            f"optimizer {name!r}{did_you_mean(name, _OPTIMIZERS)}", hint=f"{known}, or a class"
+            f"unknown optimizer {name!r}{did_you_mean(name, _OPTIMIZERS)}",
+            hint=f"{', '.join(_OPTIMIZERS)}, or a class",
         )
     return _OPTIMIZERS[name]
+
+
+# ---------------------------------------------------------------- storages by kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The highest sum of bytes, by kind, and the phase in which it was reached."""
+
+    num_bytes: Mapping[str, int]
+    max_activations_bytes: int  # at any time, not only at the peak
+    phase: str
+
+
+class MemoryTracker(StorageTracker):  # type: ignore[no-untyped-call]
+    """Run operators without data, and track the storages on a device by kind.
+
+    Small constants, which depend on nothing but numbers, are computed: programs may read them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device, self.phase = device, ""
+        self._resizable: list[tuple[torch.UntypedStorage, Storage]] = []
+        self._events: list[tuple[Storage, int, str]] = []
+        self._is_recording = False
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = _call(func, args, dict(kwargs or {}))
+        for item in tree_leaves(result):
+            if isinstance(item, Tensor):
+                self._storage(item)
+        for storage, record in self._resizable:
+            self.resize(record, storage.nbytes())
+        return result
+
+    def _storage(self, tensor: Tensor) -> Storage | None:
+        """Return the record of a tensor's storage, if it is on this device."""
+        if tensor.device.type != self.device.type or tensor.layout is not torch.strided:
+            return None
+        return self.track(tensor)
+
+    def resize(self, storage: Storage, size: int) -> None:
+        if size != storage.size and self._is_recording:
+            self._events.append((storage, size - storage.size, self.phase))
+        super().resize(storage, size)
+
+    def mark(self, kind: str, tensors: Iterable[Any]) -> None:
+        """Set the kind of storages that have none yet."""
+        for tensor in tensors:
+            storage = self._storage(tensor) if isinstance(tensor, Tensor) else None
+            if storage is not None and storage.kind is None:
+                storage.kind = kind
+
+    def mark_resizable(self, kind: str, tensor: Tensor) -> None:
+        """Set the kind of a storage that is resized without an operator."""
+        self.mark(kind, [tensor])
+        storage = self._storage(tensor)
+        if storage is not None:
+            self._resizable.append((tensor.untyped_storage(), storage))
+
+    def mark_unknown(self, kind: str) -> None:
+        """Set the kind of all live storages that have none yet."""
+        for storage in self.storages.values():
+            storage.kind = storage.kind or kind
+
+    def begin_step(self, *, record: bool) -> None:
+        """Begin a step, whose memory counts if it is recorded."""
+        gc.collect()
+        self.mark_unknown("temporary")
+        if record:
+            self._events = [(storage, storage.size, "") for storage in self.storages.values()]
+        self._is_recording = record
+
+    def peak_by_kind(self) -> Peak:
+        """Return the highest sum of the recorded step, by kind."""
+        current, peak = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
+        peak_phase, max_activations = "", 0
+        for storage, change, phase in self._events:
+            current[storage.kind or "temporary"] += change
+            max_activations = max(max_activations, current["activations"])
+            if change > 0 and sum(current.values()) > sum(peak.values()):
+                peak, peak_phase = dict(current), phase
+        return Peak(num_bytes=peak, max_activations_bytes=max_activations, phase=peak_phase)
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not _is_constant(func, args, kwargs):
+        return func(*args, **kwargs)
+    try:
+        result = func(*args, **kwargs)
+        tensors = [item for item in tree_leaves(result) if isinstance(item, Tensor)]
+        if any(tensor.numel() > MAX_CONSTANT_NUMEL for tensor in tensors):
+            return result
+    except NEEDS_DATA:
+        pass
+    with unset_fake_temporarily():
+        return func(*args, **kwargs)
+
+
+def _is_constant(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call computes numbers on the CPU from nothing but small constants."""
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type != "cpu":
+        return False
+    tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
+    if not tensors:
+        return getattr(func, "overloadpacket", None) is torch.ops.aten.arange
+    return not any(
+        isinstance(t, FakeTensor) or t.is_meta or t.numel() > MAX_CONSTANT_NUMEL for t in tensors
+    )
 
 
 # ---------------------------------------------------------------- one rank's steps
 
 
-class _Player(SingleRank):
-    """One rank's part of a program, on tensors without data."""
+class SingleRank:
+    """One rank's part of a program, without weights, that trains on its own or with a mesh."""
 
-    def __init__(self, program: Program | PipelineProgram, rank: int, ledger: Ledger) -> None:
-        self.ledger = ledger
-        super().__init__(
-            program,
-            rank,
-            ledger.device,
-            rng=FakeRng,
-            recorder=_Windows(ledger),
-            on_gradient=lambda leaf: ledger.mark("gradients", [leaf.grad]),
+    def __init__(
+        self,
+        program: Program | PipelineProgram,
+        rank: int,
+        device: torch.device,
+        *,
+        rng: type[rt.Rng] = rt.Rng,
+        recorder: rt.Recorder | None = None,
+        on_gradient: Callable[[Tensor], None] = lambda leaf: None,
+        mesh: rt.ProcessMesh | None = None,
+        transport: type[FakeTransport] = FakeTransport,
+    ) -> None:
+        plan = program.plan
+        self.program, self.device = program, device
+        self.transport = transport(rank, plan.num_ranks)  # unused with a mesh
+        self.mesh = mesh or _mesh(plan, rank, self.transport)
+        generator = rng(plan.seed, plan.rng, self.mesh)
+        loaded = load_program(program, self.mesh, generator, device)
+        self.store = make_store([loaded], loaded.parameters, self.mesh, device)
+        self.step = make_step(loaded, program.graph, plan, self.store, recorder=recorder)
+        if mesh is None:
+            disconnect(self.store, on_gradient)
+        self.module = rt.ParallelModule(
+            self.store, self.mesh, generator, lambda *_: self.step, check_batches=False
         )
 
-    def batch(self) -> dict[str, Tensor]:
-        """A whole batch."""
-        return {
-            name: torch.empty(kind.shape, dtype=kind.dtype, device=self.device)
-            for name, kind in self.batch_types().items()
-        }
-
-    def mark_parameters(self) -> None:
-        """Tell parameters and buffers; gathered ones are there for a moment."""
-        for group in self.store.groups:
-            self.ledger.watch(group.full, "temporary" if group.zero == 3 else "parameters")
-            self.ledger.mark("parameters", [group.shard, group.resident])
-        held = [t for e in self.store.entries for t in (e.leaf, e.piece, e.shown)]
-        self.ledger.mark("parameters", [*held, *self.store.buffers.values()])
-
-    def mark_gradients(self) -> None:
-        """Tell the gradients of a step that has just ended."""
-        entries = self.store.entries
-        self.ledger.mark("gradients", [t.grad for e in entries for t in (e.leaf, e.piece, e.shown)])
+    def batch_types(self) -> dict[str, TensorType]:
+        """Return the tensor type of every input of the full batch."""
+        graph = self.program.graph
+        types = {source.name: graph.values[source.value] for source in graph.inputs}
+        if isinstance(self.step, PipelineStep):  # whose graph may be of one micro-batch
+            shapes = self.step.executor.reader.shapes
+            types = {name: TensorType(shapes[name], kind.dtype) for name, kind in types.items()}
+        return types
 
 
-def _play(
-    player: _Player,
+def _mesh(plan: Plan, rank: int, transport: FakeTransport) -> rt.ProcessMesh:
+    stage = next(s for s in plan.all_stages if rank in s.ranks)
+    return rt.ProcessMesh(
+        dict(stage.mesh.axes),
+        stage.ranks.index(rank),
+        transport,
+        ranks=stage.ranks,
+        groups=plan.groups,
+        num_microbatches=plan.num_microbatches,
+        timed=plan.splits_time,
+    )
+
+
+def _train_two_steps(
+    program: Program | PipelineProgram,
+    rank: int,
     cls: Callable[..., torch.optim.Optimizer],
     options: Mapping[str, Any],
-    ledger: Ledger,
+    tracker: MemoryTracker,
 ) -> None:
-    """Two steps of training, of which the ledger records the second."""
-    batch = player.batch()
-    player.mark_parameters()
-    if ledger.device.type == "cuda" and isinstance(cls, type) and cls in ELEMENTWISE:
-        options = {"foreach": not options.get("fused", False), **options}  # torch's choice there
-    optimizer = rt.optimizer(player.module, cls, **options)
-    for last in (False, True):
-        ledger.begin(record=last)
-        player.module.train_step(batch)
-        player.mark_gradients()
-        ledger.phase = "optimizer"
+    """Train for two steps, of which the tracker records the second."""
+    run = SingleRank(
+        program,
+        rank,
+        tracker.device,
+        rng=FakeRng,
+        recorder=_PhaseRecorder(tracker),
+        on_gradient=lambda leaf: tracker.mark("gradients", [leaf.grad]),
+    )
+    batch = {
+        name: torch.empty(kind.shape, dtype=kind.dtype, device=tracker.device)
+        for name, kind in run.batch_types().items()
+    }
+    for group in run.store.groups:  # with ZeRO-3, gathered parameters exist only for a moment
+        tracker.mark_resizable("temporary" if group.zero == 3 else "parameters", group.full)
+        tracker.mark("parameters", [group.shard, group.resident])
+    parameters = [t for e in run.store.entries for t in (e.leaf, e.piece, e.shown)]
+    tracker.mark("parameters", [*parameters, *run.store.buffers.values()])
+    if tracker.device.type == "cuda" and isinstance(cls, type) and cls in ELEMENTWISE:
+        options = {"foreach": not options.get("fused", False), **options}  # torch's default on GPUs
+    optimizer = rt.optimizer(run.module, cls, **options)
+    for is_second in (False, True):
+        tracker.begin_step(record=is_second)
+        run.module.train_step(batch)
+        entries = run.store.entries
+        tracker.mark("gradients", [t.grad for e in entries for t in (e.leaf, e.piece, e.shown)])
+        tracker.phase = "optimizer"
         optimizer.step()
-        ledger.mark("optimizer", tree_leaves([dict(s) for s in optimizer.inner.state.values()]))
+        tracker.mark("optimizer", tree_leaves([dict(s) for s in optimizer.inner.state.values()]))
         optimizer.zero_grad()
 
 
-class _Windows(rt.Recorder):
-    """Tells the ledger which action runs, and what a forward leaves."""
+class _PhaseRecorder(rt.Recorder):
+    """Report to a tracker which action runs, and when a forward ends."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, tracker: MemoryTracker) -> None:
         super().__init__(0, enabled=False)
-        self._ledger = ledger
+        self._tracker = tracker
 
     @contextmanager
     def span(self, lane: str, name: str, **details: Any) -> Iterator[None]:
-        self._ledger.phase = name
+        self._tracker.phase = name
         yield
         if "F" in name:
-            self._ledger.keep()
+            self._tracker.mark_unknown("activations")

@@ -1,11 +1,11 @@
-"""A model on this rank of a running job: `parallelize(model, batch, plan)`."""
+"""`parallelize(model, batch, plan)`: run a model under a plan, on this rank of a running job."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -16,38 +16,38 @@ from shardwise import runtime as rt
 from shardwise.api.batches import (
     LayoutsBySize,
     StagePlacement,
-    is_stored_as,
     plan_for_first,
     plan_for_graph,
-    plan_for_others,
-    same_storage,
-    stored_specs,
 )
 from shardwise.api.compile import PipelineProgram, Program, capture_for_plan, compile
-from shardwise.api.originals import Notice, claim, refuse_shared
+from shardwise.api.originals import ChangeDetector, claim, refuse_claimed
 from shardwise.api.steps import (
     Plans,
     StepSpec,
+    check_storage,
+    fix_layouts,
+    has_fixed_layouts,
+    load_program,
+    make_step,
     read_steps,
-    step_options,
-    storage_homes,
+    storage_owners,
+    stored_specs,
     trained_parameters,
     used_parameters,
 )
-from shardwise.api.weights import Init, constants_of, load_weights
-from shardwise.api.world import PythonState, attributes_of
+from shardwise.api.weights import Init, constant_checksums, load_weights
 from shardwise.formatting import size as format_bytes
 from shardwise.frontend import skeleton
 from shardwise.frontend.objective import Model, StepFn, as_module
 from shardwise.frontend.python_state import Reads
 from shardwise.frontend.sizes import GraphsBySize
+from shardwise.frontend.state_changes import PythonState, plain_attributes
 from shardwise.ir import Graph
 from shardwise.plans import Plan, model_fingerprint
 from shardwise.runtime.collectives import Derive
-from shardwise.runtime.loader import LoadedModule, LoadedPipeline, make_store
+from shardwise.runtime.loader import make_store
 from shardwise.runtime.memory import grow_segments
 from shardwise.runtime.rendezvous import require_ranks, starting
-from shardwise.runtime.step import ModuleStep, PipelineStep
 
 
 def parallelize(
@@ -65,29 +65,29 @@ def parallelize(
     record: bool | Literal["paused"] = False,
     timeout_s: float = 60.0,
 ) -> rt.ParallelModule:
-    """This rank's part of `model` under `plan`.
+    """Return this rank's part of `model` under `plan`.
 
-    Every rank calls this with the same model, batch and plan; they agree on the program before the
-    first collective, and a rank that fails, is missing or differs is named within `timeout_s`
-    seconds. All ranks begin with the weights of rank 0, whatever others have.
+    Every rank calls this with the same model, batch and plan. They agree on the program before the
+    first collective; a rank that fails, is missing or has another program is named within
+    `timeout_s` seconds. All ranks start with the weights of rank 0.
 
-    A model on meta is initialized with `seed` as its modules do it (`reset_parameters`,
-    `_init_weights`), or as `init` does it: `init=lambda: Model(config)` builds the model on rank 0,
-    with the weights it has on one device after `torch.manual_seed(seed)`; `init=function` sets the
-    parameters of the module that it is given.
+    A model on meta is initialized with `seed` by its modules (`reset_parameters`, `_init_weights`),
+    or by `init`: `init=lambda: Model(config)` builds the model on rank 0, with the weights that it
+    has on one device after `torch.manual_seed(seed)`; `init=function` sets the parameters of the
+    module that is passed to it.
 
-    With `compile` the generated module runs under `torch.compile`; with `record`,
-    `pm.trace(path)` gives what every rank did when: "paused" begins with `pm.recorder.start()`.
+    With `compile`, the generated module runs under `torch.compile`. With `record`,
+    `pm.trace(path)` writes what every rank did when; "paused" starts with `pm.recorder.start()`.
 
     With `steps`, a mapping from names to functions `(modules, batch) -> loss`, one parallel module
     runs several steps over the same parameters: `pm.train_step(batch, step="d")`. `model` may then
     be a mapping from names to modules, which the functions read as `modules.G` or `modules["G"]`.
     `batch` is one example for all steps, or a mapping with exactly their names; `plan` is one plan
-    for all, a mapping with their names, or a function that makes a plan of each step's graph.
+    for all, a mapping with their names, or a function that makes a plan from a step's graph.
     """
     with starting(timeout_s) as agree:
         root = as_module(model)
-        refuse_shared(root)
+        refuse_claimed(root)
         if not root.training:
             warnings.warn(
                 "the model is in eval mode, and pm.train_step computes in training mode, with "
@@ -99,15 +99,18 @@ def parallelize(
         factory.steps = read_steps(root, batch, plan, loss_fn, steps, factory.device)
         first_plan = factory.plan
         require_ranks(first_plan.num_ranks)
-        compiled = {
+        programs = {
             name: factory.compile(step, step.batch, True, first=True)
             for name, step in factory.steps.items()
         }
-        homes = storage_homes({name: program for name, (_, program) in compiled.items()})
-        factory.fix_layouts({name: program for name, (_, program) in compiled.items()}, homes)
+        owners = storage_owners(programs)
+        factory.fixed = {
+            name: fix_layouts(step.plan, programs, owners) for name, step in factory.steps.items()
+        }
+        factory.stages = {name: StagePlacement(program) for name, program in programs.items()}
         agree(
-            " ".join(program.fingerprint for _, program in compiled.values()),
-            {k: v for graph, _ in compiled.values() for k, v in constants_of(graph).items()},
+            " ".join(program.fingerprint for program in programs.values()),
+            {k: v for p in programs.values() for k, v in constant_checksums(p.graph).items()},
         )
     grow_segments(factory.device)
     if factory.device.type == "cpu":
@@ -119,37 +122,29 @@ def parallelize(
     if factory.recorder is not None:
         mesh.note(factory.recorder)
     rng = rt.Rng(first_plan.seed, first_plan.rng, mesh)
-    store, programs = factory.first_steps(compiled, homes, mesh, rng)
+    store, first_steps = factory.first_steps(programs, owners, mesh, rng)
     store.scaler = _scaler(first_plan)
     with rt.naming_failures(timeout_s):
         load_weights(root, store, seed, init, timeout_s)
-
-    def specialize(key: rt.ProgramKey, batch: Any) -> rt.StepProgram:
-        return factory.specialize(key, batch, mesh, rng, store)
-
-    world = factory.world()
     pm = rt.ParallelModule(
         store,
         mesh,
         rng,
-        specialize,
+        lambda key, batch: factory.specialize(key, batch, mesh, rng, store),
         flags=factory.flags,
         world=factory.world,
         registered=factory.registered,
-        programs={
-            rt.ProgramKey(step.name, True, rt.signature(step.batch), world): programs[step.name]
-            for step in factory.steps.values()
-        },
+        programs=first_steps,
         steps=tuple(factory.steps),
         check_batches=check_batches,
         names=list(root.state_dict()),
-        attributes=attributes_of(root),
+        attributes=plain_attributes(root),
         recorder=factory.recorder,
         timeout_s=timeout_s,
         about=trace_labels(first_plan),
         title=_title(root, first_plan),
     )
-    factory.notice = claim(root, pm)
+    factory.detect_changes = claim(root, pm)
     return pm
 
 
@@ -171,7 +166,7 @@ def _title(model: nn.Module, plan: Plan) -> str:
 
 
 def trace_labels(plan: Plan) -> dict[str, str]:
-    """What a trace says of the plan that it was recorded with."""
+    """Return the labels of a trace: the model and the plan that it was recorded with."""
     return {
         "model": plan.model,
         "fingerprint": plan.fingerprint,
@@ -180,7 +175,7 @@ def trace_labels(plan: Plan) -> dict[str, str]:
 
 
 def derive_for(plan: Plan) -> Derive | None:
-    """How programs of messages follow from the plan's trees, which are checked first."""
+    """Return the function that derives messages from the plan's trees, after checking these."""
     if not plan.collectives:
         return None
     from shardwise.collectives.solver.derive import derive, verify
@@ -201,44 +196,46 @@ def _scaler(plan: Plan) -> rt.LossScaler | None:
 
 
 class _Factory:
-    """Captures, compiles and builds programs of one model for batches as they come."""
+    """Capture, compile and load the programs of one model for batches as they come."""
 
     steps: dict[str, StepSpec]
-    flags: rt.TrainedFlags | None = None  # once there are parameters to train
-    notice: Notice | None = None  # once there is a parallel module
+    flags: rt.TrainedFlags | None = None  # set once parameters are stored
+    detect_changes: ChangeDetector | None = None  # set once there is a parallel module
+    recorder: rt.Recorder | None = None
 
     def __init__(self, model: nn.Module, device: Any, timeout_s: float, compiled: bool) -> None:
         self.skeleton = skeleton(model)
         self.registered = rt.RegisteredHooks()
         self.state, self.reads = PythonState(model, self.registered), Reads()
-        self._captured = 0  # the state of Python that the skeleton has
+        self._captured = 0  # number of the Python state in which the skeleton was copied
         self.originals = {name: weakref.ref(p) for name, p in model.named_parameters()}
-        self.training = model.training
         self.timeout_s = timeout_s
         self.device = torch.device(device) if device is not None else _device_of(model)
         self.compiled = compiled
-        self.recorder: rt.Recorder | None = None
-        self.graphs: dict[Hashable, GraphsBySize] = {}
+        self.graphs: defaultdict[Hashable, GraphsBySize] = defaultdict(GraphsBySize)
         self.layouts: defaultdict[str, LayoutsBySize] = defaultdict(LayoutsBySize)
-        self.fixed: dict[str, Plan] = {}  # the plan of each step with every parameter's layout
         self.stages: dict[str, StagePlacement] = {}
+        self.fixed: dict[str, Plan] = {}  # the plan of each step with every parameter's layout
 
     @property
     def plan(self) -> Plan:
-        """What holds for all steps: mesh, types, random numbers."""
+        """The first step's plan, whose mesh, dtypes and random numbers all steps share."""
         return next(iter(self.steps.values())).plan
 
     def world(self) -> Hashable:
-        """Everything outside the batch that captured programs depend on, in a form to compare."""
-        if self.notice is not None:
-            self.notice()
+        """Return everything outside the batch that captured programs depend on, to compare."""
+        if self.detect_changes is not None:
+            self.detect_changes()
         frozen = self.flags.frozen() if self.flags is not None else ()
         return (frozen, self.state.number())
 
     def compile(
         self, step: StepSpec, batch: Any, training: bool, *, first: bool = False
-    ) -> tuple[Graph, Program | PipelineProgram]:
-        plan = step.plan
+    ) -> Program | PipelineProgram:
+        """Capture and compile a step for a batch; `first` if no parameters are stored yet."""
+        plan, layouts = step.plan, self.layouts[step.name]
+        # An integration's model may change its state by the sizes of the batch.
+        separate = getattr(self.skeleton, "captured_for_every_size", False)
         graph = capture_for_plan(
             self.skeleton,
             batch,
@@ -247,42 +244,27 @@ class _Factory:
             training=training,
             device=self.device,
             reads=self.reads,
-            graphs=self._graphs_of(step.name),
+            graphs=None if separate else self.graphs[step.name, self.world()],
         )
         self.state.add(self.reads)
-        layouts = self.layouts[step.name]
         if first and len(self.steps) == 1:
-            return graph, compile(graph, plan_for_first(graph, plan, self.skeleton))
+            return compile(graph, plan_for_first(graph, plan, self.skeleton))
         if first:
-            return graph, layouts.compile(graph, plan_for_graph(graph, plan))
+            return layouts.compile(graph, plan_for_graph(graph, plan))
         # Other parameters may be frozen than when the plan was made.
-        named = {"fingerprint": model_fingerprint(graph)}
-        fixed = self.fixed[step.name].with_(**named)
-        # What the plan leaves open is searched for this batch alone where parameters come out as
-        # they are stored, so that a program does not depend on which batch was the first.
-        staged = self.stages[step.name].apply(graph, plan.with_(**named))
+        fingerprint = model_fingerprint(graph)
+        fixed = self.fixed[step.name].with_(fingerprint=fingerprint)
+        # First try the plan as it is, so that a program does not depend on which batch came first.
+        # Only if parameters would not come out as they are stored, fix their layouts.
+        staged = self.stages[step.name].apply(graph, plan.with_(fingerprint=fingerprint))
         program = layouts.compile(graph, plan_for_graph(graph, staged))
-        if not is_stored_as(program, fixed):
+        if not has_fixed_layouts(program, fixed):
             staged = fixed.with_(stages=staged.stages)
             program = layouts.compile(graph, plan_for_graph(graph, staged))
-        return graph, program
-
-    def _graphs_of(self, step: str) -> GraphsBySize | None:
-        """The traces of a step in the present world, unless its effects depend on sizes."""
-        if getattr(self.skeleton, "captured_for_every_size", False):
-            return None
-        return self.graphs.setdefault((step, self.world()), GraphsBySize())
-
-    def fix_layouts(
-        self, programs: Mapping[str, Program | PipelineProgram], homes: Mapping[str, str]
-    ) -> None:
-        """Let programs for other batches take parameters as the first programs store them."""
-        for name, step in self.steps.items():
-            self.fixed[name] = plan_for_others(step.plan, programs, homes)
-            self.stages[name] = StagePlacement(programs[name])
+        return program
 
     def mesh(self) -> rt.ProcessMesh:
-        """This rank's mesh, with a process group for every combination of axes that may talk."""
+        """Return this rank's mesh, with a process group for every combination of its axes."""
         stages = {stage.ranks: dict(stage.mesh.axes) for stage in self.plan.all_stages}
         return rt.process_meshes(
             list(stages.items()),
@@ -295,35 +277,35 @@ class _Factory:
 
     def first_steps(
         self,
-        compiled: Mapping[str, tuple[Graph, Program | PipelineProgram]],
-        homes: Mapping[str, str],
+        programs: Mapping[str, Program | PipelineProgram],
+        owners: Mapping[str, str],
         mesh: rt.ProcessMesh,
         rng: rt.Rng,
-    ) -> tuple[rt.ParameterStore, dict[str, rt.StepProgram]]:
-        """Memory for this rank's parameters, and the programs that use it."""
+    ) -> tuple[rt.ParameterStore, dict[rt.ProgramKey, rt.StepProgram]]:
+        """Allocate this rank's parameters, and return them with the steps that use them."""
         loaded = {
-            name: self._load(graph, program, mesh, rng)
-            for name, (graph, program) in compiled.items()
+            name: load_program(program, mesh, rng, self.device)
+            for name, program in programs.items()
         }
-        order = {name: place for place, name in enumerate(homes)}
-        held = [
+        order = {name: index for index, name in enumerate(owners)}
+        specs = [
             spec
-            for step, each in loaded.items()
-            for spec in each.parameters
-            if homes[spec.name] == step
+            for step, program in loaded.items()
+            for spec in program.parameters
+            if owners[spec.name] == step
         ]
-        held.sort(key=lambda spec: order[spec.name])
-        held = stored_specs(held, self.plan, mesh.axes)
-        store = make_store(list(loaded.values()), held, mesh, self.device)
+        specs.sort(key=lambda spec: order[spec.name])
+        specs = stored_specs(specs, self.plan, mesh.axes)
+        store = make_store(list(loaded.values()), specs, mesh, self.device)
         self.flags = rt.TrainedFlags(store, self.originals)
         world = self.world()
-        for name, each in loaded.items():
-            key = rt.ProgramKey(name, True, rt.signature(self.steps[name].batch), world)
-            store.reducer.declare(key, each.parameters)
-        return store, {
-            name: self._step(self.steps[name], compiled[name][0], each, mesh, store)
-            for name, each in loaded.items()
-        }
+        steps = {}
+        for name, program in loaded.items():
+            spec, graph = self.steps[name], programs[name].graph
+            key = rt.ProgramKey(name, True, rt.signature(spec.batch), world)
+            store.reducer.declare(key, program.parameters)
+            steps[key] = self._step(program, graph, spec.plan, store)
+        return store, steps
 
     def specialize(
         self,
@@ -333,28 +315,28 @@ class _Factory:
         rng: rt.Rng,
         store: rt.ParameterStore,
     ) -> rt.StepProgram:
-        """A program for another batch, mode or world over the same parameters."""
+        """Return a step for another batch, mode or world over the same parameters."""
         step = self.steps[key.step]
-        with starting(self.timeout_s, self._reason()) as agree:
-            self._take_state()
-            graph, program = self.compile(step, batch, key.training)
-            agree(program.fingerprint, constants_of(graph))
-        loaded = self._load(graph, program, mesh, rng)
-        same_storage(store, loaded.parameters, used_parameters(graph))
+        reason = "for another kind of batch, mode or frozen parameters"
+        if self.state.number() != self._captured:
+            reason = f"{self.state.last_change} changed"
+        with starting(self.timeout_s, reason) as agree:
+            self._copy_state()
+            program = self.compile(step, batch, key.training)
+            agree(program.fingerprint, constant_checksums(program.graph))
+        loaded = load_program(program, mesh, rng, self.device)
+        check_storage(store, loaded.parameters, used_parameters(program.graph))
         if key.training:
-            _unfreeze(store, loaded.parameters, trained_parameters(graph))
+            trained = trained_parameters(program.graph)
+            for spec in loaded.parameters:
+                if spec.name in trained and not store.entry(spec.name).spec.requires_grad:
+                    store.unfreeze(spec)
         loaded.attach(store)
         store.reducer.declare(key, loaded.parameters)
-        return self._step(step, graph, loaded, mesh, store)
+        return self._step(loaded, program.graph, step.plan, store)
 
-    def _reason(self) -> str:
-        """Say why a new program is needed."""
-        if self.state.number() != self._captured:
-            return f"{self.state.last_change} changed"
-        return "for another kind of batch, mode or frozen parameters"
-
-    def _take_state(self) -> None:
-        """Let the next captures be of the model as it is now, with the same parameters frozen."""
+    def _copy_state(self) -> None:
+        """Copy the model as it is now for the next captures, with the same parameters frozen."""
         number = self.state.number()
         # Also if no program depends on what has changed so far: the next one may.
         self.skeleton = self.state.skeleton(self.skeleton, is_changed=number != self._captured)
@@ -363,35 +345,10 @@ class _Factory:
         for name, parameter in self.skeleton.named_parameters():
             parameter.requires_grad_(name not in frozen)
 
-    def _load(
-        self, graph: Graph, program: Program | PipelineProgram, mesh: rt.ProcessMesh, rng: rt.Rng
-    ) -> LoadedModule | LoadedPipeline:
-        if isinstance(program, PipelineProgram):
-            return LoadedPipeline(program.text, graph, mesh, rng, self.device)
-        return LoadedModule(program.source(mesh.rank), graph, mesh, rng, self.device)
-
     def _step(
-        self,
-        step: StepSpec,
-        graph: Graph,
-        loaded: LoadedModule | LoadedPipeline,
-        mesh: rt.ProcessMesh,
-        store: rt.ParameterStore,
+        self, loaded: Any, graph: Graph, plan: Plan, store: rt.ParameterStore
     ) -> rt.StepProgram:
-        options = step_options(graph, step.plan)
-        if isinstance(loaded, LoadedPipeline):
-            return PipelineStep(loaded, store, options, self.recorder)
-        run = torch.compile(loaded.module) if self.compiled else loaded.module
-        return ModuleStep(loaded, run, mesh, self.device, options, self.recorder)
-
-
-def _unfreeze(
-    store: rt.ParameterStore, specs: Iterable[rt.ParameterSpec], trained: Collection[str]
-) -> None:
-    """Make what was frozen until now, and is trained in a new program, ready for it."""
-    for spec in specs:
-        if spec.name in trained and not store.entry(spec.name).spec.requires_grad:
-            store.unfreeze(spec)
+        return make_step(loaded, graph, plan, store, compiled=self.compiled, recorder=self.recorder)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -1,12 +1,13 @@
-"""Several named steps over the same modules: what each computes, and how parameters are stored.
+"""The named steps of a parallel module over the same parameters.
 
-A parameter that several steps use is stored once, so their programs must store it in the same way.
+A parameter that several steps use is stored once: the programs of all steps, for the first batch
+and for later ones, must use it in the same layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,13 +17,17 @@ from shardwise import runtime as rt
 from shardwise.api.batches import BatchIndices
 from shardwise.api.compile import PipelineProgram, Program
 from shardwise.collectives.messages.program import format_ranks
-from shardwise.errors import PlanError, PlanMismatch
+from shardwise.errors import BatchError, PlanError, PlanMismatch
 from shardwise.frontend import capture
 from shardwise.frontend.objective import Objective, StepFn, objective
 from shardwise.ir import Graph, Ref
 from shardwise.plans import Plan
+from shardwise.plans.plan import ParameterEntry
 from shardwise.program.program import Storage
+from shardwise.runtime.loader import LoadedModule, LoadedPipeline
+from shardwise.runtime.step import ModuleStep, PipelineStep
 from shardwise.sharding.factors import gradient_carriers
+from shardwise.sharding.placements import Shard, format_placement
 
 MakePlan = Callable[[Graph], Plan]
 Plans = Plan | Mapping[str, Plan] | MakePlan
@@ -30,7 +35,7 @@ Plans = Plan | Mapping[str, Plan] | MakePlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpec:
-    """One step: an example batch, what is computed from it, and its plan."""
+    """One step: an example batch, the objective that is computed from it, and its plan."""
 
     name: str
     batch: Any
@@ -71,14 +76,14 @@ def read_steps(
 
 
 def _make_plan(make: object, graph: Graph, stored: Mapping[str, Plan]) -> Plan:
-    """Return the plan for a step's graph, with parameters of earlier steps as those store them."""
+    """Return the plan for a step's graph, with parameters stored as in the plans of other steps."""
     if not callable(make):
-        raise PlanError(f"a plan is a Plan or a function of a graph, not {make!r}")
-    made = make(graph)
-    if not isinstance(made, Plan):
-        raise PlanError(f"the function of a graph returned {made!r}, not a Plan")
+        raise PlanError(f"a plan must be a Plan or a function of a graph, not {make!r}")
+    plan = make(graph)
+    if not isinstance(plan, Plan):
+        raise PlanError(f"the function of a graph returned {plan!r}, not a Plan")
     fixed = {name: stored[name].entry(name) for name in used_parameters(graph) if name in stored}
-    return made.with_(parameters={**made.parameters, **dict(sorted(fixed.items()))})
+    return plan.with_(parameters={**plan.parameters, **dict(sorted(fixed.items()))})
 
 
 def _objectives(loss_fn: Objective, steps: Mapping[str, StepFn] | None) -> dict[str, Objective]:
@@ -86,7 +91,7 @@ def _objectives(loss_fn: Objective, steps: Mapping[str, StepFn] | None) -> dict[
         return {"": loss_fn}
     if not steps or not all(isinstance(name, str) and name for name in steps):
         raise PlanError(
-            "steps is a mapping from names to functions", hint='steps={"d": d_step, "g": g_step}'
+            "steps must map names to functions", hint='steps={"d": d_step, "g": g_step}'
         )
     return {name: objective(loss_fn, step) for name, step in steps.items()}
 
@@ -95,11 +100,11 @@ def _require_equal(steps: list[StepSpec]) -> None:
     """Raise unless all plans have the same ranks, dtypes and other shared decisions."""
     first = steps[0]
     for other in steps[1:]:
-        for what, read in _SHARED.items():
+        for aspect, read in _SHARED.items():
             a, b = read(first.plan), read(other.plan)
             if a != b:
                 raise PlanError(
-                    f"the plans of steps {first.name!r} and {other.name!r} differ in {what}: "
+                    f"the plans of steps {first.name!r} and {other.name!r} differ in {aspect}: "
                     f"{a} and {b}",
                     hint="steps over the same modules run on the same ranks, in the same dtypes",
                 )
@@ -132,51 +137,87 @@ def trained_parameters(graph: Graph) -> frozenset[str]:
     return frozenset(p.name for p in graph.parameters if p.value in reached and p.requires_grad)
 
 
-def step_options(graph: Graph, plan: Plan) -> rt.StepOptions:
-    """Return how a step of this graph runs under a plan."""
+# ------------------------------------------------------------ running a program on this rank
+
+
+def load_program(
+    program: Program | PipelineProgram, mesh: rt.ProcessMesh, rng: rt.Rng, device: torch.device
+) -> LoadedModule | LoadedPipeline:
+    """Load the code that this rank runs."""
+    if isinstance(program, PipelineProgram):
+        return LoadedPipeline(program.text, program.graph, mesh, rng, device)
+    return LoadedModule(program.source(mesh.rank), program.graph, mesh, rng, device)
+
+
+def make_step(
+    loaded: LoadedModule | LoadedPipeline,
+    graph: Graph,
+    plan: Plan,
+    store: rt.ParameterStore,
+    *,
+    compiled: bool = False,
+    recorder: rt.Recorder | None = None,
+) -> ModuleStep | PipelineStep:
+    """Return the step of a loaded program, under `torch.compile` if it is to be `compiled`."""
     dtypes = {i.name: graph.values[i.value].dtype for i in graph.inputs}
-    cast = plan.precision.compute and not plan.precision.autocast
-    return rt.StepOptions(
+    casts = plan.precision.compute and not plan.precision.autocast
+    options = rt.StepOptions(
         check_indices=BatchIndices(graph).check,
-        input_dtypes={n: d for n, d in dtypes.items() if cast and d.is_floating_point},
+        input_dtypes={n: d for n, d in dtypes.items() if casts and d.is_floating_point},
         offload_activations="activations" in plan.offload,
         trains=bool(trained_parameters(graph)),
         units=plan.units,
     )
+    if isinstance(loaded, LoadedPipeline):
+        return PipelineStep(loaded, store, options, recorder)
+    run = torch.compile(loaded.module) if compiled else loaded.module
+    return ModuleStep(loaded, run, store.mesh, store.device, options, recorder)
 
 
-def storage_homes(programs: Mapping[str, Program | PipelineProgram]) -> dict[str, str]:
+# ------------------------------------------------------------ how parameters are stored
+
+
+def storage_owners(programs: Mapping[str, Program | PipelineProgram]) -> dict[str, str]:
     """Return for every parameter the step whose program decides how it is stored.
 
     That is the first step that trains it, else the first that uses it, else the first.
     """
-    holdings = {step: _holdings(program) for step, program in programs.items()}
+    storages = {step: _storages_by_name(program) for step, program in programs.items()}
     used = {step: used_parameters(program.graph) for step, program in programs.items()}
     trained = {step: trained_parameters(program.graph) for step, program in programs.items()}
-    homes: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for parameter in next(iter(programs.values())).graph.parameters:
         name = parameter.name
         users = [step for step in programs if name in used[step]]
         trainers = [step for step in programs if name in trained[step]]
-        homes[name] = home = (trainers or users or list(programs))[0]
+        owners[name] = owner = (trainers or users or list(programs))[0]
         for step in users:
-            _compare(name, home, step, *(_places(holdings[s][name]) for s in (home, step)))
+            _compare(name, owner, step, *(_places(storages[s][name]) for s in (owner, step)))
         for step in trainers:
-            _compare(name, home, step, *(_zeros(holdings[s][name]) for s in (home, step)))
-    return homes
+            _compare(name, owner, step, *(_zeros(storages[s][name]) for s in (owner, step)))
+    return owners
 
 
-def _holdings(program: Program | PipelineProgram) -> dict[str, dict[tuple[int, ...], Storage]]:
-    """Return how each group of ranks stores each of its parameters."""
+def _storages(
+    program: Program | PipelineProgram,
+) -> Iterator[tuple[tuple[int, ...], Storage]]:
+    """Yield how each group of ranks stores each of its parameters."""
     if isinstance(program, PipelineProgram):
-        stages = [(s.ranks, s.program.rank_programs[0]) for s in program.lowered.stages]
+        groups = [(stage.ranks, stage.program) for stage in program.lowered.stages]
     else:
-        stages = [(tuple(range(program.plan.num_ranks)), program.lowered.rank_programs[0])]
-    holdings: dict[str, dict[tuple[int, ...], Storage]] = {}
-    for ranks, ran in stages:
-        for storage in ran.parameters:
-            holdings.setdefault(storage.name, {}).setdefault(ranks, storage)
-    return holdings
+        groups = [(tuple(range(program.plan.num_ranks)), program.lowered)]
+    for ranks, lowered in groups:
+        for storage in lowered.rank_programs[0].parameters:
+            yield ranks, storage
+
+
+def _storages_by_name(
+    program: Program | PipelineProgram,
+) -> dict[str, dict[tuple[int, ...], Storage]]:
+    storages: dict[str, dict[tuple[int, ...], Storage]] = {}
+    for ranks, storage in _storages(program):
+        storages.setdefault(storage.name, {}).setdefault(ranks, storage)
+    return storages
 
 
 def _places(storages: Mapping[tuple[int, ...], Storage]) -> str:
@@ -189,11 +230,87 @@ def _zeros(storages: Mapping[tuple[int, ...], Storage]) -> str:
     return ", ".join(f"zero {storage.zero}" for storage in storages.values() if storage.sync)
 
 
-def _compare(name: str, home: str, step: str, one: str, other: str) -> None:
+def _compare(name: str, owner: str, step: str, one: str, other: str) -> None:
     if one and other and one != other:
         raise PlanMismatch(
-            f"steps {home!r} and {step!r} store the parameter differently: {one}; {other}",
+            f"steps {owner!r} and {step!r} store the parameter differently: {one}; {other}",
             where=name,
             hint=f"fix its layout in both plans: parameters={{{name!r}: …}}; with pipeline stages, "
             "begin them at nodes of the same modules, or use a plan without stages",
         )
+
+
+def fix_layouts(
+    plan: Plan, programs: Mapping[str, Program | PipelineProgram], owners: Mapping[str, str]
+) -> Plan:
+    """Return the plan with the layout of every parameter fixed to that of its owner's program."""
+    entries = {
+        name: ParameterEntry(layout=layout)
+        for step, program in programs.items()
+        for name, layout in _layouts(program, plan).items()
+        if owners[name] == step
+    }
+    return plan.with_(parameters={**plan.parameters, **entries})
+
+
+def has_fixed_layouts(program: Program | PipelineProgram, fixed: Plan) -> bool:
+    """Return whether a program uses every parameter in the layout that `fix_layouts` fixed."""
+    layouts = _layouts(program, fixed).items()
+    return all(fixed.parameters[name].layout == layout for name, layout in layouts)
+
+
+def _layouts(program: Program | PipelineProgram, plan: Plan) -> dict[str, dict[str, str]]:
+    """Return the layout in which a program uses each parameter, in the notation of plans."""
+    layouts: dict[str, dict[str, str]] = {}
+    storages = [storage for _, storage in _storages(program)]
+    for storage in sorted(storages, key=lambda s: s.borrowed):
+        layout = {
+            axis: format_placement(placement)
+            for axis, placement in storage.layout.axes
+            if plan.roles.get(axis) == "parameters" or isinstance(placement, Shard)
+        }
+        layouts[storage.name] = {**layout, **layouts.get(storage.name, {})}
+    return layouts
+
+
+def stored_specs(
+    specs: Sequence[rt.ParameterSpec], plan: Plan, axes: Mapping[str, int]
+) -> list[rt.ParameterSpec]:
+    """Return how parameters are stored for all programs, given the specs of the first.
+
+    A parameter that the first batch does not use, or uses equally on every rank (one row), is still
+    partitioned over the batch axes if the plan says so.
+    """
+    batch = tuple(a for a, size in axes.items() if size > 1 and plan.roles.get(a) == "batch")
+    stored = []
+    for spec in specs:
+        zero = plan.entry(spec.name).zero or 0
+        if zero and spec.requires_grad and not spec.sync and not spec.borrowed:
+            sharded = {split.axis for split in spec.splits}
+            sync = tuple(axis for axis in batch if axis not in sharded)
+            spec = replace(spec, sync=sync, zero=zero if sync else 0)
+        stored.append(spec)
+    return stored
+
+
+def check_storage(
+    store: rt.ParameterStore, specs: Sequence[rt.ParameterSpec], used: Collection[str]
+) -> None:
+    """Raise unless a program uses parameters in the layout in which they are stored."""
+    stored = {e.spec.name: e.spec for e in store.entries}
+    for spec in specs:
+        known = stored.get(spec.name)
+        if known is None and spec.name in used:
+            raise BatchError(
+                f"this batch uses {spec.name} on a pipeline stage that does not store it: "
+                "the first batch did not use it there",
+                where=spec.name,
+                hint="call sw.parallelize with a batch that has every optional input",
+            )
+        if known is not None and (known.splits, known.shape) != (spec.splits, spec.shape):
+            raise BatchError(
+                f"this batch needs {spec.name} of shape {spec.shape} sharded as {spec.splits}; it "
+                f"is stored with shape {known.shape}, sharded as {known.splits}",
+                where=spec.name,
+                hint=f"fix its layout in the plan: parameters[{spec.name!r}]",
+            )

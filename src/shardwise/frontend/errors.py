@@ -141,6 +141,14 @@ def running_frame() -> Frame | None:
     return None
 
 
+def user_stacklevel() -> int:
+    """Return the `stacklevel` that attributes a caller's warning to the user's innermost line."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _PACKAGE)):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 @functools.lru_cache(maxsize=4096)
 def is_user_code(file: str) -> bool:
     """Return whether a file is the user's or a model library's: not torch's, Python's or ours."""

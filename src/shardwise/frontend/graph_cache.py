@@ -41,18 +41,15 @@ from shardwise.errors import ShardwiseError
 from shardwise.files import read_json, write_text
 from shardwise.frontend.errors import is_user_code
 from shardwise.frontend.fake import has_data
-from shardwise.frontend.hooks import hooks_of
+from shardwise.frontend.hooks import MODULE_HOOKS, hooks_of
 from shardwise.frontend.objective import Objective, StepFunction
-from shardwise.frontend.python_state import (
+from shardwise.frontend.python_state import Place, Reach, Reads, reachable
+from shardwise.frontend.snapshots import (
     ATOMS,
     MAX_ARRAY_BYTES,
     MAX_PLAIN_ITEMS,
     MISSING,
-    Place,
-    Reach,
-    Reads,
     attributes_of,
-    reachable,
 )
 from shardwise.ir import Graph
 from shardwise.ir.stored import NotStorable, graph_from_json, graph_to_json
@@ -62,7 +59,6 @@ __all__ = ["CachedCapture", "cache_folder", "cached_capture"]
 
 FORMAT = 1
 MAX_BYTES = 512 << 20  # of all entries; the oldest are removed first
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _STARTED_NS = time.time_ns()
@@ -316,7 +312,7 @@ def _structure(model: nn.Module, reach: Reach, describe: Describe) -> list[str]:
             except NotStorable:
                 if name in reach.names or type(module).__module__.startswith("torch."):
                     raise
-        for kind in _HOOKS:
+        for kind in MODULE_HOOKS:
             hooks = [h for h in own[kind].values() if not _is_ours(h)]
             parts.append(f"{kind}: {describe(hooks)}")
         parts.append(f"children: {[(n, describe(c)) for n, c in own['_modules'].items()]}")

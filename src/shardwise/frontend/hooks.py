@@ -38,6 +38,7 @@ from shardwise.frontend.errors import Frame, is_user_code, running_frame
 from shardwise.ir import GradientHook
 
 Hook = Callable[..., Any]
+MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _SHAPELESS = ("aten.detach.default", "aten.clone.default", "aten._to_copy.default", "aten.alias")
 
@@ -66,9 +67,14 @@ def gradient_hooks(model: nn.Module) -> tuple[GradientHook, ...]:
     return tuple(hooks)
 
 
+def hook_dicts(parameter: torch.Tensor) -> list[dict[int, Hook]]:
+    """Return a parameter's gradient hooks before and after accumulation, by key, if there are."""
+    return [hooks for kind in _KINDS if (hooks := getattr(parameter, kind))]
+
+
 def hooks_of(parameter: torch.Tensor) -> list[Hook]:
     """Return the gradient hooks of a parameter, before and after accumulation."""
-    return [hook for kind in _KINDS for hook in (getattr(parameter, kind) or {}).values()]
+    return [hook for hooks in hook_dicts(parameter) for hook in hooks.values()]
 
 
 def copy_hooks(source: torch.Tensor, target: torch.Tensor) -> None:

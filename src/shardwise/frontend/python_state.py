@@ -11,21 +11,14 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
-import operator
 import os
-import random
 import sys
 import types
-import warnings
-import weakref
-from collections import UserList, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -34,153 +27,16 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import CaptureError
 from shardwise.frontend.errors import Frame, is_user_code, running_frame
 from shardwise.frontend.fake import has_data
-
-# ---------------------------------------------------------------- snapshots of values
-
-MAX_ITEMS = 256  # of a container that is compared element by element
-MAX_PLAIN_ITEMS = 8192  # of a container of numbers and strings alone
-MAX_ARRAY_BYTES = 2**20  # of an array that is compared by value
-DEPTH = 6  # of nested containers and objects
-ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum, range)
-_SCALARS = {bool, int, float, complex, str, bytes, type(None)}
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
-INTERNAL = (frozenset(vars(nn.Module())) | frozenset(vars(nn.Module))) - {"training"}
-
-
-class Missing:
-    """The value of a variable that does not exist."""
-
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-MISSING = Missing()
-
-
-class Same:
-    """An object that is compared by identity, through a weak reference."""
-
-    __slots__ = ("_get",)
-
-    def __init__(self, value: Any) -> None:
-        try:
-            self._get: Callable[[], Any] = weakref.ref(value)
-        except TypeError:  # builtin and small types have no weak references
-            self._get = lambda: value
-
-    def __eq__(self, other: object) -> bool:
-        value = self._get()
-        return isinstance(other, Same) and value is not None and value is other._get()
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def snapshot(value: Any, names: Set[str], depth: int = DEPTH) -> Any:
-    """Return a snapshot of a value, to compare with a later one.
-
-    It keeps no large object alive: tensors and modules are compared by identity (tensors also by
-    version). Numbers, strings, arrays and containers are compared by value, iterators by their
-    position, other objects by their attributes in `names`, which some code mentions.
-    """
-    if isinstance(value, ATOMS):
-        exact = isinstance(value, bool | float | complex)  # True == 1 == 1.0
-        return (type(value), repr(value)) if exact else value
-    if isinstance(value, torch.Tensor):
-        counts = not isinstance(value, nn.Parameter) and not value.is_inference()
-        return (Same(value), value._version if counts else 0)
-    if isinstance(value, types.MethodType):
-        owner = value.__self__  # attributes of modules are compared separately
-        by_identity = isinstance(owner, nn.Module)
-        return (
-            Same(owner) if by_identity else snapshot(owner, names, depth),
-            Same(value.__func__),
-        )
-    if isinstance(value, list | tuple | set | frozenset | dict) and depth:
-        return _container(value, names, depth - 1)
-    if isinstance(value, random.Random):
-        return (Same(value), hash(value.getstate()))
-    if isinstance(value, np.random.Generator):
-        return (Same(value), repr(value.bit_generator.state))
-    if isinstance(value, np.random.RandomState):
-        return (Same(value), repr(value.get_state()))
-    if isinstance(value, np.ndarray):
-        small = value.nbytes <= MAX_ARRAY_BYTES
-        return (value.shape, value.dtype, value.tobytes()) if small else Same(value)
-    if isinstance(value, nn.Module):
-        return (Same(value), [_module(module, names) for module in value.modules()])
-    if not depth or isinstance(value, (type, types.ModuleType, *_FUNCTIONS)):
-        return Same(value)
-    if isinstance(value, functools.partial):
-        parts = (value.func, value.args, value.keywords)
-        return (Same(value), [snapshot(part, names, depth) for part in parts])
-    attributes = [(k, v) for k, v in attributes_of(value).items() if k in names]
-    taken = [(k, snapshot(v, names, depth - 1)) for k, v in attributes]
-    return (Same(value), taken, _contents(value, names, depth))
-
-
-def _module(module: nn.Module, names: Set[str]) -> Any:
-    """Return attributes and tensor versions of a module that does not belong to the model."""
-    own = vars(module)
-    public = {k: v for k, v in own.items() if k not in INTERNAL and k != "training"}
-    tensors = [t for kind in ("_parameters", "_buffers") for t in own[kind].values()]
-    versions = [t._version for t in tensors if t is not None and not t.is_inference()]
-    return ([(k, snapshot(v, names, 1)) for k, v in public.items()], versions)
-
-
-def _contents(value: Any, names: Set[str], depth: int) -> Any:
-    """Return an object's state besides its attributes: items, or the position of an iterator."""
-    if isinstance(value, types.GeneratorType):
-        frame = value.gi_frame
-        return frame and (frame.f_lasti, _container(dict(frame.f_locals), names, depth - 1))
-    try:
-        if isinstance(value, Mapping):
-            return _container(dict(value), names, depth - 1)
-        if isinstance(value, deque | UserList):
-            return _container(list(value), names, depth - 1)
-        if isinstance(value, Iterator):
-            return _progress(value)
-    except Exception:  # a class of the user's may raise anything: compare its attributes only
-        return None
-    return None
-
-
-def _progress(value: Iterator[Any]) -> Any:
-    if type(value).__module__ == "itertools":
-        with warnings.catch_warnings():  # copies of these are deprecated
-            warnings.simplefilter("ignore", DeprecationWarning)
-            return repr(value.__reduce__())
-    return operator.length_hint(value, -1)
-
-
-def attributes_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, in `__dict__` and in slots."""
-    attributes = dict(getattr(value, "__dict__", {}))
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(value, name):
-                attributes[name] = getattr(value, name)
-    return attributes
-
-
-def _container(value: Any, names: Set[str], depth: int) -> Any:
-    kind = type(value)
-    if len(value) > MAX_ITEMS:
-        return (kind, len(value), _large(value))
-    if isinstance(value, dict):
-        return (kind, [[snapshot(item, names, depth) for item in pair] for pair in value.items()])
-    if isinstance(value, set | frozenset):
-        return (kind, sorted(map(repr, value)))
-    return (kind, [snapshot(item, names, depth) for item in value])
-
-
-def _large(value: Any) -> Any:
-    if len(value) <= MAX_PLAIN_ITEMS:
-        items = (*value, *value.values()) if isinstance(value, dict) else tuple(value)
-        if set(map(type, items)) <= _SCALARS:
-            return items
-    return Same(value)
-
+from shardwise.frontend.snapshots import (
+    ATOMS,
+    DEPTH,
+    INTERNAL,
+    MAX_ITEMS,
+    MISSING,
+    attributes_of,
+    class_member,
+    snapshot,
+)
 
 # ---------------------------------------------------------------- what code may read
 
@@ -661,8 +517,7 @@ class Watch:
         """Return whether a class attribute is a value, not a method or property."""
         key = (cls, name)
         if key not in self._plain_class:
-            raw = next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
-            self._plain_class[key] = not hasattr(type(raw), "__get__")
+            self._plain_class[key] = not hasattr(type(class_member(cls, name)), "__get__")
         return self._plain_class[key]
 
     def _is_torchs(self, place: Place) -> bool:

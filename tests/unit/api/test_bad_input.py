@@ -89,7 +89,7 @@ def test_weights_that_are_not_numbers(name: str) -> None:
         tensor.view(-1)[1] = float("nan")
     with pytest.raises(ShardwiseError) as caught:
         sw.parallelize(model, batch, plan=plan)
-    assert f"{name} has 1 of {tensor.numel()} values that are NaN" in str(caught.value)
+    assert f"{name} has 1 NaNs among its {tensor.numel()} values" in str(caught.value)
 
 
 def test_a_plan_for_another_model() -> None:

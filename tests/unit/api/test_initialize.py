@@ -1,4 +1,4 @@
-"""Models on meta are initialized as they would have been, or not at all."""
+"""Models on meta get the values that they have on a device, or an explanation."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from shardwise.api.weights import initialize
 
 
 def values(make: Any, init: Any = None, seed: int = 3) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The initial values of a model that is built on meta, and why others are missing."""
+    """Return the initial values of a model built on meta, and why others are missing."""
     with torch.device("meta"):
         model = make()
     names = [n for n, _ in (*model.named_parameters(), *model.named_buffers())]
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     with torch.random.fork_rng():
         reasons = initialize(
-            model, names, names, seed, lambda n, t: found.update({n: t.clone()}), init
+            model, names, names, seed, lambda n, t: tensors.update({n: t.clone()}), init
         )
-    assert set(found) | set(reasons) == set(names)
-    assert not set(found) & set(reasons)
-    return found, reasons
+    assert set(tensors) | set(reasons) == set(names)
+    assert not set(tensors) & set(reasons)
+    return tensors, reasons
 
 
 class Plain(nn.Module):
@@ -37,17 +37,17 @@ class Plain(nn.Module):
         self.lstm = nn.LSTM(30, 4)
 
 
-def test_modules_that_initialize_themselves() -> None:
-    found, reasons = values(lambda: Plain().double())
+def test_reset_parameters_is_repeated() -> None:
+    tensors, reasons = values(lambda: Plain().double())
     assert not reasons
-    assert found["table.weight"][1].any()
-    assert not found["attention.out_proj.bias"].any()  # set by the module around it
-    assert (found["norm.running_var"] == 1).all()
-    assert found["table.weight"].dtype == torch.float64
+    assert tensors["table.weight"][1].any()
+    assert not tensors["attention.out_proj.bias"].any()  # set by the enclosing module
+    assert (tensors["norm.running_var"] == 1).all()
+    assert tensors["table.weight"].dtype == torch.float64
     again, _ = values(lambda: Plain().double())
-    assert all(torch.equal(again[name], value) for name, value in found.items())
+    assert all(torch.equal(again[name], value) for name, value in tensors.items())
     other, _ = values(lambda: Plain().double(), seed=4)
-    assert not torch.equal(other["table.weight"], found["table.weight"])
+    assert not torch.equal(other["table.weight"], tensors["table.weight"])
 
 
 class Applied(nn.Module):
@@ -70,23 +70,23 @@ class Applied(nn.Module):
 
 
 @pytest.mark.parametrize("data", [False, True])
-def test_a_function_that_the_model_applies(data: bool) -> None:
-    found, reasons = values(lambda: Applied(data=data))
+def test_init_weights_is_applied_again(data: bool) -> None:
+    tensors, reasons = values(lambda: Applied(data=data))
     assert not reasons
     for name in ("table.weight", "up.weight", "down.weight"):
-        assert 0.018 < found[name].std() < 0.022, name
-    assert not found["up.bias"].any()
+        assert 0.018 < tensors[name].std() < 0.022, name
+    assert not tensors["up.bias"].any()
 
 
-def test_weights_that_init_sets_once_more_are_reported() -> None:
-    found, reasons = values(lambda: Applied(scaled=True))
+def test_weights_set_again_in_init_are_reported() -> None:
+    tensors, reasons = values(lambda: Applied(scaled=True))
     assert list(reasons) == ["down.weight"]
     assert "it was written 3x" in reasons["down.weight"]
-    assert "up.weight" in found
+    assert "up.weight" in tensors
 
 
 class Tied(nn.Module):
-    """Which of the two made the weight that both have, nothing tells but a common function."""
+    """A shared weight: only a function applied to both modules tells how it was initialized."""
 
     def __init__(self, *, applied: bool) -> None:
         super().__init__()
@@ -100,10 +100,10 @@ class Tied(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
 
 
-def test_shared_weights() -> None:
-    found, reasons = values(lambda: Tied(applied=True))
+def test_shared_weights_need_one_initialization() -> None:
+    tensors, reasons = values(lambda: Tied(applied=True))
     assert not reasons
-    assert 0.018 < found["table.weight"].std() < 0.022
+    assert 0.018 < tensors["table.weight"].std() < 0.022
     _, reasons = values(lambda: Tied(applied=False))
     assert set(reasons) == {"table.weight"}
 
@@ -135,7 +135,9 @@ class Inline(nn.Module):
         ("outside", "line.weight", "written 2x"),
     ],
 )
-def test_what_cannot_be_done_again_is_reported(how: str, name: str, reason: str) -> None:
+def test_initialization_that_cannot_be_repeated_is_reported(
+    how: str, name: str, reason: str
+) -> None:
     _, reasons = values(lambda: Inline(how))
     assert reason in reasons[name]
 
@@ -146,31 +148,31 @@ def test_a_layer_copied_from_another_is_reported() -> None:
     assert "layers.1.linear1.weight" in reasons
 
 
-def test_a_function_for_each_module() -> None:
+def test_a_function_initializes_each_module() -> None:
     def init(module: nn.Module) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             nn.init.constant_(parameter, 2.0 if name == "weight" else 0.5)
 
-    found, reasons = values(lambda: Inline("own"), init)
+    tensors, reasons = values(lambda: Inline("own"), init)
     assert not reasons
-    assert (found["line.weight"] == 2).all()
-    assert (found["own"] == 0.5).all()
+    assert (tensors["line.weight"] == 2).all()
+    assert (tensors["own"] == 0.5).all()
     _, reasons = values(lambda: Inline("buffer"), init)
     assert reasons == {"places": "init(Inline) does not set it"}
 
 
-def test_models_of_hugging_face_are_initialized_by_their_own_function() -> None:
+def test_transformers_models_are_initialized_by_their_own_function() -> None:
     from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
     sizes: dict[str, Any] = {"n_embd": 60, "n_layer": 8, "n_head": 2, "vocab_size": 90}
-    found, reasons = values(lambda: GPT2LMHeadModel(GPT2Config(**sizes)))
+    tensors, reasons = values(lambda: GPT2LMHeadModel(GPT2Config(**sizes)))
     assert not reasons
-    expected = 0.02 / (2 * 8) ** 0.5  # a module above scales what its children have
-    assert 0.9 < found["transformer.h.0.mlp.c_proj.weight"].std() / expected < 1.1
-    assert 0.019 < found["transformer.wte.weight"].std() < 0.021
+    expected = 0.02 / (2 * 8) ** 0.5  # an enclosing module rescales its children's weights
+    assert 0.9 < tensors["transformer.h.0.mlp.c_proj.weight"].std() / expected < 1.1
+    assert 0.019 < tensors["transformer.wte.weight"].std() < 0.021
     config = BertConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
     )
-    found, reasons = values(lambda: BertModel(config))
+    tensors, reasons = values(lambda: BertModel(config))
     assert not reasons
-    assert found["embeddings.position_ids"].flatten()[5] == 5
+    assert tensors["embeddings.position_ids"].flatten()[5] == 5

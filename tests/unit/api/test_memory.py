@@ -1,4 +1,4 @@
-"""Predicted memory against that of real runs, where an allocation is counted by the profiler."""
+"""Predicted memory agrees with that of real runs, whose allocations the profiler counts."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ def predicted(strategy: str, ranks: int, rank: int = 0, **options: Any) -> sw.ty
 @pytest.mark.parametrize(
     "recompute", [*(pytest.param(r, marks=pytest.mark.slow) for r in ("none", "full")), "selective"]
 )
-def test_prediction_holds_on_one_rank(recompute: str) -> None:
+def test_prediction_matches_a_measurement_on_one_rank(recompute: str) -> None:
     job = ("ddp", 1, {"recompute": recompute}, SIZES, BATCH)
-    found, (said,) = measure(*job), predict(*job)
-    for what in ("peak", "above", "kept"):
-        assert said[what] == pytest.approx(found[what], rel=0.1), what
+    measured, (estimate,) = measure(*job), predict(*job)
+    for figure in ("peak", "above", "kept"):
+        assert estimate[figure] == pytest.approx(measured[figure], rel=0.1), figure
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"num_microbatches": 4}, {"precision": "bf16"}])
-def test_prediction_holds_with_micro_batches_and_number_types(options: dict[str, Any]) -> None:
+def test_prediction_matches_with_micro_batches_and_dtypes(options: dict[str, Any]) -> None:
     job = ("ddp", 1, options, SIZES, BATCH)
-    found, (said,) = measure(*job), predict(*job)
-    for what in ("peak", "kept"):
-        assert said[what] == pytest.approx(found[what], rel=0.1), what
+    measured, (estimate,) = measure(*job), predict(*job)
+    for figure in ("peak", "kept"):
+        assert estimate[figure] == pytest.approx(measured[figure], rel=0.1), figure
 
 
-def test_what_autograd_saves_is_what_it_saves_in_a_real_run() -> None:
+def test_predicted_activations_are_those_that_autograd_saves() -> None:
     with torch.device("cpu"):
         model = GPT(**SIZES)
     batch = tokens(BATCH, SIZES["length"], SIZES["vocab"])
@@ -74,10 +74,10 @@ def test_what_autograd_saves_is_what_it_saves_in_a_real_run() -> None:
 @pytest.mark.parametrize(
     "strategy", thinned(["zero1", "fsdp", "tensor"], lambda _, name: name == "fsdp")
 )
-def test_state_is_what_the_strategy_keeps_of_it(strategy: str) -> None:
+def test_state_is_the_share_that_the_strategy_stores(strategy: str) -> None:
     graph = graph_of()
-    whole = sum(graph.values[p.value].num_bytes for p in graph.parameters)
-    found = predicted(strategy, 2)
+    full_bytes = sum(graph.values[p.value].num_bytes for p in graph.parameters)
+    memory = predicted(strategy, 2)
     parameters, optimizer = {
         "ddp": (1, 2),
         "zero1": (1, 1),
@@ -85,22 +85,22 @@ def test_state_is_what_the_strategy_keeps_of_it(strategy: str) -> None:
         "fsdp": (0.5, 1),
         "tensor": (0.5, 1),
     }[strategy]
-    assert found.parts["parameters"] == pytest.approx(parameters * whole, rel=0.1)
-    assert found.parts["optimizer"] == pytest.approx(optimizer * whole, rel=0.1)
+    assert memory.parts["parameters"] == pytest.approx(parameters * full_bytes, rel=0.1)
+    assert memory.parts["optimizer"] == pytest.approx(optimizer * full_bytes, rel=0.1)
 
 
-def test_parts_add_up_and_the_table_shows_them() -> None:
-    found = predicted("fsdp", 2)
-    data = found.to_json()
+def test_parts_add_up_to_the_peak_and_are_shown() -> None:
+    memory = predicted("fsdp", 2)
+    data = memory.to_json()
     parts = ("parameters", "gradients", "optimizer", "activations", "temporary")
-    assert sum(found.parts[part] for part in parts) == found.peak_bytes
+    assert sum(memory.parts[part] for part in parts) == memory.peak_bytes
     assert json.loads(json.dumps(data)) == data
-    assert f"{found.peak_bytes / 2**20:,.1f} MiB" in str(found)
-    assert str(found).startswith(f"memory of rank 0, highest in {found.when}\n  parameters ")
+    assert f"{memory.peak_bytes / 2**20:,.1f} MiB" in str(memory)
+    assert str(memory).startswith(f"memory of rank 0, highest in {memory.when}\n  parameters ")
 
 
 @pytest.mark.slow
-def test_recomputation_keeps_less() -> None:
+def test_recomputation_saves_fewer_activations() -> None:
     none, selective, full = (
         predicted("ddp", 1, recompute=mode).activations_peak_bytes
         for mode in ("none", "selective", "full")
@@ -109,38 +109,38 @@ def test_recomputation_keeps_less() -> None:
 
 
 @pytest.mark.slow
-def test_schedules_keep_what_is_in_flight() -> None:
-    found = {
-        schedule: predicted("pipeline", 2, schedule=schedule, pp=2, num_microbatches=8)
+def test_schedules_store_micro_batches_in_flight() -> None:
+    gpipe, one_f_one_b = (
+        predicted("pipeline", 2, schedule=schedule, pp=2, num_microbatches=8)
         for schedule in ("gpipe", "1f1b")
-    }
-    gpipe, few = (found[name].activations_peak_bytes for name in ("gpipe", "1f1b"))
-    assert gpipe / few == pytest.approx(8 / 2, rel=0.1)  # all micro-batches, or one per stage
+    )  # which store activations of all micro-batches, and of one per stage
+    ratio = gpipe.activations_peak_bytes / one_f_one_b.activations_peak_bytes
+    assert ratio == pytest.approx(8 / 2, rel=0.1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble", "zb_h1", "zb_v"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_every_schedule_can_be_played(schedule: str, rank: int) -> None:
+def test_every_schedule_runs_without_data(schedule: str, rank: int) -> None:
     options = {"schedule": schedule, "pp": 2, "num_microbatches": 4}
     assert predicted("pipeline", 2, rank, **options).parts["activations"] > 0
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 7])
-def test_three_dimensions_with_sharded_parameters(rank: int) -> None:
+def test_dp_tp_and_pp_with_sharded_parameters(rank: int) -> None:
     options = {"dp": 2, "tp": 2, "pp": 2, "num_microbatches": 4, "zero": 3, "recompute": "full"}
     assert predicted("hybrid", 8, rank, **options).peak_bytes > 0
 
 
 @pytest.mark.slow
-def test_micro_batches_of_their_own_count_with_the_whole_batch() -> None:
+def test_separate_micro_batches_store_one_micro_batch() -> None:
     model, batch = GPT(**SIZES), tokens(BATCH, SIZES["length"], SIZES["vocab"])
     plan = sw.strategies.ddp(
         sw.capture(model, batch), sw.Cluster.local(1), num_microbatches=4, per_microbatch=True
     )
-    found = sw.compile(sw.capture(model, batch, plan=plan), plan).memory()
-    whole = predicted("ddp", 1)
-    assert found.activations_peak_bytes == pytest.approx(whole.activations_peak_bytes / 4, rel=0.05)
+    memory = sw.compile(sw.capture(model, batch, plan=plan), plan).memory()
+    full_batch = predicted("ddp", 1).activations_peak_bytes
+    assert memory.activations_peak_bytes == pytest.approx(full_batch / 4, rel=0.05)
 
 
 def test_a_model_larger_than_this_machine() -> None:
@@ -150,16 +150,15 @@ def test_a_model_larger_than_this_machine() -> None:
     graph = sw.capture(model, batch)
     plan = sw.strategies.fsdp(graph, sw.Cluster.local(64), precision="bf16")
     graph = sw.capture(model, batch, plan=plan)
-    found = sw.compile(graph, plan).memory(63)
-    whole = sum(graph.values[p.value].numel for p in graph.parameters)
-    assert whole > 2.5e9
-    assert found.parts["parameters"] + found.parts["optimizer"] == pytest.approx(
-        12 * whole / 64, rel=0.1
-    )
+    memory = sw.compile(graph, plan).memory(63)
+    numel = sum(graph.values[p.value].numel for p in graph.parameters)
+    assert numel > 2.5e9
+    state_bytes = memory.parts["parameters"] + memory.parts["optimizer"]
+    assert state_bytes == pytest.approx(12 * numel / 64, rel=0.1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_a_gpu_that_is_not_here() -> None:
+def test_a_missing_gpu_is_an_error() -> None:
     graph = graph_of()
     plan = sw.strategies.ddp(graph, sw.Cluster.local(1))
     with pytest.raises(ShardwiseError, match="torch finds no such device here"):
@@ -175,24 +174,24 @@ class Dropping(nn.Module):
         return self.drop(self.linear(x)).sum()
 
 
-def test_random_numbers_are_not_drawn() -> None:
+def test_a_model_with_dropout_runs_without_data() -> None:
     graph = sw.capture(Dropping().train(), {"x": torch.ones(4, 8)})
     plan = sw.strategies.ddp(graph, sw.Cluster.local(2))
     assert sw.compile(graph, plan).memory().peak_bytes > 0
 
 
-def test_optimizers_are_named_or_given() -> None:
+def test_optimizers_by_name_or_by_class() -> None:
     graph = graph_of()
     plan = sw.strategies.ddp(graph, sw.Cluster.local(1))
-    whole = sum(graph.values[p.value].num_bytes for p in graph.parameters)
+    full_bytes = sum(graph.values[p.value].num_bytes for p in graph.parameters)
     assert sw.compile(graph, plan).memory(optimizer="sgd").parts["optimizer"] == 0
-    found = sw.compile(graph, plan).memory(optimizer=torch.optim.SGD, momentum=0.9)
-    assert found.parts["optimizer"] == whole
+    memory = sw.compile(graph, plan).memory(optimizer=torch.optim.SGD, momentum=0.9)
+    assert memory.parts["optimizer"] == full_bytes
     with pytest.raises(OptimizerError, match="did you mean 'adamw'"):
         sw.compile(graph, plan).memory(optimizer="adamww")
 
 
-def test_a_rank_that_the_plan_does_not_have() -> None:
+def test_a_rank_outside_the_plan_is_an_error() -> None:
     graph = graph_of()
     plan = sw.strategies.ddp(graph, sw.Cluster.local(2))
     with pytest.raises(PlanError, match="rank 2 is not among the 2"):
@@ -219,7 +218,7 @@ class Reading(nn.Module):
         return _Reads.apply(self.linear(x)).sum()  # type: ignore[no-untyped-call,no-any-return]
 
 
-def test_a_program_that_reads_values_says_so() -> None:
+def test_a_program_that_reads_values_is_an_error() -> None:
     graph = sw.capture(Reading(), {"x": torch.ones(4, 4)})
     plan = sw.strategies.ddp(graph, sw.Cluster.local(1))
     with pytest.raises(ShardwiseError, match=r"memory cannot be predicted: .* values of"):

@@ -1,8 +1,7 @@
-"""The Python state that captured programs depend on, compared at every step.
+"""Detect changes of the Python state that captured programs depend on, before every step.
 
-Enters: the user's model, and what its captures read (`Reads`). Leaves: the number of the present
-state: each distinct one has its own number, and thereby its own programs. The model is held by
-weak references only; where it is gone, nobody can change it.
+Each distinct state of everything that the captures of a model read (`Reads`) has a number, and
+thereby its own programs. The model is referenced weakly: once it is gone, nobody can change it.
 """
 
 from __future__ import annotations
@@ -19,31 +18,19 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from shardwise.api.guards import Guards, is_constant
-from shardwise.api.originals import user_level
 from shardwise.errors import ProgramError
-from shardwise.frontend import skeleton
-from shardwise.frontend.errors import Frame
-from shardwise.frontend.hooks import hooks_of
-from shardwise.frontend.python_state import (
-    INTERNAL,
-    MISSING,
-    Place,
-    Reads,
-    Same,
-    Variable,
-    snapshot,
-)
+from shardwise.frontend.errors import Frame, user_stacklevel
+from shardwise.frontend.fake import skeleton
+from shardwise.frontend.hooks import MODULE_HOOKS, hook_dicts, hooks_of
+from shardwise.frontend.python_state import Place, Reads, Variable
+from shardwise.frontend.snapshots import INTERNAL, MISSING, Guards, Same, is_constant, snapshot
 
-_ID = " #"  # before what tells variables of one name apart
-STATES = 64  # whose numbers are remembered
-MANY = (8, 64, 512)  # numbers of states at which to warn
-_CURE = "pass a value that changes often in the batch, as a tensor"
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_GLOBAL = vars(nn.modules.module)  # where hooks of all modules are
-_GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in _HOOKS)
-
-_GONE = object()  # stands for a module that no longer exists
+MAX_STATES = 64  # whose numbers are remembered
+WARN_AT = (8, 64, 512)  # numbers of states at which to warn
+_ID = " #"  # separates a variable's description from the id that makes it unique
+_GLOBALS = vars(nn.modules.module)  # where hooks on all modules are registered
+_GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in MODULE_HOOKS)
+_GONE = object()  # stands for a value of a module that no longer exists
 
 Snapshots = dict[str, Any]
 
@@ -51,8 +38,8 @@ Snapshots = dict[str, Any]
 class NotComputed:
     """Stands for an attribute that forward assigns, on a model whose forward no longer runs.
 
-    Parallel steps do not assign it, and the value from before would be taken for the step's. Every
-    use but the text raises.
+    Parallel steps do not assign it, and a user would take the old value for the step's. Every use
+    except `repr` raises.
     """
 
     def __init__(self, name: str, frame: Frame) -> None:
@@ -88,125 +75,121 @@ class NotComputed:
     __truediv__ = __rtruediv__ = __floordiv__ = __pow__ = __matmul__ = _refuse
 
 
-def attributes_of(model: nn.Module) -> frozenset[str]:
-    """Return the names of a model's own attributes that are plain values."""
-    names = {n for cls in type(model).__mro__ for n, v in vars(cls).items() if _is_value(v)}
+def plain_attributes(model: nn.Module) -> frozenset[str]:
+    """Return the names of a model's own attributes that are neither methods nor properties."""
+    members = [member for cls in type(model).__mro__ for member in vars(cls).items()]
+    names = {name for name, value in members if not hasattr(type(value), "__get__")}
     return frozenset((names | set(vars(model))) - INTERNAL - {"training"})
 
 
-def _is_value(member: Any) -> bool:
-    return not hasattr(type(member), "__get__")
-
-
 class PythonState:
-    """Compares a model's Python state with that of its captures."""
+    """The Python state of one model, compared with that of its captures."""
 
     def __init__(self, model: nn.Module, registered: Callable[[], int]) -> None:
-        """Compare the state of `model`; `registered` counts hooks as they are registered."""
+        """Watch `model`; `registered` counts the hooks that are registered on any tensor."""
         self.reads = Reads()
-        self._root_is_made = isinstance(model, nn.ModuleDict)  # of a mapping: nobody holds it
+        self._is_mapping = isinstance(model, nn.ModuleDict)  # made here: the user has its children
         self._modules = {path: weakref.ref(m) for path, m in model.named_modules()}
-        self._children = [
-            (path, name, weakref.ref(child))
+        self._children = {
+            (path, name): weakref.ref(child)
             for path, module in model.named_modules()
             for name, child in module._modules.items()
             if child is not None
-        ]
+        }
         self._parameters = [(n, weakref.ref(p)) for n, p in model.named_parameters()]
         self._number, self._numbers = 0, itertools.count(1)
         self._current: Snapshots = {}
-        self.last_change = ""  # what was different when the state changed last
+        self.last_change = ""  # describes the first difference of the last change
         self._registered, self._num_registered = registered, 0
-        self._hooks: list[int] = []  # of parameters
-        self._known: list[tuple[Snapshots, int]] = []
+        self._hook_keys: list[int] = []  # of parameters
+        self._states: list[tuple[Snapshots, int]] = []
         self._guards = Guards(frozenset())
 
     def add(self, reads: Reads) -> None:
-        """Compare from now on what captures have read by now."""
+        """Compare everything that captures have read, from now on."""
         self.reads = reads
-        present = self._take()
-        for known, _ in self._known:  # programs do not depend on what they did not read
+        present = self._snapshots()
+        for state, _ in self._states:  # programs do not depend on state that they did not read
             for key, value in present.items():
-                known.setdefault(key, value)
-        if not self._known:
-            self._known.append((present, self._number))
+                state.setdefault(key, value)
+        if not self._states:
+            self._states.append((present, self._number))
         self._publish()
-        self._set(present)
+        self._guard(present)
 
     def _publish(self) -> None:
         """Give the model the attributes that its forward would have assigned.
 
         Values that are the same in all programs are set; others would be those of another step. An
-        attribute that the model did not have stays missing: forward may ask whether it has one.
+        attribute that the model did not have stays missing: forward may ask whether it exists.
         """
         for (path, name), write in self.reads.writes.items():
             module = self._modules[path]()
             if module is None or write.frame is None:
                 continue
-            old = vars(module).get(name, MISSING)
             if write.is_known:
                 vars(module)[name] = write.value
-            elif old is not MISSING:
+            elif name in vars(module):
                 vars(module)[name] = NotComputed(_dotted(path, name), write.frame)
 
     def number(self) -> int:
         """Return the number of the present state; raise if parts of the model were replaced."""
-        if not self._known or self._is_unchanged():  # without captures, nothing to compare
+        if not self._states or self._is_unchanged():  # without captures, nothing to compare
             return self._number
-        self._require_children()
-        before, present = self._current, self._take()
-        self._set(present)
+        self._check_children()
+        before, present = self._current, self._snapshots()
+        self._guard(present)
         if before == present:
             return self._number
-        changed = [k for k in {**before, **present} if before.get(k) != present.get(k)]
-        self.last_change = changed[0].split(_ID)[0]
-        for known, number in self._known:
-            if known == present:
+        changed = next(k for k in {**before, **present} if before.get(k) != present.get(k))
+        self.last_change = changed.split(_ID)[0]
+        for state, number in self._states:
+            if state == present:
                 self._number = number
                 return number
         self._number = next(self._numbers)
-        self._known = [*self._known[-STATES + 1 :], (present, self._number)]
-        if self._number in MANY:
+        self._states = [*self._states[-MAX_STATES + 1 :], (present, self._number)]
+        if self._number in WARN_AT:
             warnings.warn(
                 f"the model is captured for the {self._number + 1}th time because "
-                f"{self.last_change} "
-                f"changed; each capture costs as much as a first step. {_CURE}",
-                stacklevel=user_level(),
+                f"{self.last_change} changed; each capture costs as much as a first step. Pass a "
+                "value that changes often in the batch, as a tensor",
+                stacklevel=user_stacklevel(),
             )
         return self._number
 
     def skeleton(self, last: nn.Module, *, is_changed: bool) -> nn.Module:
-        """Return a copy without weights of the model as it is now; `last` is the one before.
+        """Return a copy without weights of the model as it is now; `last` is the previous one.
 
-        `is_changed` says that programs depend on something that is different now.
+        With `is_changed`, programs depend on something that has changed since.
         """
         if all(ref() is None for ref in self._modules.values()):
-            return last  # nobody can have changed the model; what changed is a variable outside it
+            return last  # nobody can have changed the model, only variables outside of it
         root = self._modules[""]()
-        if root is None and self._root_is_made:
+        if root is None and self._is_mapping:
             children = {path: ref() for path, ref in self._modules.items() if path.isidentifier()}
             if all(child is not None for child in children.values()):
                 root = nn.ModuleDict(children)  # type: ignore[arg-type]
-                root.training = self._mode()
+                root.training = self._training()
         if root is None and not is_changed:
             return last
         if root is None:
             raise ProgramError(
                 "Python state has changed, and only some parts of the model still exist",
-                hint="keep a reference to the whole model that was given to parallelize",
+                hint="keep a reference to the model that was given to parallelize",
             )
         return skeleton(root)
 
-    def _mode(self) -> bool:
-        """The flag that others are compared with: train() and eval() change all of them."""
+    def _training(self) -> bool:
+        """Return the mode that modules are compared with: train() and eval() set it for all."""
         root = self._modules[""]()
         if root is not None:
             return bool(root.training)
         return any(m.training for ref in self._modules.values() if (m := ref()) is not None)
 
-    def _require_children(self) -> None:
-        """Raise if a module was replaced."""
-        for path, name, ref in self._children:
+    def _check_children(self) -> None:
+        """Raise if a module was replaced or added."""
+        for (path, name), ref in self._children.items():
             module = self._modules[path]()
             if module is not None and module._modules.get(name) is not ref():
                 raise ProgramError(
@@ -215,11 +198,10 @@ class PythonState:
                     where=_dotted(path, name),
                     hint="call parallelize again, or load its values with pm.load_state_dict",
                 )
-        known = {(path, name) for path, name, _ in self._children}
-        for path, ref in self._modules.items():
-            module = ref()
+        for path, module_ref in self._modules.items():
+            module = module_ref()
             for name, child in (module._modules if module is not None else {}).items():
-                if child is not None and (path, name) not in known:
+                if child is not None and (path, name) not in self._children:
                     raise ProgramError(
                         "this part was added to the model after parallelize, and is not being "
                         "trained",
@@ -233,34 +215,29 @@ class PythonState:
         """Return whether cheap comparisons show that nothing changed; False if in doubt."""
         registered = self._registered()
         if registered != self._num_registered:  # perhaps on a parameter of the model
-            if self._parameter_hooks() != self._hooks:
+            if self._parameter_hook_keys() != self._hook_keys:
                 return False
             self._num_registered = registered
         return self._guards.hold()
 
-    def _parameter_hooks(self) -> list[int]:
-        """The keys of the hooks of parameters; a new hook has a new key."""
-        keys: list[int] = []
+    def _parameter_hooks(self) -> Iterator[dict[int, Any]]:
+        """Yield the hooks of all parameters, by key."""
         for _, ref in self._parameters:
-            parameter: Any = ref()
+            parameter = ref()
             if parameter is not None:
-                keys += parameter._backward_hooks or ()
-                keys += parameter._post_accumulate_grad_hooks or ()
-        return keys
+                yield from hook_dicts(parameter)
 
-    def _set(self, present: Snapshots) -> None:
+    def _parameter_hook_keys(self) -> list[int]:
+        """Return the keys of all hooks of parameters; a new hook has a new key."""
+        return [key for hooks in self._parameter_hooks() for key in hooks]
+
+    def _guard(self, present: Snapshots) -> None:
         """Prepare the comparisons of every step."""
         self._current = present
-        self._num_registered, self._hooks = self._registered(), self._parameter_hooks()
+        self._num_registered, self._hook_keys = self._registered(), self._parameter_hook_keys()
         self._guards = guards = Guards(self.reads.reach.names)
-        for kind in _GLOBAL_HOOKS:
-            guards.add_hooks(_GLOBAL[kind])
-        for _, ref in self._parameters:
-            parameter: Any = ref()
-            if parameter is not None and (hooks := parameter._backward_hooks):
-                guards.add_hooks(hooks)
-            if parameter is not None and (hooks := parameter._post_accumulate_grad_hooks):
-                guards.add_hooks(hooks)
+        for hooks in (*(_GLOBALS[kind] for kind in _GLOBAL_HOOKS), *self._parameter_hooks()):
+            guards.add_hooks(hooks)
         for variable in self.reads.reach.variables.values():
             value, home = variable.read(), variable.home
             if not (is_constant(value) or self._is_part(value)):
@@ -268,31 +245,29 @@ class PythonState:
             elif isinstance(home, types.CellType):
                 guards.add_constant(variable.read, value)
             else:
-                guards.add_member(
-                    home if isinstance(home, dict) else vars(home), variable.name, value
-                )
+                namespace = home if isinstance(home, dict) else vars(home)
+                guards.add_member(namespace, variable.name, value)
         attributes, methods = _by_path(self.reads.attributes), _by_path(self.reads.methods)
-        for path, held in self._modules.items():
-            module = held()
+        for path, ref in self._modules.items():
+            module = ref()
             if module is None:
                 continue
-            for kind in _HOOKS:
+            for kind in MODULE_HOOKS:
                 guards.add_hooks(vars(module)[kind])
             for name in guards.add_module(module, attributes[path], methods[path]):
-                taken = present[f"the attribute {_dotted(path, name)}"]
-                guards.add_value(functools.partial(_get, held, name), taken)
+                before = present[f"the attribute {_dotted(path, name)}"]
+                guards.add_value(functools.partial(_get, ref, name), before)
 
     # --- snapshots ---------------------------------------------------------------------------
 
     def _values(self) -> Iterator[tuple[str, Any]]:
-        """What to compare, with a name for each: attributes, variables, hooks."""
-        mode = self._mode()
+        """Yield the attributes, variables and hooks to compare, with a description of each."""
+        training = self._training()
         for path, name in self.reads.attributes:
-            module = self._modules[path]()
-            if module is not None and name == "training":
-                yield f"the attribute {_dotted(path, name)}", module.training == mode
-            else:
-                yield f"the attribute {_dotted(path, name)}", _get(self._modules[path], name)
+            value = _get(self._modules[path], name)
+            if name == "training" and value is not _GONE:
+                value = value == training
+            yield f"the attribute {_dotted(path, name)}", value
         for path, name in self.reads.methods:
             yield f"the method {_dotted(path, name)}", _get(self._modules[path], name)
         for variable in self.reads.reach.variables.values():
@@ -300,27 +275,27 @@ class PythonState:
             yield _variable_key(variable), Same(value) if self._is_part(value) else value
         yield "torch's default dtype", torch.get_default_dtype()
         for kind in _GLOBAL_HOOKS:
-            yield f"the global {kind}", list(_GLOBAL[kind].values())
-        for path, held in self._modules.items():
-            module = held()
-            hooks: Any = _GONE if module is None else _hooks_of_module(module)
+            yield f"the global {kind}", list(_GLOBALS[kind].values())
+        for path, module_ref in self._modules.items():
+            module = module_ref()
+            hooks: Any = _GONE if module is None else _module_hooks(module)
             yield f"a hook of {path or 'the model'}", hooks
         for name, ref in self._parameters:
             parameter = ref()
             yield f"a hook of {name}", _GONE if parameter is None else hooks_of(parameter)
 
     def _is_part(self, value: Any) -> bool:
-        """Whether a value is the model or a part of it, which is compared by itself."""
+        """Return whether a value is a module of the model, whose attributes are compared anyway."""
         return isinstance(value, nn.Module) and any(
             ref() is value for ref in self._modules.values()
         )
 
-    def _take(self) -> Snapshots:
+    def _snapshots(self) -> Snapshots:
         names = self.reads.reach.names
-        memo: dict[int, Any] = {}  # by id, with the values, so that ids stay theirs
+        memo: dict[int, Any] = {}  # with the values, so that no id is reused
         snapshots: Snapshots = {}
         for key, value in self._values():
-            if value is _GONE:  # as it was: nobody can change it
+            if value is _GONE:  # nobody can change it
                 snapshots[key] = self._current.get(key)
                 continue
             if id(value) not in memo:
@@ -329,9 +304,9 @@ class PythonState:
         return snapshots
 
 
-def _hooks_of_module(module: nn.Module) -> list[Any]:
-    """Forward and backward hooks, without our own."""
-    hooks = [hook for kind in _HOOKS for hook in vars(module)[kind].values()]
+def _module_hooks(module: nn.Module) -> list[Any]:
+    """Return a module's forward and backward hooks, except our own."""
+    hooks = [hook for kind in MODULE_HOOKS for hook in vars(module)[kind].values()]
     return [hook for hook in hooks if not type(hook).__module__.startswith("shardwise.")]
 
 

@@ -1,4 +1,4 @@
-"""Guards: what shows at once that Python state is unchanged, and what they must not overlook."""
+"""Guards hold while Python state is unchanged, and fail on every change."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.api import guards
-from shardwise.api.guards import item_guards
 from shardwise.errors import ShardwiseError
+from shardwise.frontend.snapshots import item_guards
 
 BATCH = {"x": torch.ones(4, 3)}
 RATES = {"first": 1.0, "nested": [1, (2, {"deep": 3.0})]}
@@ -67,14 +66,12 @@ def changes(model: Reads) -> dict[str, Any]:
     }
 
 
-def test_every_change_is_seen_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guards_fail_on_every_change_and_on_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reads, "kind", "sum")
     monkeypatch.setitem(RATES, "nested", [1, (2, {"deep": 3.0})])
     model = Reads()
     pm = parallel(model)
     state = pm._world.__self__.state
-    calls: list[Any] = []
-    monkeypatch.setattr(guards, "snapshot", lambda *args: calls.append(args))
     for name, change in changes(model).items():
         before = state.number()
         assert state._guards.hold(), name
@@ -82,12 +79,12 @@ def test_every_change_is_seen_and_nothing_else(monkeypatch: pytest.MonkeyPatch) 
         assert state._guards.hold(), name
         change()
         assert not state._guards.hold(), name
+        assert not state._guards._snapshots  # identities are enough for all of this state
         if name != "length of a list":
             assert state.number() != before, name
-    assert not calls  # all of this state is compared by identity
 
 
-def test_what_identities_do_not_tell_is_compared_by_snapshots() -> None:
+def test_mutable_values_have_no_guards() -> None:
     class Slots:
         __slots__ = ("value",)
 
@@ -100,28 +97,28 @@ def test_guards_keep_no_object_alive() -> None:
     model = Reads()
     model.config.owner = model  # type: ignore[attr-defined]
     pm = parallel(model)
-    held = weakref.ref(model)
+    ref = weakref.ref(model)
     del model
     gc.collect()
-    assert held() is None
+    assert ref() is None
     pm.train_step(BATCH)
 
 
-def test_an_object_in_the_place_of_one_that_is_gone() -> None:
+def test_guards_fail_once_the_object_is_gone() -> None:
     config = Config()
-    every = item_guards(config, frozenset({"scale"}))
-    assert every is not None
-    assert all(guard.holds() for guard in every)
+    guards = item_guards(config, frozenset({"scale"}))
+    assert guards is not None
+    assert all(guard.holds() for guard in guards)
     del config
-    assert not all(guard.holds() for guard in every)
+    assert not all(guard.holds() for guard in guards)
     empty = type("Empty", (), {})()
-    (of_keys, *_) = item_guards(empty, frozenset()) or ()
+    (attributes_guard, *_) = item_guards(empty, frozenset()) or ()
     del empty
-    assert not of_keys.holds()
+    assert not attributes_guard.holds()
 
 
 @pytest.mark.parametrize("place", ["model", "parallel module"])
-def test_hooks_are_seen_although_steps_register_their_own(place: str) -> None:
+def test_user_hooks_are_detected_although_steps_register_their_own(place: str) -> None:
     model = Reads()
     pm = parallel(model)
     pm.train_step(BATCH)
@@ -153,7 +150,7 @@ class ReadsForLongBatches(nn.Module):
         return y * self.beta if len(x) > 4 else y
 
 
-def test_state_that_no_program_has_read_yet() -> None:
+def test_state_read_only_for_another_batch_is_captured_as_it_is_then() -> None:
     model = ReadsForLongBatches()
     pm = parallel(model)
     longer = {"x": torch.ones(8, 3)}

@@ -1,4 +1,4 @@
-"""The model that was given to parallelize, as its user sees it between steps."""
+"""Attributes of the model that was given to parallelize, between steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import shardwise as sw
 
 
 class Writing(nn.Module):
-    """Leaves a tensor, a number and a lazily made table behind."""
+    """Assigns a tensor, a number and a lazily made table to attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def test_attributes_that_steps_do_not_assign_are_refused_when_used() -> None:
     assert "not computed" in repr(model.last)
     copy.deepcopy(model)
 
-    assert model.length == 3  # a plain value that all programs assign alike
+    assert model.length == 3  # a plain value that all programs assign
     pm.train_step({"x": torch.randn(5, 4)})
     with pytest.raises(sw.errors.ProgramError, match="the attribute length"):
         print(model.length + 1)
@@ -56,4 +56,4 @@ def test_attributes_that_steps_do_not_assign_are_refused_when_used() -> None:
     assert not hasattr(model, "table")
     with pytest.warns(UserWarning, match="trains a copy of it"):
         model(**batch)
-    assert model.last.shape == ()  # the model's own forward assigns them as ever
+    assert model.last.shape == ()  # the model's own forward assigns them as before
