@@ -1,6 +1,6 @@
 """Build the factor graph of a joint layout problem from its options and prices.
 
-How values are stored, moved and shared follows `program.lower`.
+Values are stored, moved and shared as in `program.lower`.
 """
 
 from __future__ import annotations
@@ -33,66 +33,67 @@ Step = tuple[int, int]  # the numbers of the placements before and after a move
 
 
 class Paths:
-    """The moves between placements with their prices, remembered; placements have numbers."""
+    """Moves between placements and their prices, cached; placements are identified by numbers."""
 
     def __init__(self, graph: Graph, task: LayoutTask, prices: Prices) -> None:
         self.graph, self.prices = graph, prices
         self.names, self.sizes = task.names, task.sizes
         self.numbers: dict[Placements, int] = {}
         self.layouts: list[Layout] = []
-        self._known: dict[tuple[int, int, bool], tuple[Step, ...] | None] = {}
+        self._paths: dict[tuple[int, int, bool], tuple[Step, ...] | None] = {}
         self._prices: dict[tuple[TensorType, int, int, bool], float] = {}
 
     def number(self, placements: Placements) -> int:
-        """Return the number of placements."""
-        found = self.numbers.get(placements)
-        if found is None:
-            found = self.numbers[placements] = len(self.layouts)
+        """Return the number that identifies these placements."""
+        number = self.numbers.get(placements)
+        if number is None:
+            number = self.numbers[placements] = len(self.layouts)
             self.layouts.append(Layout(tuple(zip(self.names, placements, strict=True))))
-        return found
+        return number
 
-    def between(self, held: int, needed: int, grad: bool) -> tuple[Step, ...] | None:
-        """Return each move as (placements before, after); None where there is no way."""
-        if held == needed:
+    def between(self, current: int, needed: int, grad: bool) -> tuple[Step, ...] | None:
+        """Return each move as (placements before, after), or None if there is no path."""
+        if current == needed:
             return ()
-        key = (held, needed, grad)
-        if key not in self._known:
-            self._known[key] = self._find(held, needed, grad)
-        return self._known[key]
+        key = (current, needed, grad)
+        if key not in self._paths:
+            self._paths[key] = self._find(current, needed, grad)
+        return self._paths[key]
 
-    def _find(self, held: int, needed: int, grad: bool) -> tuple[Step, ...] | None:
+    def _find(self, current: int, needed: int, grad: bool) -> tuple[Step, ...] | None:
         try:
-            moves = plan_moves(self.layouts[held], self.layouts[needed], self.sizes, grad)
-        except (ProgramError, KeyError):  # no such row in the table of moves
+            moves = plan_moves(self.layouts[current], self.layouts[needed], self.sizes, grad)
+        except (ProgramError, KeyError):  # the table of redistributions has no such entry
             return None
         return tuple(
             (self.number(_placements(m.before)), self.number(_placements(m.layout))) for m in moves
         )
 
     def price(self, value: str, step: Step, grad: bool) -> float:
-        """Return what a move of a value costs."""
+        """Return the price of one move of a value."""
         key = (self.graph.values[value], *step, grad)
-        found = self._prices.get(key)
-        if found is None:
+        price = self._prices.get(key)
+        if price is None:
             before, after = (_placements(self.layouts[i]) for i in step)
-            found = self._prices[key] = self.prices.move(value, before, after, grad)
-        return found
+            price = self._prices[key] = self.prices.move(value, before, after, grad)
+        return price
 
 
 def _placements(layout: Layout) -> Placements:
     return tuple(p for _, p in layout.axes)
 
 
-# What one state of a user needs of a value: its placements per operand, whether its gradient
-# counts, and on which mesh axes it is to be pure. A holding: its placements, and where it is pure.
+# The need of one state of a user: the value's placements per operand, whether a gradient flows
+# back, and the mesh axes on which the value must be pure or not. `END` is the end of the graph.
 Need = tuple[tuple[Placements, ...], bool, Demand]
-Holding = tuple[Placements, frozenset[int]]
 END: Need = ((), False, ())
+# How one state of the producer holds a value: its placements, and the axes on which it is pure.
+Holding = tuple[Placements, frozenset[int]]
 
 
 @dataclass(slots=True)
 class Built:
-    """A model; `nodes` and `sources` say which variable stands for what, with its states."""
+    """A model, the variables of nodes and sources in it, and the meaning of their states."""
 
     model: Model
     nodes: dict[str, int] = field(default_factory=dict)
@@ -110,7 +111,7 @@ def build(
     joint: dict[str, tuple[Option, ...]] | None = None,
     limit: float | None = None,
 ) -> Built:
-    """Return the whole model, of all joint options or of these; `limit` bounds the bytes."""
+    """Return the model of all joint options, or of those given; `limit` bounds the bytes."""
     return _Builder(options, prices, options.of if joint is None else joint, limit).run()
 
 
@@ -149,20 +150,20 @@ class _Builder:
                 self._received(source.value)
         for node in self.graph.nodes:
             for position, value in enumerate(node.outputs):
-                held = [(o.gives[position], o.pure) for o in self.built.options[node.name]]
-                self._value(value, self.built.nodes[node.name], held)
+                holdings = [(o.gives[position], o.pure) for o in self.built.options[node.name]]
+                self._value(value, self.built.nodes[node.name], holdings)
         for value, variable in self.built.sources.items():
             stored = [(p, frozenset[int]()) for p in self.built.storages[value]]
             self._value(value, variable, stored)
         return self.built
 
     def moves(self, value: str) -> int:
-        """Return how often what moves a value counts."""
-        found = self.task.moves.get(value)
-        if found is None:
+        """Return the multiplier for the costs of moving a value."""
+        multiplier = self.task.moves.get(value)
+        if multiplier is None:
             producer = self.producers.get(value)
-            found = self.task.copies.get(value if producer is None else producer.name, 1)
-        return found
+            multiplier = self.task.copies.get(value if producer is None else producer.name, 1)
+        return multiplier
 
     # ------------------------------------------------------------ variables
 
@@ -172,7 +173,7 @@ class _Builder:
         return number
 
     def _nodes(self, names: list[str]) -> None:
-        """One variable for nodes that choose alike."""
+        """Add one variable for nodes that are tied together."""
         rows = agreeing([self.built.options[n] for n in names], _choice_text)
         costs = [self._node(name, row) for name, row in zip(names, rows, strict=True)]
         number = self._add(
@@ -183,36 +184,34 @@ class _Builder:
             self.built.nodes[name], self.built.options[name] = number, row
 
     def _node(self, name: str, row: Sequence[Option]) -> tuple[list[float], list[float]]:
-        """Return what each option of a node costs, and its bytes."""
+        """Return the cost and the bytes of each option of a node."""
         node, copies = self.by_name[name], self.task.copies.get(name, 1)
-        known: dict[int, tuple[float, float]] = {}
-        unary, weights = [], []
+        # Variants of an option share the choice object: comparing identities avoids hashing it.
+        by_choice: dict[int, tuple[float, float]] = {}
         for option in row:
-            key = id(option.choice)
-            if key not in known:
-                time = copies * self.prices.node(node, option.choice)
+            if id(option.choice) not in by_choice:
                 weight = 0.0
                 if self._weighs:
                     weight = copies * self.prices.saved_bytes(node, option.choice)
-                known[key] = (time + self.task.memory_weight * weight, weight)
-            unary.append(known[key][0])
-            weights.append(known[key][1])
-        return unary, weights
+                time = copies * self.prices.node(node, option.choice)
+                by_choice[id(option.choice)] = time + self.task.memory_weight * weight, weight
+        costs = [by_choice[id(option.choice)] for option in row]
+        return [cost for cost, _ in costs], [weight for _, weight in costs]
 
     @property
     def _weighs(self) -> bool:
         return self.task.memory_weight > 0 or self.model.limit is not None
 
     def _parameter_roots(self) -> dict[str, str]:
-        """Parameters of nodes that choose alike are stored alike."""
-        known = {p.value for p in self.graph.parameters}
-        found: dict[str, str] = {}
+        """Tie the parameters that tied nodes use at the same position."""
+        parameters = self.pure.parameters
+        roots: dict[str, str] = {}
         for name, root in self.options.roots.items():
-            mine, theirs = self.by_name[name].inputs, self.by_name[root].inputs
-            for value, other in zip(mine, theirs, strict=False):
-                if value != other and value in known and other in known:
-                    found.setdefault(value, found.get(other, other))
-        return found
+            pairs = zip(self.by_name[name].inputs, self.by_name[root].inputs, strict=False)
+            for value, other in pairs:
+                if value != other and value in parameters and other in parameters:
+                    roots.setdefault(value, roots.get(other, other))
+        return roots
 
     def _parameters(self, values: list[str]) -> None:
         rows = agreeing([self._storages(v) for v in values], _storage_text)
@@ -221,7 +220,7 @@ class _Builder:
             copies = self.task.copies.get(value, 1)
             for i, stored in enumerate(row):
                 weight = copies * self.prices.stored_bytes(value, stored) if self._weighs else 0.0
-                unary[i] += copies * self.prices.hold(value, stored)
+                unary[i] += copies * self.prices.store(value, stored)
                 unary[i] += self.task.memory_weight * weight
                 weights[i] += weight
         number = self._add(unary, weights)
@@ -229,12 +228,12 @@ class _Builder:
             self.built.sources[value], self.built.storages[value] = number, row
 
     def _storages(self, value: str) -> tuple[Placements, ...]:
-        """Return the ways to store a parameter: as a use needs it, or whole; with R and R~."""
+        """Return the storages of a parameter: replicated, or as a use needs it; with R and R~."""
         fixed = self.task.parameters.get(value, {})
-        found: dict[Placements, None] = {}
+        storages: dict[Placements, None] = {}
         needs = {need for user in self.users.get(value, ()) for need in self._needs(value, user)}
-        whole = tuple(REPLICATE for _ in self.task.axes)
-        rows = [whole, *sorted((p for need in needs for p in need[0]), key=str)]
+        replicated = tuple(REPLICATE for _ in self.task.axes)
+        rows = [replicated, *sorted((p for need in needs for p in need[0]), key=str)]
         for row in dict.fromkeys(rows):
             stored = [
                 fixed.get(axis.name, _stored(p, axis.follows_inputs))
@@ -246,11 +245,11 @@ class _Builder:
             for axis, p in zip(self.task.axes, stored, strict=True):
                 differs = isinstance(p, Replicate) and axis.ranks > 1
                 kinds.append((p, PARTIAL_GRAD) if differs and self.pure.may_differ(value) else (p,))
-            found |= dict.fromkeys(product(*kinds))
-        return tuple(found)
+            storages |= dict.fromkeys(product(*kinds))
+        return tuple(storages)
 
     def _received(self, value: str) -> None:
-        """Return a value from an earlier stage comes as its first use takes it."""
+        """Add a variable for a value from an earlier stage, received as its first use needs it."""
         first = self._needs(value, self.users[value][0])
         storages = dict.fromkeys(tuple(_stored(p) for p in need[0][0]) for need in first)
         self.built.storages[value] = tuple(storages)
@@ -259,7 +258,7 @@ class _Builder:
     # ------------------------------------------------------------ values
 
     def _needs(self, value: str, user: str) -> list[Need]:
-        """Return what each option of a node needs of a value."""
+        """Return the need of each option of a node for a value."""
         node = self.by_name[user]
         places = [i for i, name in enumerate(node.inputs) if name == value]
         flows = node.grad_enabled and value in self.pure.carries
@@ -272,39 +271,35 @@ class _Builder:
             for option in self.built.options[user]
         ]
 
-    def _value(self, value: str, producer: int, held: Sequence[Holding]) -> None:
+    def _value(self, value: str, producer: int, by_state: Sequence[Holding]) -> None:
+        """Add the costs between a value's producer, given its holding by state, and its uses."""
         users = self.users.get(value, [])
         is_end = value in self.ends or value in self.graph.sends
         if not users and not is_end:
             return
-        holdings = list(dict.fromkeys(held))
+        holdings = {h: i for i, h in enumerate(dict.fromkeys(by_state))}
         numbers: dict[Need, int] = {}
         uses = []
         for user in users:
-            mine = [numbers.setdefault(n, len(numbers)) for n in self._needs(value, user)]
-            uses.append(Use(self.built.nodes[user], np.asarray(mine, dtype=np.int64)))
+            needs = [numbers.setdefault(n, len(numbers)) for n in self._needs(value, user)]
+            uses.append(Use(self.built.nodes[user], np.asarray(needs, dtype=np.int64)))
         if is_end:
             uses.append(Use(None, np.asarray([numbers.setdefault(END, len(numbers))])))
-        where = {h: i for i, h in enumerate(holdings)}
-        star = MultiUse(
+        multi_use = MultiUse(
             value=value,
             producer=producer,
-            held=np.asarray([where[h] for h in held], dtype=np.int64),
+            holding=np.asarray([holdings[h] for h in by_state], dtype=np.int64),
             uses=uses,
             steps={},
             prices={},
-            same={i: self._same(need) for need, i in numbers.items()},
-            whole={i: self._whole(value, h) for i, h in enumerate(holdings)},
+            same_work={i: self._same_work(need) for need, i in numbers.items()},
+            replicated={i: self._replicated(value, h) for h, i in holdings.items()},
         )
-        self._fill(star, holdings, list(numbers), self._first(value))
-        if star.uses:
-            self.model.stars.append(once_each(star))
+        self._fill(multi_use, list(holdings), list(numbers))
+        self.model.multi_uses.append(once_each(multi_use))
 
-    def _first(self, value: str) -> str | None:
-        return self.users[value][0] if value in self.options.received else None
-
-    def _same(self, need: Need) -> frozenset[int]:
-        """Return the mesh axes on which a use does the same work, so that its gradient is whole."""
+    def _same_work(self, need: Need) -> frozenset[int]:
+        """Return the mesh axes on which a use does the same work, so that its gradient is full."""
         rows, flows, _ = need
         return frozenset(
             i
@@ -313,55 +308,55 @@ class _Builder:
             if flows and not (p == PARTIAL_GRAD or isinstance(p, Shard))
         )
 
-    def _whole(self, value: str, held: Holding) -> frozenset[int]:
-        """The mesh axes on which a pure holding is R, which asks for a use of the same work."""
+    def _replicated(self, value: str, holding: Holding) -> frozenset[int]:
+        """Return the mesh axes on which a pure holding is R, which takes a use of the same work."""
         if not self.pure.may_differ(value):
             return frozenset()
         stored = value in self.pure.parameters
         return frozenset(
             i
-            for i, p in enumerate(held[0])
-            if p == REPLICATE and self.task.axes[i].ranks > 1 and (stored or i in held[1])
+            for i, p in enumerate(holding[0])
+            if p == REPLICATE and self.task.axes[i].ranks > 1 and (stored or i in holding[1])
         )
 
-    def _fill(
-        self, star: MultiUse, holdings: list[Holding], needs: list[Need], first: str | None
-    ) -> None:
-        """Return the moves from every holding to every need, and their prices."""
-        value, grad = star.value, star.value in self.facts.carries_grad
+    def _fill(self, multi_use: MultiUse, holdings: list[Holding], needs: list[Need]) -> None:
+        """Fill in the moves from every holding to every need, and their prices."""
+        value, grad = multi_use.value, multi_use.value in self.facts.carries_grad
         copies, paths = self.moves(value), self.paths
-        initial = {n for use in star.uses[:1] for n in use.need.tolist()} if first else set()
-        if value in self.pure.parameters and not self._moves(value):
-            initial = set(range(len(needs)))
+        unmoved: set[int] = set()  # needs that only a holding with the same layout serves
+        if value in self.options.received:
+            unmoved = set(multi_use.uses[0].need.tolist())
+        elif value in self.pure.parameters and not self._may_move(value):
+            unmoved = set(range(len(needs)))
         rows = [[paths.number(row) for row in need[0]] for need in needs]
-        for h, (held, pure) in enumerate(holdings):
-            number = paths.number(held)
-            end = [paths.number(self._end(value, held))]
+        for h, (placements, pure) in enumerate(holdings):
+            number = paths.number(placements)
+            end = [paths.number(self._end(value, placements))]
             for n, need in enumerate(needs):
-                possible = _legal(held, pure, need) and not (
-                    n in initial and not _serves(held, need)
+                possible = _legal(placements, pure, need) and not (
+                    n in unmoved and not _serves(placements, need)
                 )
-                taken: dict[int, None] = {}
+                steps: dict[int, None] = {}
                 for row in (rows[n] or end) if possible else ():
                     path = paths.between(number, row, grad)
                     possible &= path is not None
                     for step in path or ():
-                        if (h, step[1]) not in star.prices:
-                            star.prices[h, step[1]] = copies * paths.price(value, step, grad)
-                        possible &= star.prices[h, step[1]] < INF
-                        taken[step[1]] = None
-                star.steps[h, n] = tuple(taken) if possible else None
+                        if (h, step[1]) not in multi_use.prices:
+                            multi_use.prices[h, step[1]] = copies * paths.price(value, step, grad)
+                        possible &= multi_use.prices[h, step[1]] < INF
+                        steps[step[1]] = None
+                multi_use.steps[h, n] = tuple(steps) if possible else None
 
-    def _moves(self, value: str) -> bool:
+    def _may_move(self, value: str) -> bool:
         """Return whether a parameter may be moved for a use."""
         several = len(self.users.get(value, ())) > 1
         return several or self.task.move_parameters or bool(self.task.parameters.get(value))
 
-    def _end(self, value: str, held: Placements) -> Placements:
+    def _end(self, value: str, placements: Placements) -> Placements:
         """Return how a value leaves the graph: replicated, or with its sums completed."""
         if value in self.ends:
-            return tuple(REPLICATE for _ in held)
-        return tuple(REPLICATE if isinstance(p, Partial) else p for p in held)
+            return tuple(REPLICATE for _ in placements)
+        return tuple(REPLICATE if isinstance(p, Partial) else p for p in placements)
 
 
 def _choice_text(option: Option) -> str:
@@ -372,24 +367,24 @@ def _storage_text(stored: Placements) -> str:
     return str(tuple(REPLICATE if isinstance(p, Replicate) else p for p in stored))
 
 
-def _stored(need: Placement, whole: bool = False) -> Placement:
+def _stored(need: Placement, replicated: bool = False) -> Placement:
     """Return the storage that serves a need."""
-    return need if isinstance(need, Shard) and not whole else REPLICATE
+    return need if isinstance(need, Shard) and not replicated else REPLICATE
 
 
-def _serves(held: Placements, need: Need) -> bool:
-    """Return whether a value is held as its use takes it."""
+def _serves(placements: Placements, need: Need) -> bool:
+    """Return whether a value needs no move for its use."""
     return any(
         all(
-            _stored(wants) == (REPLICATE if has == PARTIAL_GRAD else has)
-            for has, wants in zip(held, row, strict=True)
+            _stored(needed) == (REPLICATE if current == PARTIAL_GRAD else current)
+            for current, needed in zip(placements, row, strict=True)
         )
         for row in need[0]
     )
 
 
 def _expressible(stored: Iterable[Placement]) -> bool:
-    """Return whether the cuts of all mesh axes go together."""
+    """Return whether the shards of all mesh axes are compatible."""
     shards = [p for p in stored if isinstance(p, Shard)]
     return all(
         a.dim != b.dim or compatible(a.of, b.of)
@@ -398,20 +393,22 @@ def _expressible(stored: Iterable[Placement]) -> bool:
     )
 
 
-def _legal(held: Placements, pure: frozenset[int], need: Need) -> bool:
-    """Return whether lowering would take a value so held for this use (see `program.lower`)."""
+def _legal(placements: Placements, pure: frozenset[int], need: Need) -> bool:
+    """Return whether `program.lower` accepts a value with these placements for this use."""
     rows, flows, demand = need
-    if any(asked is not None and asked != (i in pure) for i, asked in enumerate(demand)):
+    if any(must is not None and must != (i in pure) for i, must in enumerate(demand)):
         return False
     return not any(
-        flows and has == PARTIAL_GRAD and not (wants == PARTIAL_GRAD or isinstance(wants, Shard))
+        flows
+        and current == PARTIAL_GRAD
+        and not (needed == PARTIAL_GRAD or isinstance(needed, Shard))
         for row in rows
-        for has, wants in zip(held, row, strict=True)
+        for current, needed in zip(placements, row, strict=True)
     )
 
 
 def check_feasible(model: Model, built: Built) -> None:
-    """Raise where a variable has no state left."""
+    """Raise if a variable has no possible state."""
     names = {v: k for k, v in (*built.nodes.items(), *built.sources.items())}
     for number, variable in model.variables.items():
         if len(variable) == 0:

@@ -1,23 +1,48 @@
-"""x"""
+"""The joint layout problem as variables with states and costs between them, and its reduction.
+
+A `Variable` is a node (its states are joint options) or a source (its states are storages). The
+cost of a solution is the sum of
+
+- `unary[s]` of every variable's state `s`;
+- `table[s, t]` of every pair of variables: moving a value from its producer to its only user;
+- for every `MultiUse`, a value with several uses: each of the moves that its uses need, once.
+
+States may also have a weight in bytes, whose sum is bounded.
+
+`Reducer` gives the same model fewer states and variables, and a list from which `restore` recovers
+the states of eliminated variables:
+
+1. Costs of a pair that depend on one side only move to that variable.
+2. A state is dropped if another one is no worse whatever the neighbours do (dominance).
+3. A multi-use becomes a pair if the need of at most one use is open, or if its uses share no move.
+4. A variable in at most two pairs is eliminated: the pair of its neighbours gets the minimum over
+   its states. Chains of views, casts and pointwise nodes vanish in this way.
+
+Every step preserves at least one best solution. A variable whose states differ in weight is not
+eliminated if the weight is bounded.
+
+`solve_by_elimination` then eliminates one variable after the other while tables stay below
+`MAX_ENTRIES` entries. Graphs of layers are narrow: few values are live at any point, so this is
+faster than the integer program, and also exact.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from math import prod
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from shardwise.arrays import Floats, Ints
+
 INF = float("inf")
 
 
 @dataclass(slots=True)
 class Variable:
-    """Costs of the states that are left; `index` are their numbers among all states."""
+    """Costs of the remaining states; `index` holds their numbers among all states."""
 
     unary: Floats
     weight: Floats
@@ -34,16 +59,16 @@ class Variable:
     def __len__(self) -> int:
         return len(self.unary)
 
-    def keep(self, kept: Ints) -> None:
-        self.unary, self.weight = self.unary[kept], self.weight[kept]
-        self.index = self.index[kept]
+    def keep(self, states: Ints) -> None:
+        self.unary, self.weight = self.unary[states], self.weight[states]
+        self.index = self.index[states]
 
 
 @dataclass(slots=True)
 class Use:
-    """A use of a star's value: which need each state of the variable has.
+    """A use of a value: the number of the need that each state of the variable has.
 
-    The end of a value (the loss is whole) is a use without a variable, whose need is fixed.
+    The end of a value (the loss ends replicated) is a use without a variable and with a fixed need.
     """
 
     variable: int | None
@@ -54,69 +79,70 @@ class Use:
 class MultiUse:
     """A value with several uses.
 
-    `held` says how each state of the producer holds it. `steps[h, n]` are the moves from holding
-    `h` to need `n`, or None; `prices[h, step]` what each costs. `same[n]` are the mesh axes on
-    which a need is for the same work, `whole[h]` those on which a holding is R and thereby asks
-    for at least one such use.
+    `holding` is the number of the holding (the placements of the value) by state of the producer.
+    `steps[h, n]` are the moves from holding `h` to need `n`, or None if impossible;
+    `prices[h, step]` is the price of each. `same_work[n]` are the mesh axes on which a need is for
+    the same work on every rank, `replicated[h]` those on which a holding is R and therefore
+    requires at least one such use.
     """
 
     value: str
     producer: int
-    held: Ints
+    holding: Ints
     uses: list[Use]
     steps: dict[tuple[int, int], tuple[int, ...] | None]
     prices: dict[tuple[int, int], float]
-    same: dict[int, frozenset[int]]
-    whole: dict[int, frozenset[int]]
+    same_work: dict[int, frozenset[int]]
+    replicated: dict[int, frozenset[int]]
 
-    def cost(self, held: int, needs: Sequence[int]) -> float:
-        """Return what one holding and the needs of all uses cost."""
-        asked = self.whole[held]
+    def cost(self, holding: int, needs: Sequence[int]) -> float:
+        """Return the cost of one holding and one need of every use."""
+        unserved = self.replicated[holding]
         for need in needs:
-            asked -= self.same[need]
-        if asked:
+            unserved -= self.same_work[need]
+        if unserved:
             return INF
-        taken: set[int] = set()
+        steps: set[int] = set()
         for need in needs:
-            path = self.steps[held, need]
+            path = self.steps[holding, need]
             if path is None:
                 return INF
-            taken.update(path)
-        return float(sum(self.prices[held, step] for step in sorted(taken)))
+            steps.update(path)
+        return float(sum(self.prices[holding, step] for step in sorted(steps)))
 
     def classes(self) -> tuple[list[int], list[list[int]]]:
-        """Return the holdings and the needs of every use that are left, in order."""
-        return sorted(set(self.held.tolist())), [sorted(set(u.need.tolist())) for u in self.uses]
+        """Return the remaining holdings, and the remaining needs of every use, in order."""
+        return sorted(set(self.holding.tolist())), [sorted(set(u.need.tolist())) for u in self.uses]
 
     def num_entries(self) -> int:
-        """Return how many costs `small_table` has."""
-        holds, needs = self.classes()
-        return len(holds) * prod(len(n) for n in needs)
+        """Return the number of entries of `small_table`."""
+        holdings, needs = self.classes()
+        return len(holdings) * prod(len(n) for n in needs)
 
     def small_table(self) -> Floats:
-        """Return what each holding and each need of every use cost together."""
-        holds, needs = self.classes()
-        return np.stack([_held_table(self, held, needs) for held in holds])
+        """Return the costs by holding and by need of every use."""
+        holdings, needs = self.classes()
+        return np.stack([_holding_table(self, holding, needs) for holding in holdings])
 
     def table(self) -> Floats:
-        """Return the costs for all states of the producer and of the uses that have a variable."""
-        holds, needs = self.classes()
-        rows = [np.searchsorted(holds, self.held)]
+        """Return the costs by state of the producer and of the uses that have a variable."""
+        holdings, needs = self.classes()
+        rows = [np.searchsorted(holdings, self.holding)]
         rows += [np.searchsorted(n, u.need) for n, u in zip(needs, self.uses, strict=True)]
         table = self.small_table()[np.ix_(*rows)]
         ends = tuple(i + 1 for i, use in enumerate(self.uses) if use.variable is None)
         return np.asarray(table.squeeze(axis=ends))
 
     def members(self) -> list[int]:
-        """Return the variables it joins, the producer first."""
+        """Return the variables of the producer and of the uses, in this order."""
         return [self.producer, *(u.variable for u in self.uses if u.variable is not None)]
 
-    def keep(self, variable: int, kept: Ints) -> None:
+    def keep(self, variable: int, states: Ints) -> None:
         if variable == self.producer:
-            self.held = self.held[kept]
+            self.holding = self.holding[states]
         for use in self.uses:
             if use.variable == variable:
-                use.need = use.need[kept]
+                use.need = use.need[states]
 
 
 @dataclass(slots=True)
@@ -125,49 +151,39 @@ class Model:
 
     variables: dict[int, Variable] = field(default_factory=dict)
     pairs: dict[tuple[int, int], Floats] = field(default_factory=dict)
-    stars: list[MultiUse] = field(default_factory=list)
+    multi_uses: list[MultiUse] = field(default_factory=list)
     constant: float = 0.0
-    weight: float = 0.0  # of what is decided
+    weight: float = 0.0  # of eliminated variables
     limit: float | None = None
 
     def add_pair(self, a: int, b: int, table: Floats) -> None:
         """Add a cost between two variables."""
         if a > b:
             a, b, table = b, a, table.T
-        known = self.pairs.get((a, b))
-        self.pairs[a, b] = table if known is None else known + table
+        self.pairs[a, b] = self.pairs[a, b] + table if (a, b) in self.pairs else table
 
-    def weigh(self, chosen: Mapping[int, int]) -> float:
-        """Return the bytes of these states of all variables."""
-        return sum(float(v.weight[chosen[number]]) for number, v in self.variables.items())
-
-    def neighbours(self) -> dict[int, list[tuple[int, int]]]:
-        """Return the pairs of every variable."""
-        found: dict[int, list[tuple[int, int]]] = {v: [] for v in self.variables}
-        for key in self.pairs:
-            for variable in key:
-                found[variable].append(key)
-        return found
+    def weigh(self, states: Mapping[int, int]) -> float:
+        """Return the bytes of one state of every variable."""
+        return sum(float(v.weight[states[number]]) for number, v in self.variables.items())
 
     def table(self, key: tuple[int, int], variable: int) -> Floats:
         """Return the table of a pair with this variable's states as rows."""
         table = self.pairs[key]
         return table if key[0] == variable else table.T
 
-    def keep(self, variable: int, kept: Ints) -> None:
-        """Keep these states of a variable only."""
-        self.variables[variable].keep(kept)
+    def keep(self, variable: int, states: Ints) -> None:
+        """Drop all other states of a variable."""
+        self.variables[variable].keep(states)
         for key in [k for k in self.pairs if variable in k]:
             table = self.pairs[key]
-            self.pairs[key] = table[kept] if key[0] == variable else table[:, kept]
-        for star in self.stars:
-            if variable in star.members():
-                star.keep(variable, kept)
+            self.pairs[key] = table[states] if key[0] == variable else table[:, states]
+        for multi_use in self.multi_uses:
+            multi_use.keep(variable, states)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
-    """States by number among all states of a variable; the cost and its bound."""
+    """The state of every variable, by number among all its states; the cost and its bound."""
 
     chosen: dict[int, int]
     cost: float
@@ -175,49 +191,31 @@ class Solved:
     num_variables: int
 
 
-def _held_table(star: MultiUse, held: int, needs: list[list[int]]) -> Floats:
-    """Return the costs of one holding over the needs of every use: each move once."""
-    count = len(needs)
-
-    def along(index: int, values: list[float]) -> Floats:
-        shape = [1] * count
-        shape[index] = len(values)
-        return np.asarray(values, dtype=np.float64).reshape(shape)
-
+def _holding_table(multi_use: MultiUse, holding: int, needs: list[list[int]]) -> Floats:
+    """Return the costs of one holding by need of every use; each move is paid once."""
     total = np.zeros([len(n) for n in needs])
-    paths = [[star.steps[held, n] for n in mine] for mine in needs]
-    for i, mine in enumerate(paths):
-        total = total + along(i, [INF if path is None else 0.0 for path in mine])
-    for step in sorted({s for mine in paths for path in mine for s in path or ()}):
-        price = star.prices[held, step]
+    paths = [[multi_use.steps[holding, n] for n in use] for use in needs]
+    for blocked in np.ix_(*([INF if path is None else 0.0 for path in use] for use in paths)):
+        total = total + blocked
+    for step in sorted({s for use in paths for path in use for s in path or ()}):
+        price = multi_use.prices[holding, step]
         if price > 0:
-            spared = reduce(
-                np.multiply,
-                (
-                    along(i, [float(step not in (path or ())) for path in mine])
-                    for i, mine in enumerate(paths)
-                ),
-            )
-            total = total + price * (1.0 - spared)
-    for axis in sorted(star.whole[held]):
-        lacking = reduce(
-            np.multiply,
-            (
-                along(i, [float(axis not in star.same[n]) for n in mine])
-                for i, mine in enumerate(needs)
-            ),
-        )
-        total = np.where(np.broadcast_to(lacking, total.shape) > 0, INF, total)
+            unused = ([float(step not in (path or ())) for path in use] for use in paths)
+            total = total + price * (1.0 - reduce(np.multiply, np.ix_(*unused)))
+    for axis in sorted(multi_use.replicated[holding]):
+        differs = ([float(axis not in multi_use.same_work[n]) for n in use] for use in needs)
+        none_same = reduce(np.multiply, np.ix_(*differs))
+        total = np.where(np.broadcast_to(none_same, total.shape) > 0, INF, total)
     return total
 
 
-MAX_COMPARED = 1_000_000  # elements of the largest array that dominance may make: 8 MB
-MAX_JOINED = 40_000  # entries of a table that elimination may make
+MAX_COMPARED = 1_000_000  # elements of the largest temporary array of dominance: 8 MB
+MAX_JOINED = 40_000  # entries of a table that results from eliminating a variable
 
 
 @dataclass(slots=True)
 class Eliminated:
-    """A variable's costs when it was eliminated, against each neighbour's states then."""
+    """The costs of a variable at its elimination, by the states of its neighbours at that time."""
 
     variable: int
     unary: Floats
@@ -230,37 +228,37 @@ class Reducer:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self.ledger: list[Eliminated] = []
+        self.eliminated: list[Eliminated] = []
         self.dirty: set[int] = set(model.variables)
         self.tables: dict[str, tuple[tuple[list[int], list[list[int]]], Floats]] = {}
 
     def run(self) -> list[Eliminated]:
-        """Reduce until nothing helps; return the ledger of eliminated variables."""
+        """Reduce until nothing changes; return the eliminated variables in order."""
         while True:
-            self._simplify_stars()
+            self._simplify_multi_uses()
             self._normalize()
             while self.dirty:
                 variable = min(self.dirty)
                 self.dirty.discard(variable)
                 if variable in self.model.variables:
                     self._dominate(variable)
-            stars = len(self.model.stars)
-            self._simplify_stars()
-            if self._eliminate() == 0 and stars == len(self.model.stars) and not self.dirty:
-                return self.ledger
+            before = len(self.model.multi_uses)
+            self._simplify_multi_uses()
+            if self._eliminate() == 0 and before == len(self.model.multi_uses) and not self.dirty:
+                return self.eliminated
 
     # ------------------------------------------------------------ pairs
 
     def _normalize(self) -> None:
-        """Move what depends on one side only to that side; drop pairs that are then zero."""
+        """Move costs that depend on one side only to that side; drop pairs that become zero."""
         model = self.model
         for key in sorted(model.pairs):
             a, b = (model.variables[v] for v in key)
             table = model.pairs[key].copy()
             for variable, other in ((a, 1), (b, 0)):
-                least = table.min(axis=other) if table.size else np.zeros(len(variable))
-                finite = np.where(np.isfinite(least), least, 0.0)
-                variable.unary = variable.unary + least
+                minimum = table.min(axis=other) if table.size else np.zeros(len(variable))
+                finite = np.where(np.isfinite(minimum), minimum, 0.0)
+                variable.unary = variable.unary + minimum
                 table -= finite[:, None] if other == 1 else finite[None, :]
             if np.any(table > 0):
                 model.pairs[key] = table
@@ -270,7 +268,7 @@ class Reducer:
             self._keep(number, np.isfinite(model.variables[number].unary))
 
     def _keep(self, variable: int, mask: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> None:
-        """Keep the states of a mask; what the variable touches may then be reduced further."""
+        """Keep the states of a mask; the neighbours may then be reduced further."""
         if mask.all():
             return
         self.model.keep(variable, np.flatnonzero(mask))
@@ -281,9 +279,9 @@ class Reducer:
         for key in self.model.pairs:
             if variable in key:
                 self.dirty |= set(key)
-        for star in self.model.stars:
-            if variable in star.members():
-                self.dirty |= set(star.members())
+        for multi_use in self.model.multi_uses:
+            if variable in multi_use.members():
+                self.dirty |= set(multi_use.members())
 
     # ------------------------------------------------------------ dominance
 
@@ -293,97 +291,96 @@ class Reducer:
         size = len(variable)
         if size < 2:
             return
-        better = variable.unary[:, None] - variable.unary[None, :]  # [s, t]: t instead of s gains
+        gain = variable.unary[:, None] - variable.unary[None, :]  # [s, t]: saved by t instead of s
         if model.limit is not None:
-            better = np.where(variable.weight[:, None] < variable.weight[None, :], -INF, better)
+            gain = np.where(variable.weight[:, None] < variable.weight[None, :], -INF, gain)
         for key in sorted(k for k in model.pairs if number in k):
             table = model.table(key, number)
             if size * size * table.shape[1] > MAX_COMPARED:
                 return
-            better = _plus(better, _least_gain(table, table))
-        for star in model.stars:
-            if number in star.members():
-                better = _plus(better, self._star_gain(star, number))
+            gain = _plus(gain, _min_gain(table))
+        for multi_use in model.multi_uses:
+            if number in multi_use.members():
+                gain = _plus(gain, self._multi_use_gain(multi_use, number))
         alive = np.ones(size, dtype=bool)
-        np.fill_diagonal(better, -INF)
+        np.fill_diagonal(gain, -INF)
         for state in np.lexsort((-variable.index, -variable.unary)):
-            if np.any(alive & (better[state] >= 0)):
+            if np.any(alive & (gain[state] >= 0)):
                 alive[state] = False
         self._keep(number, alive)
 
-    def _star_gain(self, star: MultiUse, number: int) -> Floats:
-        """Return the least that another state of a variable saves in a star."""
-        use = next((u for u in star.uses if u.variable == number), None)
-        holds, needs = star.classes()
-        axis = 0 if use is None else 1 + star.uses.index(use)
-        mine = holds if use is None else needs[axis - 1]
-        if star.num_entries() * len(mine) > MAX_COMPARED:
-            gain = np.full((len(mine), len(mine)), -INF)  # only those that are alike compare
+    def _multi_use_gain(self, multi_use: MultiUse, number: int) -> Floats:
+        """Return the least that another state of a variable saves in a multi-use."""
+        use = next((u for u in multi_use.uses if u.variable == number), None)
+        classes = holdings, needs = multi_use.classes()
+        axis = 0 if use is None else 1 + multi_use.uses.index(use)
+        own = holdings if use is None else needs[axis - 1]
+        if multi_use.num_entries() * len(own) > MAX_COMPARED:
+            gain = np.full((len(own), len(own)), -INF)  # compare only equal holdings or needs
             np.fill_diagonal(gain, 0.0)
         else:
-            known = self.tables.get(star.value)
-            if known is None or known[0] != (holds, needs):
-                known = self.tables[star.value] = ((holds, needs), star.small_table())
-            table = np.moveaxis(known[1], axis, 0).reshape(len(mine), -1)
-            gain = _least_gain(table, table)
-        rows = np.searchsorted(mine, star.held if use is None else use.need)
+            cached = self.tables.get(multi_use.value)
+            if cached is None or cached[0] != classes:
+                cached = self.tables[multi_use.value] = classes, multi_use.small_table()
+            gain = _min_gain(np.moveaxis(cached[1], axis, 0).reshape(len(own), -1))
+        rows = np.searchsorted(own, multi_use.holding if use is None else use.need)
         return np.asarray(gain[np.ix_(rows, rows)])
 
-    # ------------------------------------------------------------ stars
+    # ------------------------------------------------------------ multi-uses
 
-    def _simplify_stars(self) -> None:
-        """Turn stars into pairs where at most one use is open, or nothing is shared."""
+    def _simplify_multi_uses(self) -> None:
+        """Turn multi-uses into pairs if at most one use is open, or if the uses share no move."""
         model = self.model
-        left = []
-        for star in model.stars:
-            held = set(star.held.tolist())
-            needs = [set(u.need.tolist()) for u in star.uses]
-            asks = any(star.whole[h] for h in held)
-            several = [u for u, n in zip(star.uses, needs, strict=True) if len(n) > 1]
-            if len(several) <= 1 or (len(star.uses) == 1):
-                self._as_pair(star, several[0] if several else None)
-            elif not asks and not _shares(star, held, needs):
-                for use in star.uses:
-                    self._as_pair(_single(star, use), use)
+        remaining = []
+        for multi_use in model.multi_uses:
+            holdings = set(multi_use.holding.tolist())
+            needs = [set(u.need.tolist()) for u in multi_use.uses]
+            constrained = any(multi_use.replicated[h] for h in holdings)
+            several = [u for u, n in zip(multi_use.uses, needs, strict=True) if len(n) > 1]
+            if len(several) <= 1 or len(multi_use.uses) == 1:
+                self._as_pair(multi_use, several[0] if several else None)
+            elif not constrained and not _shares(multi_use, holdings, needs):
+                for use in multi_use.uses:
+                    self._as_pair(replace(multi_use, uses=[use]), use)
             else:
-                left.append(star)
+                remaining.append(multi_use)
                 continue
-            self.dirty |= set(star.members())
-        model.stars = left
+            self.dirty |= set(multi_use.members())
+        model.multi_uses = remaining
 
-    def _as_pair(self, star: MultiUse, use: Use | None) -> None:
-        """Add a star whose other uses are fixed as a cost of the producer and this use."""
-        fixed = [int(u.need[0]) for u in star.uses if u is not use]
-        needs = [None] if use is None or use.variable is None else sorted(set(use.need.tolist()))
+    def _as_pair(self, multi_use: MultiUse, use: Use | None) -> None:
+        """Add the costs of the producer and one use; the needs of all other uses are fixed."""
         if use is not None and use.variable is None:
-            fixed.append(int(use.need[0]))
-        holds = sorted(set(star.held.tolist()))
-        small = np.array(
-            [[star.cost(h, fixed if n is None else [*fixed, n]) for n in needs] for h in holds]
-        )
-        rows = np.searchsorted(holds, star.held)
-        if needs == [None]:
-            variable = self.model.variables[star.producer]
-            variable.unary = variable.unary + small[rows, 0]
+            use = None
+        fixed = [int(u.need[0]) for u in multi_use.uses if u is not use]
+        holdings = sorted(set(multi_use.holding.tolist()))
+        rows = np.searchsorted(holdings, multi_use.holding)
+        if use is None or use.variable is None:
+            variable = self.model.variables[multi_use.producer]
+            costs = np.array([multi_use.cost(h, fixed) for h in holdings])
+            variable.unary = variable.unary + costs[rows]
             return
-        assert use is not None
-        assert use.variable is not None
+        needs = sorted(set(use.need.tolist()))
+        small = np.array([[multi_use.cost(h, [*fixed, n]) for n in needs] for h in holdings])
         columns = np.searchsorted(np.asarray(needs), use.need)
-        self.model.add_pair(star.producer, use.variable, small[np.ix_(rows, columns)])
+        self.model.add_pair(multi_use.producer, use.variable, small[np.ix_(rows, columns)])
 
     # ------------------------------------------------------------ elimination
 
     def _eliminate(self) -> int:
-        """Eliminate variables in few pairs; how many were."""
+        """Eliminate variables in at most two pairs; return their number."""
         model, count = self.model, 0
-        joined = {v for star in model.stars for v in star.members()}
-        near = {v: set(keys) for v, keys in model.neighbours().items()}
+        joined = {v for multi_use in model.multi_uses for v in multi_use.members()}
+        pairs: dict[int, set[tuple[int, int]]] = {v: set() for v in model.variables}
+        for key in model.pairs:
+            for number in key:
+                pairs[number].add(key)
         queue = set(model.variables)
         while queue:
             number = min(queue)
             queue.discard(number)
             variable = model.variables[number]
-            keys = sorted(near[number])
+            keys = sorted(pairs[number])
             varies = model.limit is not None and np.ptp(variable.weight) > 0 and len(variable) > 1
             if number in joined or len(keys) > 2 or varies or len(variable) == 0:
                 continue
@@ -391,7 +388,7 @@ class Reducer:
             tables = [model.table(key, number) for key in keys]
             if len(keys) == 2 and tables[0].shape[1] * tables[1].shape[1] > MAX_JOINED:
                 continue
-            self.ledger.append(
+            self.eliminated.append(
                 Eliminated(
                     number,
                     variable.unary,
@@ -402,15 +399,15 @@ class Reducer:
             self._fold(number, sides, tables)
             for key, side in zip(keys, sides, strict=True):
                 del model.pairs[key]
-                near[side].discard(key)
+                pairs[side].discard(key)
                 self.dirty.add(side)
                 queue.add(side)
             if len(sides) == 2:
                 key = (min(sides), max(sides))
                 for side in sides:
-                    near[side].add(key)
+                    pairs[side].add(key)
             model.weight += float(variable.weight[0])
-            del model.variables[number], near[number]
+            del model.variables[number], pairs[number]
             count += 1
         return count
 
@@ -429,94 +426,81 @@ class Reducer:
             model.add_pair(sides[0], sides[1], best)
 
 
-def restore(ledger: list[Eliminated], chosen: dict[int, int]) -> dict[int, int]:
-    """Return the states of all variables, by number among all states, from those of the rest."""
-    found = dict(chosen)
-    for entry in reversed(ledger):
+def restore(eliminated: list[Eliminated], remaining: dict[int, int]) -> dict[int, int]:
+    """Return the states of all variables from those of the remaining ones."""
+    states = dict(remaining)
+    for entry in reversed(eliminated):
         cost = entry.unary.copy()
         for side, index, table in entry.tables:
-            cost = cost + table[:, int(np.flatnonzero(index == found[side])[0])]
-        found[entry.variable] = int(entry.index[int(np.argmin(cost))])
-    return found
+            cost = cost + table[:, int(np.flatnonzero(index == states[side])[0])]
+        states[entry.variable] = int(entry.index[int(np.argmin(cost))])
+    return states
 
 
-def _least_gain(mine: Floats, theirs: Floats) -> Floats:
-    """[s, t]: the least of mine[s] - theirs[t] over the neighbour's states; both inf: any."""
+def _min_gain(table: Floats) -> Floats:
+    """Return at [s, t] the minimum of table[s] - table[t] over the neighbour's states."""
     with np.errstate(invalid="ignore"):
-        gain = mine[:, None, :] - theirs[None, :, :]
-    gain[np.isnan(gain)] = INF
+        gain = table[:, None, :] - table[None, :, :]
+    gain[np.isnan(gain)] = INF  # both are impossible: no restriction
     return np.asarray(gain.min(axis=2))
 
 
 def _plus(a: Floats, b: Floats) -> Floats:
-    """Return the sum, in which a certain loss outweighs everything."""
+    """Return the sum; an infinite loss outweighs any gain."""
     with np.errstate(invalid="ignore"):
         total = a + b
     total[np.isnan(total)] = -INF
     return np.asarray(total)
 
 
-def _shares(star: MultiUse, held: set[int], needs: list[set[int]]) -> bool:
-    """Return whether two uses could need the same move, other than for nothing."""
-    for h in held:
-        seen: set[int] = set()
-        for mine in needs:
-            steps = {s for n in mine for s in star.steps[h, n] or () if star.prices[h, s] > 0}
-            if steps & seen:
+def _shares(multi_use: MultiUse, holdings: set[int], needs: list[set[int]]) -> bool:
+    """Return whether two uses could need the same move, unless it is free."""
+    steps, prices = multi_use.steps, multi_use.prices
+    for h in holdings:
+        earlier: set[int] = set()
+        for use in needs:
+            priced = {s for n in use for s in steps[h, n] or () if prices[h, s] > 0}
+            if priced & earlier:
                 return True
-            seen |= steps
+            earlier |= priced
     return False
 
 
-def _single(star: MultiUse, use: Use) -> MultiUse:
-    """Return the star with one use only."""
-    return MultiUse(
-        value=star.value,
-        producer=star.producer,
-        held=star.held,
-        uses=[use],
-        steps=star.steps,
-        prices=star.prices,
-        same=star.same,
-        whole=star.whole,
-    )
-
-
-MAX_ENTRIES = 20_000_000  # of the largest table before the least is taken: some 50 ms
+MAX_ENTRIES = 20_000_000  # of the largest table before taking the minimum: some 50 ms
 MAX_TOTAL = 80_000_000  # of all tables together
 
 Scope = tuple[int, ...]
 
 
 def solve_by_elimination(model: Model) -> Solved | None:
-    """Return the best states of all variables, or None where this would take too long."""
+    """Return the best states of all variables, or None if that would take too long."""
     if model.limit is not None or any(len(v) == 0 for v in model.variables.values()):
         return None
     sizes = {number: len(variable) for number, variable in model.variables.items()}
-    scopes = [*model.pairs, *(_scope(star) for star in model.stars)]
+    scopes = [*model.pairs, *(tuple(m.members()) for m in model.multi_uses)]
     order = elimination_order(sizes, scopes)
     if order is None:
         return None
     tables: list[tuple[Scope, Floats]] = [((n,), v.unary) for n, v in model.variables.items()]
     tables += list(model.pairs.items())
-    tables += [(_scope(star), star.table()) for star in model.stars]
+    tables += [(tuple(m.members()), m.table()) for m in model.multi_uses]
     done: list[tuple[int, list[tuple[Scope, Floats]]]] = []
     constant = model.constant
     for variable in order:
-        mine = [entry for entry in tables if variable in entry[0]]
+        own = [entry for entry in tables if variable in entry[0]]
         tables = [entry for entry in tables if variable not in entry[0]]
-        done.append((variable, mine))
-        scope, least = _least(mine, variable, sizes)
+        done.append((variable, own))
+        scope, minimum = _minimize(own, variable, sizes)
         if scope:
-            tables.append((scope, least))
+            tables.append((scope, minimum))
         else:
-            constant += float(least)
+            constant += float(minimum)
     if not np.isfinite(constant):
-        return None  # the integer program says that nothing satisfies what is fixed
+        return None  # infeasible: leave the error message to the integer program
     states: dict[int, int] = {}
-    for variable, mine in reversed(done):
+    for variable, own in reversed(done):
         costs = np.zeros(sizes[variable])
-        for scope, table in mine:
+        for scope, table in own:
             costs += table[tuple(states.get(v, slice(None)) for v in scope)]
         states[variable] = int(np.argmin(costs))
     chosen = {n: int(model.variables[n].index[state]) for n, state in states.items()}
@@ -524,14 +508,14 @@ def solve_by_elimination(model: Model) -> Solved | None:
 
 
 def elimination_order(sizes: dict[int, int], scopes: list[Scope]) -> list[int] | None:
-    """Variables in the order of the smallest table each; None where one is too large."""
-    near: dict[int, set[int]] = {v: set() for v in sizes}
+    """Return the variables ordered greedily by table size, or None if a table is too large."""
+    neighbours: dict[int, set[int]] = {v: set() for v in sizes}
     for scope in scopes:
         if prod(sizes[v] for v in scope) > MAX_ENTRIES:
             return None
         for v in scope:
-            near[v] |= set(scope) - {v}
-    cost = {v: prod(sizes[u] for u in near[v]) * sizes[v] for v in sizes}
+            neighbours[v] |= set(scope) - {v}
+    cost = {v: prod(sizes[u] for u in neighbours[v]) * sizes[v] for v in sizes}
     order, total = [], 0
     while cost:
         variable = min(cost, key=lambda v: (cost[v], v))
@@ -539,33 +523,29 @@ def elimination_order(sizes: dict[int, int], scopes: list[Scope]) -> list[int] |
         if cost[variable] > MAX_ENTRIES or total > MAX_TOTAL:
             return None
         order.append(variable)
-        others = near.pop(variable)
+        adjacent = neighbours.pop(variable)
         del cost[variable]
-        for v in others:
-            near[v] = (near[v] | others) - {v, variable}
-        for v in others:
-            cost[v] = prod(sizes[u] for u in near[v]) * sizes[v]
+        for v in adjacent:
+            neighbours[v] = (neighbours[v] | adjacent) - {v, variable}
+        for v in adjacent:
+            cost[v] = prod(sizes[u] for u in neighbours[v]) * sizes[v]
     return order
 
 
-def _least(
+def _minimize(
     tables: list[tuple[Scope, Floats]], variable: int, sizes: dict[int, int]
 ) -> tuple[Scope, Floats]:
-    """The least over a variable's states of the sum of tables, over their other variables."""
+    """Return the minimum of the sum of tables over a variable's states, and its scope."""
     scope = tuple(sorted({v for s, _ in tables for v in s} - {variable}))
     rows = []
-    for mine, table in sorted(tables, key=lambda entry: entry[1].size):
-        order = sorted(range(len(mine)), key=lambda i: (mine[i] != variable, mine[i]))
-        shape = [sizes[v] if v in mine else 1 for v in scope]
+    for own, table in sorted(tables, key=lambda entry: entry[1].size):
+        order = sorted(range(len(own)), key=lambda i: (own[i] != variable, own[i]))
+        shape = [sizes[v] if v in own else 1 for v in scope]
         rows.append(table.transpose(order).reshape([sizes[variable], *shape]))
-    least = np.full([sizes[v] for v in scope], INF)
+    minimum = np.full([sizes[v] for v in scope], INF)
     for state in range(sizes[variable]):
         total = rows[0][state]
         for row in rows[1:]:
             total = total + row[state]
-        np.minimum(least, total, out=least)
-    return scope, least
-
-
-def _scope(star: MultiUse) -> Scope:
-    return tuple(star.members())
+        np.minimum(minimum, total, out=minimum)
+    return scope, minimum

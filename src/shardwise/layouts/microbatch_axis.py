@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from shardwise.errors import InfeasiblePlan
 from shardwise.ir import Graph, Node
 from shardwise.layouts.moves import same_placement
-from shardwise.layouts.problem import Assignment
+from shardwise.layouts.problem import Assignment, dependents
 from shardwise.sharding.candidates import Candidate, ShardAxis, candidates, pass_candidate
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import (
@@ -29,15 +29,15 @@ from shardwise.sharding.placements import (
     Shard,
 )
 
-SLICED, ONCE, PADDED, PRECOMPUTED = 1, 2, 3, 10  # what feeding an operand costs, to rank candidates
+SLICED, ONCE, PADDED, PRECOMPUTED = 1, 2, 3, 10  # relative costs of providing an operand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchAssignment:
-    """The assignment of the time axis, every value's placement, and what is precomputed.
+    """The assignment of the time axis and the placement of every value.
 
-    `precomputed` maps a node to those of its operands that it takes whole, although a micro-batch
-    holds a part of them.
+    `precomputed` maps a node to the positions of the operands that it uses for the full batch
+    although a micro-batch has only a part of them: they are computed once per step.
     """
 
     assignment: Assignment
@@ -46,27 +46,27 @@ class MicrobatchAssignment:
 
 
 def assign_microbatches(
-    graph: Graph, facts: Facts, axis: str, count: int, cuts: Mapping[str, Placement]
+    graph: Graph, facts: Facts, axis: str, count: int, input_shards: Mapping[str, Placement]
 ) -> MicrobatchAssignment:
-    """Placements for `count` micro-batches; `cuts` says how inputs are cut."""
-    held: dict[str, Placement] = dict.fromkeys(graph.values, PARTIAL_GRAD)
-    held |= cuts
-    known = values_of_inputs(graph)
+    """Return the placements for `count` micro-batches of inputs that are split as given."""
+    placements: dict[str, Placement] = dict.fromkeys(graph.values, PARTIAL_GRAD)
+    placements |= input_shards
+    batch_values = values_of_inputs(graph)
     nodes: dict[str, Candidate] = {}
     precomputed: dict[str, frozenset[int]] = {}
     for node in graph.nodes:
         best: tuple[int, Candidate, frozenset[int]] | None = None
-        for candidate in _options(node, facts, known):
-            fed = _feed(node, candidate, held, known, count)
-            if fed is not None and (best is None or fed[0] < best[0]):
-                best = (fed[0], candidate, fed[1])
+        for candidate in _options(node, facts, batch_values):
+            feed = _feed(node, candidate, placements, batch_values, count)
+            if feed is not None and (best is None or feed[0] < best[0]):
+                best = (feed[0], candidate, feed[1])
         if best is None:
-            raise _coupled(graph, node, held)
-        _, nodes[node.name], whole = best
-        if whole:
-            precomputed[node.name] = whole
-        for name, given in zip(node.outputs, nodes[node.name].results, strict=True):
-            held[name] = PARTIAL_GRAD if isinstance(given, Replicate) else given
+            raise _coupled(graph, node, placements)
+        _, nodes[node.name], full = best
+        if full:
+            precomputed[node.name] = full
+        for name, placement in zip(node.outputs, nodes[node.name].results, strict=True):
+            placements[name] = PARTIAL_GRAD if isinstance(placement, Replicate) else placement
     assignment = Assignment(
         axis=axis,
         ranks=count,
@@ -74,40 +74,37 @@ def assign_microbatches(
         parameters={p.value: REPLICATE for p in graph.parameters},
         cost=0.0,
     )
-    return MicrobatchAssignment(assignment=assignment, values=held, precomputed=precomputed)
+    return MicrobatchAssignment(assignment=assignment, values=placements, precomputed=precomputed)
 
 
 def values_of_inputs(graph: Graph) -> frozenset[str]:
-    """Values that depend on the batch, buffers and constants, but on no parameter."""
-    trained = {p.value for p in graph.parameters}
-    for node in graph.nodes:
-        if any(name in trained for name in node.inputs):
-            trained |= set(node.outputs)
-    return frozenset(name for name in graph.values if name not in trained)
+    """Return the values that depend on the batch, buffers and constants, but on no parameter."""
+    return frozenset(graph.values) - dependents(graph, {p.value for p in graph.parameters})
 
 
-def _options(node: Node, facts: Facts, known: frozenset[str]) -> list[Candidate]:
+def _options(node: Node, facts: Facts, batch_values: frozenset[str]) -> list[Candidate]:
     """Return the node's candidates that need no other micro-batch while they run."""
     rule = facts.rules[node.name]
     options = []
-    found = candidates(rule, facts.structures[node.name])
+    possible = candidates(rule, facts.structures[node.name])
     if _is_cast(node, facts) and not rule.linear:
-        found = (*found, pass_candidate(rule, frozenset({0})))  # terms are rounded one by one
-    for candidate in found:
+        # A cast rounds each term instead of their sum: not linear, but close enough.
+        possible = (*possible, pass_candidate(rule, frozenset({0})))
+    for candidate in possible:
         choice = candidate.choice
         if isinstance(choice, ShardAxis):
             axis = rule.axes[choice.axis]
             if axis.num_collectives or axis.reduce == "same":
                 continue
         reduced = [p for p in candidate.results if isinstance(p, Partial) and p.op != "sum"]
-        if reduced and not all(name in known for name in node.outputs):
+        if reduced and not all(name in batch_values for name in node.outputs):
             continue
         options.append(candidate)
     return options
 
 
 def _is_cast(node: Node, facts: Facts) -> bool:
-    """Return whether the node only changes a floating type."""
+    """Return whether the node only changes a floating-point dtype."""
     types = facts.calls[node.name].types
     if node.op.split(".")[1] not in ("to", "_to_copy") or len(node.inputs) != 1:
         return False
@@ -117,63 +114,63 @@ def _is_cast(node: Node, facts: Facts) -> bool:
 def _feed(
     node: Node,
     candidate: Candidate,
-    held: Mapping[str, Placement],
-    known: frozenset[str],
+    placements: Mapping[str, Placement],
+    batch_values: frozenset[str],
     count: int,
 ) -> tuple[int, frozenset[int]] | None:
-    """Return the cost of a candidate's operands and which are precomputed, or None."""
-    total, whole = 0, set()
+    """Return the cost of a candidate's operands and which of them are precomputed, or None."""
+    total, full = 0, set()
     for index, (name, needed) in enumerate(zip(node.inputs, candidate.operands, strict=True)):
-        price = _price(held[name], needed, count)
-        if price is None and name in known:
+        price = _price(placements[name], needed, count)
+        if price is None and name in batch_values:
             price = _price(PARTIAL_GRAD, needed, count)
             if price is not None:
                 price += PRECOMPUTED
-                whole.add(index)
+                full.add(index)
         if price is None:
             return None
         total += price
-    return total, frozenset(whole)
+    return total, frozenset(full)
 
 
-def _price(held: Placement, needed: Placement, count: int) -> int | None:
-    if isinstance(held, Replicate):
+def _price(current: Placement, needed: Placement, count: int) -> int | None:
+    if isinstance(current, Replicate):
         if isinstance(needed, Shard):
             return SLICED
         return 0 if isinstance(needed, Replicate) else ONCE if needed == PARTIAL else None
-    if same_placement(held, needed, count):
+    if same_placement(current, needed, count):
         return 0
-    return PADDED if isinstance(held, Shard) and needed == PARTIAL else None
+    return PADDED if isinstance(current, Shard) and needed == PARTIAL else None
 
 
-def _summed_at(graph: Graph, node: Node, held: Mapping[str, Placement]) -> Node | None:
-    """Return the node that first made a sum over the batch of which an operand is made."""
+def _summed_at(graph: Graph, node: Node, placements: Mapping[str, Placement]) -> Node | None:
+    """Return the node that first summed over the batch, among the ancestors of an operand."""
     producers = graph.producers
     at: Node | None = None
-    pending = [name for name in node.inputs if not isinstance(held[name], Replicate | Shard)]
+    pending = [name for name in node.inputs if not isinstance(placements[name], Replicate | Shard)]
     while pending:
-        maker = producers.get(pending.pop())
-        if maker is not None:
-            at = maker
-            parts = [n for n in maker.inputs if not isinstance(held[n], Replicate | Shard)]
-            pending = parts
+        producer = producers.get(pending.pop())
+        if producer is not None:
+            at = producer
+            sums = [n for n in producer.inputs if not isinstance(placements[n], Replicate | Shard)]
+            pending = sums
     return at
 
 
-def _coupled(graph: Graph, node: Node, held: Mapping[str, Placement]) -> InfeasiblePlan:
-    parts = [
-        f"%{name} {'of one micro-batch' if isinstance(held[name], Shard) else 'as a sum of all'}"
+def _coupled(graph: Graph, node: Node, placements: Mapping[str, Placement]) -> InfeasiblePlan:
+    operands = [
+        f"{'all of' if isinstance(placements[name], Shard) else 'the complete sum'} %{name}"
         for name in dict.fromkeys(node.inputs)
-        if not isinstance(held[name], Replicate)
+        if not isinstance(placements[name], Replicate)
     ]
-    summed = _summed_at(graph, node, held)
+    summed = _summed_at(graph, node, placements)
     where = node.origin
     if summed is not None and summed.origin != node.origin:
         where += f"; the sum over the batch is at {summed.origin}"
     return InfeasiblePlan(
-        f"{node.op} ({node.name}) couples the samples of a batch: it would need "
-        f"{' and '.join(parts)} whole, so micro-batches cannot be computed one after the other",
+        f"{node.op} ({node.name}) couples the samples of a batch: it needs "
+        f"{' and '.join(operands)}, so micro-batches cannot be computed one after the other",
         where=where,
-        hint="num_microbatches=1, or per_microbatch=True: each micro-batch is then a batch of its "
-        "own, as one device accumulating gradients takes it",
+        hint="num_microbatches=1, or per_microbatch=True: each micro-batch then counts as a batch "
+        "of its own, as with gradient accumulation on one device",
     )

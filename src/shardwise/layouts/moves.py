@@ -1,8 +1,23 @@
-"""x"""
+"""Plan and price the moves that turn one layout into another.
+
+A move works on one mesh axis (reductions on several at once), and its backward is its dual. Where
+several mesh axes shard the same factor, each shards the part that the earlier ones left: an axis
+can only change after those nested in it are gathered.
+
+`move_cost` and `work` are relative costs in units of one multiply-add. They order alternatives on
+one mesh axis where a strategy leaves a choice; they do not predict time:
+
+- A byte moved between ranks counts as `PER_BYTE` multiply-adds, each transfer as `PER_TRANSFER`.
+- A node counts as the size of its iteration space, divided by the ranks if one of its axes is
+  sharded.
+- Every rank can compute the values that do not depend on anything a batch axis shards. They are
+  computed in shards and gathered only where that pays off on most hardware: `PER_MADE_BYTE` and
+  `PER_MADE_TRANSFER` lie between the costs of a CPU (about 25 and 2e6) and of a GPU (1e3 and 4e9).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -28,7 +43,7 @@ PER_BYTE = 8.0
 PER_TRANSFER = 2_000.0
 PER_MADE_BYTE = 256.0
 PER_MADE_TRANSFER = 1e7
-PER_SLICE = 500.0  # cutting a whole value moves nothing, but every rank computed all of it
+PER_SLICE = 500.0  # slicing a full value moves nothing, but every rank computed all of it
 IMPOSSIBLE = float("inf")
 
 
@@ -40,7 +55,7 @@ def kind(placement: Placement) -> str:
 
 
 def same_placement(a: Placement, b: Placement, ranks: int) -> bool:
-    """Equal, or cuts that give every rank the same elements."""
+    """Return whether placements are equal, or shards that give every rank the same elements."""
     if isinstance(a, Shard) and isinstance(b, Shard):
         return a.dim == b.dim and same_pattern(a.of, b.of, ranks)
     return a == b
@@ -48,7 +63,7 @@ def same_placement(a: Placement, b: Placement, ranks: int) -> bool:
 
 def move_cost(
     value: TensorType,
-    held: Placement,
+    current: Placement,
     needed: Placement,
     ranks: int,
     carries_grad: bool,
@@ -56,28 +71,28 @@ def move_cost(
     per_byte: float = PER_BYTE,
     per_transfer: float = PER_TRANSFER,
 ) -> float:
-    """Return what turning one placement into another costs, forward and backward."""
-    if same_placement(held, needed, ranks):
+    """Return the cost of turning one placement into another, forward and backward."""
+    if same_placement(current, needed, ranks):
         return 0.0
-    if isinstance(held, Partial) and held.op != "sum" and isinstance(needed, Partial):
+    if isinstance(current, Partial) and current.op != "sum" and isinstance(needed, Partial):
         return IMPOSSIBLE
-    kinds = kind(held), kind(needed)
-    found = between(*kinds)
-    if found is None or kinds[0] == "R~":
+    kinds = kind(current), kind(needed)
+    redistribution = between(*kinds)
+    if redistribution is None or kinds[0] == "R~":
         return IMPOSSIBLE
-    forward, backward = found.forward.volume, found.backward.volume
+    forward, backward = redistribution.forward.volume, redistribution.backward.volume
     if kinds == ("S", "P"):
-        # Nothing is sent, but the sum that follows is as large as a gathered value.
+        # Padding sends nothing, but the sum that must follow costs as much as a gather.
         forward, backward = 1.0, 1.0
     units = forward + (backward if carries_grad else 0)
     share = (ranks - 1) / ranks
     transfers = (forward > 0) + (backward > 0 and carries_grad)
-    waste = PER_SLICE if isinstance(needed, Shard) and isinstance(held, Replicate) else 1.0
+    waste = PER_SLICE if isinstance(needed, Shard) and isinstance(current, Replicate) else 1.0
     return units * value.num_bytes * share * per_byte + transfers * per_transfer + waste
 
 
 def work(call: Call, rule: NodeRule) -> float:
-    """Multiply-adds of a node, from its iteration space; renaming positions costs nothing."""
+    """Return a node's multiply-adds, from its iteration space; views cost nothing."""
     if rule.size_arg and call.operands:
         return 0.0
     sizes = [axis.size for axis in rule.axes.values()]
@@ -86,10 +101,10 @@ def work(call: Call, rule: NodeRule) -> float:
 
 
 def multiply_adds(call: Call, rule: NodeRule) -> float:
-    """`work` of products; of everything else the elements that it reads or writes.
+    """Return the `work` of products, and of other nodes the number of elements they touch.
 
-    An iteration space may have axes that are there to be cut, not to be walked: the rows of a table
-    of which some are looked up, the positions of which some are sliced.
+    An iteration space may contain axes that can be sharded although the node does not iterate over
+    them, such as the rows of an embedding table or the positions that a slice skips.
     """
     if _is_product(call, rule):
         return work(call, rule)
@@ -97,19 +112,21 @@ def multiply_adds(call: Call, rule: NodeRule) -> float:
 
 
 def _is_product(call: Call, rule: NodeRule) -> bool:
-    """Return whether an axis of two operands is summed over."""
-    floats = [
+    """Return whether the node sums over an axis that two operands share."""
+    operand_axes = [
         {axis for dim in dims if not isinstance(dim, Part) for axis in dim}
         for name, dims in zip(call.node.inputs, rule.operands, strict=True)
         if call.types[name].dtype.is_floating_point or call.types[name].dtype.is_complex
     ]
-    given = {a for dims in rule.results for dim in dims if not isinstance(dim, Part) for a in dim}
-    return any(a & b - given for i, a in enumerate(floats) for b in floats[i + 1 :])
+    kept_axes = {
+        a for dims in rule.results for dim in dims if not isinstance(dim, Part) for a in dim
+    }
+    return any(a & b - kept_axes for i, a in enumerate(operand_axes) for b in operand_axes[i + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """`fn` over `axes`, after which the value lies as `layout`."""
+    """The redistribution `fn` over `axes`, which changes the layout `before` to `layout`."""
 
     fn: str
     axes: tuple[str, ...]
@@ -118,114 +135,115 @@ class Move:
 
 
 def plan_moves(
-    held: Layout, needed: Layout, sizes: Mapping[str, int], carries_grad: bool
+    current: Layout, needed: Layout, sizes: Mapping[str, int], carries_grad: bool
 ) -> tuple[Move, ...]:
-    """Return the moves from one layout to another; empty when nothing has to be done."""
-    if held == needed:
+    """Return the moves from one layout to another."""
+    if current == needed:
         return ()
-    held, needed = _align(held, _relax(held, needed, sizes, carries_grad), sizes)
-    changed = [a for a, p in held.axes if p != needed[a]]
-    changed = _with_nested(held, needed, changed)
+    current, needed = _align(current, _relax(current, needed, carries_grad), sizes)
+    changed = [a for a, p in current.axes if p != needed[a]]
+    changed = _with_nested(current, needed, changed)
     if not changed:
         return ()
     moves: list[Move] = []
-    now = held
+    layout = current
 
     def move(
-        axes: tuple[str, ...], target: Placement | Layout, held_kind: str | None = None
+        axes: tuple[str, ...], targets: Sequence[Placement], source_kind: str | None = None
     ) -> None:
-        nonlocal now
-        first = axes[0]
-        given = kind(target[first] if isinstance(target, Layout) else target)
-        found = between(held_kind or kind(now[first]), given)
-        if found is None:
-            raise ProgramError(f"no redistribution from {now[first]} to {given} over {axes}")
-        if isinstance(target, Layout):
-            after = Layout(tuple((n, target[n] if n in axes else p) for n, p in now.axes))
-        else:
-            after = Layout(tuple((n, target if n in axes else p) for n, p in now.axes))
-        moves.append(Move(f"rt.{found.name}", axes, now, after))
-        now = after
+        nonlocal layout
+        source = layout[axes[0]]
+        redistribution = between(source_kind or kind(source), kind(targets[0]))
+        if redistribution is None:
+            raise ProgramError(f"no redistribution from {source} to {targets[0]} over {axes}")
+        after = layout
+        for axis, target in zip(axes, targets, strict=True):
+            after = after.with_axis(axis, target)
+        moves.append(Move(f"rt.{redistribution.name}", axes, layout, after))
+        layout = after
 
     for axis in reversed(changed):  # un-nest: inner axes first
-        placement = held[axis]
+        placement = current[axis]
         if isinstance(placement, Shard):
             target = needed[axis]
-            if isinstance(target, Shard) and not _alone(held, needed, axis, sizes):
+            if isinstance(target, Shard) and not _only_shard(current, needed, axis, sizes):
                 target = REPLICATE
-            move((axis,), target)
-    partial = [a for a in changed if isinstance(now[a], Partial)]
+            move((axis,), [target])
+    partial = [a for a in changed if isinstance(layout[a], Partial)]
     for target in (REPLICATE, PARTIAL_GRAD):
         axes = tuple(a for a in partial if needed[a] == target)
-        for op in dict.fromkeys(now[a] for a in axes):
-            move(tuple(a for a in axes if now[a] == op), target)
-    for axis in changed:  # cut: outer axes first
+        for op in dict.fromkeys(layout[a] for a in axes):
+            summed = tuple(a for a in axes if layout[a] == op)
+            move(summed, [target] * len(summed))
+    for axis in changed:  # shard: outer axes first
         target = needed[axis]
-        if isinstance(target, Shard) and now[axis] != target:
-            # Without a gradient nothing has to be gathered in backward.
-            move((axis,), target, "R~" if now[axis] == REPLICATE and not carries_grad else None)
-    for held_kind, last in (("R", "R~"), ("R", "P"), ("R~", "P")):
-        axes = tuple(a for a in changed if (kind(now[a]), kind(needed[a])) == (held_kind, last))
+        if isinstance(target, Shard) and layout[axis] != target:
+            # Without a gradient there is nothing to gather in backward: R~ -> S is cheaper.
+            free = layout[axis] == REPLICATE and not carries_grad
+            move((axis,), [target], "R~" if free else None)
+    for kinds in (("R", "R~"), ("R", "P"), ("R~", "P")):
+        axes = tuple(a for a in changed if (kind(layout[a]), kind(needed[a])) == kinds)
         if axes:
-            move(axes, needed)
+            move(axes, [needed[a] for a in axes])
     for axis in sizes:
-        if not same_on_axis(now, needed, axis, sizes):
-            raise ProgramError(f"no moves from {held} to {needed}: {axis} stays {now[axis]}")
+        if not same_on_axis(layout, needed, axis, sizes):
+            raise ProgramError(f"no moves from {current} to {needed}: {axis} stays {layout[axis]}")
     return tuple(moves)
 
 
-def _relax(held: Layout, needed: Layout, sizes: Mapping[str, int], carries_grad: bool) -> Layout:
-    """Need the kind of replication that is held wherever no gradient flows: they are one there."""
+def _relax(current: Layout, needed: Layout, carries_grad: bool) -> Layout:
+    """Accept either kind of replication where no gradient distinguishes them."""
     axes: list[tuple[str, Placement]] = []
     for axis, need in needed.axes:
-        has = held[axis]
+        placement = current[axis]
         if not carries_grad and kind(need) == "R~":
-            need = has if kind(has) in ("R", "R~") else REPLICATE
-        if kind(has) == "R~" and kind(need) == "R":
-            need = has  # only work that is itself counted as different uses such a value
+            need = placement if kind(placement) in ("R", "R~") else REPLICATE
+        if kind(placement) == "R~" and kind(need) == "R":
+            need = placement  # a use of an R~ value always does different work on each rank
         axes.append((axis, need))
     return Layout(tuple(axes))
 
 
-def _align(held: Layout, needed: Layout, sizes: Mapping[str, int]) -> tuple[Layout, Layout]:
-    """Return the layouts with one pattern for cuts that give every rank the same elements.
+def _align(current: Layout, needed: Layout, sizes: Mapping[str, int]) -> tuple[Layout, Layout]:
+    """Return the layouts with equal patterns for shards that give every rank the same elements.
 
-    Alone on a dim, `[2]x16` and `[32]` are the same cut in two. With another axis inside they are
-    not: that axis would cut one head, or 16 positions. So all axes of a dim are compared together.
+    If a single axis of two ranks shards a dim, `[2]x16` and `[32]` are the same. With another axis
+    nested inside they are not: it would shard one head, or 16 positions. So all axes of a dim are
+    compared together.
     """
-    for dim in sorted({s.dim for _, s in (*held.shards, *needed.shards)}):
-        mine, theirs = held.dim_shards(dim), needed.dim_shards(dim)
-        if same_shards(mine, theirs, sizes):
-            needed = _replace_cuts(needed, held, mine)
-        elif len(mine) == 1 and same_shards(mine, _of_axes(theirs, mine), sizes):
-            held = _replace_cuts(held, needed, mine)
-        elif len(theirs) == 1 and same_shards(_of_axes(mine, theirs), theirs, sizes):
-            needed = _replace_cuts(needed, held, theirs)
-    return held, needed
+    for dim in sorted({s.dim for _, s in (*current.shards, *needed.shards)}):
+        before, after = current.dim_shards(dim), needed.dim_shards(dim)
+        if same_shards(before, after, sizes):
+            needed = _copy_axes(needed, current, before)
+        elif len(before) == 1 and same_shards(before, _of_axes(after, before), sizes):
+            current = _copy_axes(current, needed, before)
+        elif len(after) == 1 and same_shards(_of_axes(before, after), after, sizes):
+            needed = _copy_axes(needed, current, after)
+    return current, needed
 
 
-def _of_axes(cuts: DimShards, like: DimShards) -> DimShards:
-    names = {name for name, _ in like}
-    return tuple((name, of) for name, of in cuts if name in names)
+def _of_axes(shards: DimShards, axes: DimShards) -> DimShards:
+    names = {name for name, _ in axes}
+    return tuple((name, of) for name, of in shards if name in names)
 
 
-def _replace_cuts(layout: Layout, source: Layout, cuts: DimShards) -> Layout:
-    for name, _ in cuts:
+def _copy_axes(layout: Layout, source: Layout, axes: DimShards) -> Layout:
+    for name, _ in axes:
         layout = layout.with_axis(name, source[name])
     return layout
 
 
-def _with_nested(held: Layout, needed: Layout, changed: list[str]) -> list[str]:
-    """Add the axes that cut the same factor inside one that changes."""
+def _with_nested(current: Layout, needed: Layout, changed: list[str]) -> list[str]:
+    """Add the axes that shard the same factor inside one that changes."""
     result = set(changed)
-    names = [name for name, _ in held.axes]
+    names = [name for name, _ in current.axes]
     for position, axis in enumerate(names):
-        mine = held[axis]
-        if axis in result or not isinstance(mine, Shard):
+        inner = current[axis]
+        if axis in result or not isinstance(inner, Shard):
             continue
         for other in names[:position]:
-            for theirs in (held[other], needed[other]):
-                if other in result and isinstance(theirs, Shard) and _shares(theirs, mine):
+            for outer in (current[other], needed[other]):
+                if other in result and isinstance(outer, Shard) and _shares(outer, inner):
                     result.add(axis)
     return [name for name in names if name in result]
 
@@ -234,11 +252,11 @@ def _shares(a: Shard, b: Shard) -> bool:
     return a.dim == b.dim and any(x == y for x, y in zip(a.of, b.of, strict=False))
 
 
-def _alone(held: Layout, needed: Layout, axis: str, sizes: Mapping[str, int]) -> bool:
-    """Whether no other axis cuts a dim that this axis leaves or enters; one rank cuts nothing."""
-    mine, target = held[axis], needed[axis]
-    assert isinstance(mine, Shard)
-    assert isinstance(target, Shard)
-    dims = {mine.dim, target.dim}
-    others = [p for layout in (held, needed) for n, p in layout.axes if n != axis and sizes[n] > 1]
-    return not any(isinstance(p, Shard) and p.dim in dims for p in others)
+def _only_shard(current: Layout, needed: Layout, axis: str, sizes: Mapping[str, int]) -> bool:
+    """Return whether no other axis of several ranks shards the dims before and after."""
+    dims = {p.dim for p in (current[axis], needed[axis]) if isinstance(p, Shard)}
+    return not any(
+        isinstance(p, Shard) and p.dim in dims and name != axis and sizes[name] > 1
+        for layout in (current, needed)
+        for name, p in layout.axes
+    )

@@ -1,20 +1,21 @@
-"""List what a node may do on all mesh axes together, and how sources may be stored.
+"""List the options of each node on all mesh axes together.
 
-An `Option` is one candidate per mesh axis whose shards are compatible as `allowed` asks. Left out
-by rule, so that plans stay regular and problems small:
+An `Option` is one candidate per mesh axis, with compatible shards. Some options are left out to
+keep plans regular and problems small:
 
-- On an axis whose shards follow inputs, a node is sharded only where an operand that depends on
-  inputs already can be; parameters are used in full.
-- Partial sums pass through a node only where one of its operands can be partial.
-- Nodes without operands (position tables) are not sharded; what is computed from them alone is
-  sharded only as one of its uses can be. Heads are not sharded inside if there are enough of them.
+- On an axis whose shards follow inputs, a node is sharded only if one of its operands that depend
+  on inputs can be sharded already; parameters are used in full.
+- Partial sums pass through a node only if one of its operands can be partial.
+- Nodes without operands (position tables) are not sharded; values computed from them alone are
+  sharded only in ways that one of their uses can take. Heads are not split if there are enough.
 
-Whether a full value counts as R~ follows `program.lower`: on a mesh axis a value is pure when
-every rank computes it by the same work from parameters (and values without a gradient) alone. If
-all uses of a pure value differ, it is R~: its partial gradient is reduced at the parameters. This
-is tracked for nodes with few ancestors (`PREFIX`: weights that are cast, the first norm), and in
-graphs that are not `SMALL` up to the first product with an activation that carries a gradient;
-later values count as not pure, at the price of a move that lowering may spare.
+Full values count as R~ by the rules of `program.lower`: on a mesh axis, a value is pure if every
+rank computes it by the same work from parameters and values without a gradient alone. A pure value
+whose uses all do different work on each rank is R~: its partial gradient is reduced at the
+parameters. Purity is tracked for nodes with at most `PREFIX` ancestors (casts of weights, the first
+norm), and in graphs that are not `SMALL` only up to the first product with an activation that
+carries a gradient. Later values count as not pure; the prices may then include a move that lowering
+saves.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from shardwise.errors import InfeasiblePlan, PlanError
 from shardwise.ir import Graph, Node
 from shardwise.layouts.moves import same_placement
 from shardwise.layouts.problem import (
-    Allowed,
-    Assignment,
     LayoutAxis,
     LayoutTask,
     Placements,
-    Task,
     constant_values,
+    forced_candidates,
     input_values,
+    nest,
     products,
+    splits_heads,
 )
 from shardwise.layouts.tie_layers import roots_of
-from shardwise.sharding.candidates import Candidate, Pass, Same, ShardAxis, candidates, match_choice
+from shardwise.sharding.candidates import Candidate, Pass, Same, ShardAxis, candidates
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import (
     PARTIAL_GRAD,
@@ -52,18 +53,18 @@ from shardwise.sharding.placements import (
     Shard,
 )
 
-PREFIX = 16  # nodes: an embedding and a norm in any notation, or casts of weights
-SMALL = 24  # nodes: here all that `PREFIX` admits is followed
-Demand = tuple[bool | None, ...]  # per mesh axis: whether an operand is pure, None: either
+PREFIX = 16  # nodes: enough for an embedding and a decomposed norm, or for casts of weights
+SMALL = 24  # nodes: graphs in which purity is tracked past the first product
+Demand = tuple[bool | None, ...]  # per mesh axis: whether an operand must be pure; None: either
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
     """One candidate per mesh axis; `needs` and `gives` are placements per operand and result.
 
-    They differ from the candidates' where no gradient flows (both kinds of whole are one), and
-    where the same work counts as different (R~). `pure` are the mesh axes on which the results are
-    pure, which follows from what `demands` say of the operands.
+    They differ from the candidates' placements where no gradient flows (R and R~ are then the
+    same) and where the same work counts as different (R~). `pure` lists the mesh axes on which the
+    results are pure if the operands satisfy `demands`.
     """
 
     choice: tuple[Candidate, ...]
@@ -75,7 +76,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How one mesh axis of an option counts; `demands` by value name."""
+    """How the same work on one mesh axis counts; `demands` are by value name."""
 
     partial_grad: bool = False
     pure: bool = False
@@ -86,25 +87,25 @@ PLAIN = _Kind()
 
 
 class Pure:
-    """Which values may be pure, and of these which may be R~."""
+    """The values that may be pure, and those that may be R~."""
 
     def __init__(self, graph: Graph, facts: Facts) -> None:
         self.parameters = frozenset(p.value for p in graph.parameters)
         self.carries = facts.carries_grad
         self.ends = frozenset[str]() if len(graph.nodes) <= SMALL else products(graph, facts)
-        self.ancestors: dict[str, frozenset[str]] = {}  # of values that may be pure: nodes
+        self.ancestors: dict[str, frozenset[str]] = {}  # value that may be pure -> nodes above it
         for node in graph.nodes:
             above = self._above(node)
             if above is not None:
-                mine = (n for n in node.outputs if n in self.carries)
-                self.ancestors |= dict.fromkeys(mine, above)
-        kept = {graph.loss, *(b.mutation for b in graph.buffers), *graph.sends}
-        kept |= {getattr(leaf, "name", None) for leaf in graph.outputs}
-        self.kept = frozenset(name for name in kept if name is not None)
+                results = (n for n in node.outputs if n in self.carries)
+                self.ancestors |= dict.fromkeys(results, above)
+        visible = {graph.loss, *(b.mutation for b in graph.buffers), *graph.sends}
+        visible |= {getattr(leaf, "name", None) for leaf in graph.outputs}
+        self.visible = frozenset(name for name in visible if name is not None)
         self.used = frozenset(n for node in graph.nodes if node.grad_enabled for n in node.inputs)
 
     def _above(self, node: Node) -> frozenset[str] | None:
-        """Return the nodes through which a gradient passes from here, where they are few."""
+        """Return the nodes between this one and parameters, or None if purity is not tracked."""
         flowing = [n for n in node.inputs if n in self.carries]
         if not node.grad_enabled or not flowing:
             return None
@@ -117,39 +118,27 @@ class Pure:
         return above if len(above) <= PREFIX else None
 
     def may_differ(self, name: str) -> bool:
-        """Return whether a whole value may be held as R~."""
-        known = name in self.ancestors or (name in self.parameters and name in self.carries)
-        return known and name not in self.kept and name in self.used
+        """Return whether a full value may be stored as R~."""
+        pure = name in self.ancestors or (name in self.parameters and name in self.carries)
+        return pure and name not in self.visible and name in self.used
 
     def kinds(self, node: Node) -> list[_Kind]:
-        """Return the ways in which the same work of a node may count."""
+        """Return how the same work of a node may count."""
         results = [n for n in node.outputs if n in self.carries]
         if not results or results[0] not in self.ancestors:
             return [PLAIN]
         inner = [n for n in dict.fromkeys(node.inputs) if n in self.ancestors]
         pure = tuple((n, True) for n in inner)
-        found = [_Kind(pure=True, demands=pure)]
+        kinds = [_Kind(pure=True, demands=pure)]
         if all(self.may_differ(n) for n in results):
-            found.append(_Kind(partial_grad=True, pure=True, demands=pure))
-        for i, name in enumerate(inner):  # the first operand that is not pure
-            found.append(_Kind(demands=(*pure[:i], (name, False))))
-        return found
+            kinds.append(_Kind(partial_grad=True, pure=True, demands=pure))
+        # One kind for each operand that is the first impure one, so that kinds exclude each other.
+        for i, name in enumerate(inner):
+            kinds.append(_Kind(demands=(*pure[:i], (name, False))))
+        return kinds
 
 
-class _Fit(Allowed):
-    """The tests of `Allowed` for a pair of mesh axes, one candidate against another."""
-
-    def fits(self, node: Node, mine: Candidate, theirs: Candidate, ranks: int) -> bool:
-        self.earlier = (
-            Assignment(axis="", ranks=ranks, nodes={node.name: theirs}, parameters={}, cost=0.0),
-        )
-        return self._fits(node, mine)
-
-    def splinters(self, node: Node, choice: ShardAxis) -> bool:
-        return self._splinters(node, choice)
-
-
-Narrow = Mapping[int, Mapping[str, tuple[Candidate, ...]]]  # mesh axis -> node -> what to choose of
+Narrow = Mapping[int, Mapping[str, tuple[Candidate, ...]]]  # mesh axis -> node -> open candidates
 
 
 class Options:
@@ -162,11 +151,8 @@ class Options:
         self.inputs = {i.value for i in graph.inputs if i.kind == "batch"}
         self.received = {i.value for i in graph.inputs if i.kind == "received"}
         self.varying = input_values(graph)
-        self._fit = [
-            _Fit(graph, facts, Task(axis=a.name, ranks=a.ranks, split=True), ()) for a in task.axes
-        ]
-        self.roots = roots_of(task.alike)
-        self._given: list[dict[str, list[Placement]]] = [{} for _ in task.axes]
+        self.roots = roots_of(task.tied)
+        self._results: list[dict[str, list[Placement]]] = [{} for _ in task.axes]
         _check_names(graph, task)
         rows = [
             {n.name: self._on_axis(index, n) for n in graph.nodes}
@@ -177,10 +163,10 @@ class Options:
         self.rows = rows
 
     def weighing(self, memory_weight: float) -> Options:
-        """Return the same options where memory counts so many seconds per byte."""
-        found = copy(self)
-        found.task = replace(self.task, memory_weight=memory_weight)
-        return found
+        """Return the same options with another price of memory, in seconds per byte."""
+        options = copy(self)
+        options.task = replace(self.task, memory_weight=memory_weight)
+        return options
 
     @cached_property
     def of(self) -> dict[str, tuple[Option, ...]]:
@@ -188,12 +174,12 @@ class Options:
         return self.joint({})
 
     def num_joint(self) -> int:
-        """Return how many joint options there are at most, before how they count."""
+        """Return an upper bound on the number of joint options, disregarding kinds."""
         own = [n.name for n in self.graph.nodes if n.name not in self.roots]
         return sum(prod(len(row[name]) for row in self.rows) for name in own)
 
     def joint(self, narrow: Narrow) -> dict[str, tuple[Option, ...]]:
-        """Return the joint options of every node, where `narrow` says what is open on some axes."""
+        """Return the joint options of every node; `narrow` restricts candidates on some axes."""
         return {
             n.name: self._joint(
                 n,
@@ -210,26 +196,19 @@ class Options:
     def _on_axis(self, index: int, node: Node) -> list[Candidate]:
         """Return the candidates of a node on one mesh axis."""
         axis = self.task.axes[index]
-        rule = self.facts.rules[node.name]
-        found = candidates(rule, self.facts.structures[node.name])
         forced = self.task.nodes.get(node.name, {}).get(axis.name)
         if forced is not None:
-            chosen = list(match_choice(rule, found, forced))
-            if not chosen:
-                known = ", ".join(f"'{c.choice}'" for c in found)
-                raise PlanError(
-                    f"node {node.name} ({node.op}) cannot '{forced}' on mesh axis {axis.name}",
-                    where=node.origin,
-                    hint=f"one of {known}",
-                )
-        elif axis.ranks == 1:
-            chosen = [c for c in found if isinstance(c.choice, Same)]
+            admitted = list(forced_candidates(node, self.facts, axis.name, forced))
         else:
-            chosen = [c for c in found if self._admits(index, node, c)]
-        given = self._given[index]
+            options = candidates(self.facts.rules[node.name], self.facts.structures[node.name])
+            if axis.ranks == 1:
+                admitted = [c for c in options if isinstance(c.choice, Same)]
+            else:
+                admitted = [c for c in options if self._admits(index, node, c)]
         for position, name in enumerate(node.outputs):
-            given[name] = list(dict.fromkeys(c.results[position] for c in chosen))
-        return chosen
+            placements = dict.fromkeys(c.results[position] for c in admitted)
+            self._results[index][name] = list(placements)
+        return admitted
 
     def _admits(self, index: int, node: Node, candidate: Candidate) -> bool:
         axis = self.task.axes[index]
@@ -240,16 +219,16 @@ class Options:
             return any(
                 isinstance(p, Partial)
                 for i in candidate.choice.operands
-                for p in self._given[index].get(node.inputs[i], ())
+                for p in self._results[index].get(node.inputs[i], ())
             )
         if isinstance(candidate.choice, Same):
             return True
-        if not node.inputs or self._fit[index].splinters(node, candidate.choice):
+        if not node.inputs or splits_heads(node, self.facts, candidate.choice, axis.ranks):
             return False
         return not axis.follows_inputs or self._follows(index, node, candidate)
 
     def _source_admits(self, axis: LayoutAxis, name: str, need: Placement) -> bool:
-        """Return whether a source may be used so."""
+        """Return whether a parameter or an input may be used with this placement."""
         if not isinstance(need, Shard):
             return True
         if name in self.parameters:
@@ -261,21 +240,21 @@ class Options:
         return allowed is not None and same_placement(allowed, need, axis.ranks)
 
     def _follows(self, index: int, node: Node, candidate: Candidate) -> bool:
-        """Return whether a cut follows from a cut of inputs."""
+        """Return whether a candidate's shards follow from shards of inputs."""
         ranks = self.task.axes[index].ranks
         varying = [name for name in node.inputs if name in self.varying]
-        begun = not varying
+        follows = not varying
         for name, need in zip(node.inputs, candidate.operands, strict=True):
             if not isinstance(need, Shard) or name not in self.varying:
                 continue
-            known = self._given[index].get(name)
-            if known is not None and not any(same_placement(g, need, ranks) for g in known):
+            possible = self._results[index].get(name)
+            if possible is not None and not any(same_placement(p, need, ranks) for p in possible):
                 return False
-            begun = True
-        return begun
+            follows = True
+        return follows
 
     def _drop_tables(self, index: int, row: dict[str, list[Candidate]]) -> None:
-        """Drop cuts of tables (values of no input and no parameter) that no use can take."""
+        """Drop shards of tables, which depend on no input or parameter, that no use can take."""
         axis = self.task.axes[index]
         tables = constant_values(self.graph)
         needed: dict[str, set[Placement]] = {}
@@ -286,8 +265,8 @@ class Options:
                     for c in row[node.name]
                     if not isinstance(c.choice, ShardAxis)
                     or any(
-                        same_placement(given, need, axis.ranks)
-                        for name, given in zip(node.outputs, c.results, strict=True)
+                        same_placement(placement, need, axis.ranks)
+                        for name, placement in zip(node.outputs, c.results, strict=True)
                         for need in needed.get(name, ())
                     )
                 ]
@@ -300,25 +279,28 @@ class Options:
     def _joint(self, node: Node, per_axis: list[list[Candidate]]) -> tuple[Option, ...]:
         axes = self.task.axes
         rows: list[tuple[Candidate, ...]] = [()]
-        for index, mine in enumerate(per_axis):
-            fit = self._fit[index]
+        for index, row_candidates in enumerate(per_axis):
+            ranks = axes[index].ranks
             rows = [
                 (*row, c)
                 for row in rows
-                for c in mine
-                if all(fit.fits(node, c, row[i], axes[i].ranks) for i in range(index))
+                for c in row_candidates
+                if all(
+                    nest(node, self.facts, c, ranks, row[i], axes[i].ranks) for i in range(index)
+                )
             ]
-        found = tuple(option for row in rows for option in self._variants(node, row))
-        if not found:
+        options = tuple(option for row in rows for option in self._variants(node, row))
+        if not options:
             raise InfeasiblePlan(
-                f"no way to run {node.op} on {self.task.names} satisfies what is fixed",
+                f"no sharding of {node.op} on the mesh axes {', '.join(self.task.names)} satisfies "
+                "the constraints",
                 where=node.origin,
                 hint="loosen the entries for this node",
             )
-        return found
+        return options
 
     def _variants(self, node: Node, row: tuple[Candidate, ...]) -> list[Option]:
-        """Return the option in every way that its same work may count."""
+        """Return an option for each combination of kinds."""
         same = self.pure.kinds(node)
         kinds = [
             same if isinstance(c.choice, Same) and axis.ranks > 1 else [PLAIN]
@@ -360,9 +342,9 @@ def _check_names(graph: Graph, task: LayoutTask) -> None:
         "node": {n.name for n in graph.nodes},
         "parameter": {p.value for p in graph.parameters},
     }
-    alike = [name for pair in task.alike.items() for name in pair]
-    fixed = (("node", task.nodes), ("node", alike), ("parameter", task.parameters))
-    for what, names in fixed:
+    tied = [name for pair in task.tied.items() for name in pair]
+    constrained = (("node", task.nodes), ("node", tied), ("parameter", task.parameters))
+    for kind, names in constrained:
         for name in names:
-            if name not in known[what]:
-                raise PlanError(f"the task fixes {what} {name!r}, the graph has none")
+            if name not in known[kind]:
+                raise PlanError(f"the task constrains {kind} {name!r}, which the graph lacks")

@@ -1,4 +1,10 @@
-"""x"""
+"""Layout problems and their solutions, for both searches, and the candidates that both allow.
+
+`Task` asks for one mesh axis and is answered by an `Assignment`: the choice of every node and the
+storage of every parameter. `LayoutTask` asks for all mesh axes at once, with `Prices` in seconds,
+and is answered by a `LayoutSolution`. `Allowed` decides which candidates of a node a `Task` admits,
+and where a full value may first be sharded.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +31,18 @@ from shardwise.shares import grain
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What is asked of one mesh axis.
+    """The layout problem of one mesh axis.
 
-    `parameters` fixes placements by value name; others are whole, or chosen when `split` is set.
-    `inputs` fixes which cut of an input may be taken; None leaves all inputs free. `choices` forces
-    nodes to a candidate, by its text. `weight` is the cost of holding one element of a parameter.
+    `parameters` fixes placements by value name. Other parameters are replicated, or chosen by the
+    search if `shard_parameters` is set. `inputs` maps an input to the only shard of it that may be
+    used; None leaves all inputs free. `choices` forces nodes to the candidate with this text.
+    `weight` is the cost of storing one element of a parameter.
     """
 
     axis: str
     ranks: int
     parameters: Mapping[str, Placement] = field(default_factory=dict)
-    split: bool = False
+    shard_parameters: bool = False
     inputs: Mapping[str, Placement] | None = None
     choices: Mapping[str, str] = field(default_factory=dict)
     weight: float = 1e4
@@ -60,42 +67,41 @@ AXIS_ROLES = ("batch", "parameters", "sequence")
 
 
 class Prices(Protocol):
-    """Costs in seconds of one step on one rank; a whole value counts once, `copies` multiply.
+    """Costs in seconds of one step on one rank, before they are multiplied by `LayoutTask.copies`.
 
-    `held` and `needed` are placements in mesh order. `move` is asked for one move of
-    `program.moves.plan_moves` at a time, so that moves which several uses share are paid once; it
-    is asked once for all values of a type.
+    Placements are in mesh order. `move` prices a single step of `plan_moves`, so that a step which
+    several uses share is paid once; its answer is reused for all values of the same type.
     """
 
     def node(self, node: Node, choice: tuple[Candidate, ...]) -> float:
-        """Forward and backward of a node on its local shapes, one candidate per mesh axis."""
+        """Return the seconds of forward and backward on local shapes, one candidate per axis."""
 
-    def move(self, value: str, held: Placements, needed: Placements, grad: bool) -> float:
-        """Forward communication, with `grad` that of backward too; inf where it is impossible."""
+    def move(self, value: str, current: Placements, needed: Placements, grad: bool) -> float:
+        """Return the seconds of forward, with `grad` also of backward; inf if impossible."""
 
-    def hold(self, parameter: str, stored: Placements) -> float:
-        """Return what storing a parameter so costs per step: gradient synchronization, optimizer.
+    def store(self, parameter: str, stored: Placements) -> float:
+        """Return the seconds per step of gradient synchronization and of the optimizer.
 
-        On an axis with R~ every rank has a term of the gradient; with R all have the same one.
+        On an axis with R~ every rank has one term of the gradient; with R all have the full one.
         """
 
     def stored_bytes(self, parameter: str, stored: Placements) -> float:
-        """Memory of a parameter stored so, with its gradient and optimizer state."""
+        """Return the bytes of a parameter with its gradient and optimizer state."""
 
     def saved_bytes(self, node: Node, choice: tuple[Candidate, ...]) -> float:
-        """Memory of what a node keeps for backward."""
+        """Return the bytes that a node saves for backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutAxis:
-    """A mesh axis and what it is for.
+    """A mesh axis and its role.
 
-    - "batch": parameters are whole; inputs may be cut as `inputs` says, and other values only as
-      follows from that.
-    - "sequence": the same, where `inputs` cut along the sequence.
-    - "parameters": anything may be cut.
+    - "batch": parameters are replicated; inputs may be sharded as `inputs` says, and other values
+      only as a consequence of that.
+    - "sequence": the same, with `inputs` sharded along the sequence.
+    - "parameters": anything may be sharded.
 
-    `inputs` maps a value to the one cut that may be taken of it; None leaves all inputs free.
+    `inputs` maps an input to the only shard of it that may be used; None leaves all inputs free.
     """
 
     name: str
@@ -106,13 +112,14 @@ class LayoutAxis:
     def __post_init__(self) -> None:
         if self.role not in AXIS_ROLES:
             raise PlanError(
-                f"role {self.role!r} of axis {self.name!r}{did_you_mean(self.role, AXIS_ROLES)}",
+                f"axis {self.name!r} has the unknown role {self.role!r}"
+                f"{did_you_mean(self.role, AXIS_ROLES)}",
                 hint=" or ".join(AXIS_ROLES),
             )
 
     @property
     def follows_inputs(self) -> bool:
-        """Whether cuts begin at inputs only."""
+        """Whether values are sharded only as a consequence of sharded inputs."""
         return self.role != "parameters"
 
 
@@ -120,15 +127,16 @@ class LayoutAxis:
 class LayoutTask:
     """A joint problem over all mesh axes.
 
-    `parameters` fixes placements by value name and mesh axis, `nodes` choices (their text) by node
-    name and mesh axis. `copies` says how many layers a node or a parameter of a folded graph stands
-    for: its costs count so often; `moves` how often what moves a value counts, where that is not
-    as its producer does. `alike` maps a node to an earlier one with which it must agree on every
-    axis; the parameters that they use in the same place are stored alike. Memory counts as
-    `memory_weight` seconds per byte; `memory_limit_bytes` bounds it.
+    `parameters` fixes placements by value name and mesh axis, `nodes` the text of choices by node
+    name and mesh axis. `copies` is the number of layers for which a node or a parameter of a folded
+    graph stands, by which its costs are multiplied; `moves` is the multiplier for moves of a value
+    if it differs from that of the value's producer. `tied` maps a node to an earlier one that must
+    make the same choice on every axis; parameters that tied nodes use at the same position are
+    stored in the same layout. Memory counts as `memory_weight` seconds per byte, and
+    `memory_limit_bytes` bounds it.
 
-    A parameter is stored as its use needs it, or as one of its several uses does. With
-    `move_parameters` it may be stored otherwise and moved in every step.
+    A parameter is stored in the layout that its use needs, or that one of several uses needs. With
+    `move_parameters` it may also be stored in another layout and redistributed in every step.
     """
 
     axes: tuple[LayoutAxis, ...]
@@ -136,7 +144,7 @@ class LayoutTask:
     nodes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     copies: Mapping[str, int] = field(default_factory=dict)
     moves: Mapping[str, int] = field(default_factory=dict)
-    alike: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
     memory_weight: float = 0.0
     memory_limit_bytes: float | None = None
     move_parameters: bool = False
@@ -152,10 +160,11 @@ class LayoutTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutSolution:
-    """The cheapest layouts found, with the bound that says how far they may be from the best.
+    """The cheapest layouts found, with a lower bound on the cost of any layouts.
 
-    `cost_s` counts time and weighted memory; `seconds` is how long the search took. `restricted`
-    says what was left out of the problem that was solved; then the bound holds for that alone.
+    `cost_s` is the sum of time and weighted memory; `seconds` is the duration of the search. If
+    `restricted` is not empty, it describes the restriction of the problem for which the bound
+    holds.
     """
 
     graph: Graph = field(repr=False, compare=False)
@@ -169,15 +178,15 @@ class LayoutSolution:
 
     @property
     def gap(self) -> float:
-        """How much cheaper, as a part of the cost, another solution could be at most."""
+        """The largest possible saving of another solution, as a fraction of the cost."""
         if self.cost_s <= self.bound_s:
             return 0.0
         return (self.cost_s - self.bound_s) / max(abs(self.cost_s), 1e-30)
 
     def as_choices(self) -> tuple[Choices, Choices]:
-        """Entries for `Plan.nodes` and for the layouts of `Plan.parameters`.
+        """Return entries for `Plan.nodes` and for the layouts of `Plan.parameters`.
 
-        A plan with these resolves to the same assignments: every node and parameter is named.
+        They name every node and parameter, so that a plan resolves to the same assignments.
         """
         nodes: Choices = {
             node.name: {a.axis: str(a.nodes[node.name].choice) for a in self.assignments}
@@ -192,7 +201,7 @@ class LayoutSolution:
         return nodes, parameters
 
 
-# Through these a partial sum of a parameter split may pass: residuals, casts, renamed positions.
+# Partial sums may pass through these where parameters are sharded: residuals, casts, views.
 DELAYED = {
     "_to_copy", "add", "alias", "clone", "contiguous", "div", "dropout", "flatten", "mean",
     "permute", "reshape", "squeeze", "sub", "sum", "to", "transpose", "unflatten", "unsqueeze",
@@ -214,135 +223,145 @@ class Allowed:
 
     def options(self, node: Node) -> tuple[Candidate, ...]:
         """Return the node's candidates that the task and earlier mesh axes allow."""
-        rule = self.facts.rules[node.name]
-        found = candidates(rule, self.facts.structures[node.name])
-        allowed = tuple(c for c in found if self._fits(node, c) and self._holds(node, c))
         forced = self.task.choices.get(node.name)
-        if forced is None:
-            return allowed
-        chosen = tuple(c for c in match_choice(rule, found, forced) if self._fits(node, c))
-        if not chosen:
-            known = ", ".join(f"'{c.choice}'" for c in found)
-            raise PlanError(
-                f"node {node.name} ({node.op}) cannot '{forced}' on mesh axis {self.task.axis}",
-                where=node.origin,
-                hint=f"one of {known}",
-            )
-        return chosen
+        if forced is not None:
+            matching = forced_candidates(node, self.facts, self.task.axis, forced)
+            options = tuple(c for c in matching if self._fits(node, c))
+            if not options:
+                raise _no_such_choice(node, self.facts, self.task.axis, forced)
+            return options
+        options = candidates(self.facts.rules[node.name], self.facts.structures[node.name])
+        return tuple(c for c in options if self._fits(node, c) and self._suits(node, c))
 
     def _fits(self, node: Node, candidate: Candidate) -> bool:
-        """Return whether the cuts of earlier mesh axes leave room for this one."""
-        return leaves_room(node, candidate, self.task.ranks, self.facts, self.earlier)
+        """Return whether the candidate is compatible with the choices on earlier mesh axes."""
+        earlier = ((a.nodes[node.name], a.ranks) for a in self.earlier)
+        return all(
+            nest(node, self.facts, candidate, self.task.ranks, other, ranks)
+            for other, ranks in earlier
+        )
 
-    def _holds(self, node: Node, candidate: Candidate) -> bool:
-        """Return whether a cut is of the kind this axis is for.
+    def _suits(self, node: Node, candidate: Candidate) -> bool:
+        """Return whether a candidate suits the purpose of this mesh axis.
 
-        In a parameter split, a node with parameters cuts one of them or does the same work. Where
-        the batch is cut, a node that depends on it takes an operand that does in parts, or as a
-        partial sum. Tables made of nothing (positions) are not where a cut begins.
+        Where parameters are sharded, a node with parameters shards one of them or does the same
+        work on every rank. Where the batch is sharded, a node that depends on the batch takes one
+        of the operands that do in shards or as a partial sum. Sharding does not begin at nodes
+        without operands, such as position tables.
         """
         operands = tuple(zip(node.inputs, candidate.operands, strict=True))
         if isinstance(candidate.choice, ShardAxis) and not node.inputs:
             return False
-        if not self.task.split and not isinstance(candidate.choice, Same):
-            mine = [placement for name, placement in operands if name in self.varying]
-            return not mine or any(not isinstance(p, Replicate) for p in mine)
+        if not self.task.shard_parameters and not isinstance(candidate.choice, Same):
+            varying = [placement for name, placement in operands if name in self.varying]
+            return not varying or any(not isinstance(p, Replicate) for p in varying)
         if isinstance(candidate.choice, Pass):
             return node.op.split(".")[1] in DELAYED
         if not isinstance(candidate.choice, ShardAxis):
             return True
-        if self._splinters(node, candidate.choice):
+        if splits_heads(node, self.facts, candidate.choice, self.task.ranks):
             return False
-        mine = [placement for name, placement in operands if name in self.parameters]
-        return not mine or any(isinstance(p, Shard) for p in mine)
+        parameters = [placement for name, placement in operands if name in self.parameters]
+        return not parameters or any(isinstance(p, Shard) for p in parameters)
 
-    def _splinters(self, node: Node, choice: ShardAxis) -> bool:
-        """Whether the innermost factor is cut (inside a head) although an outer one would do."""
-        structure = self.facts.structures[node.name][choice.axis]
-        if len(structure) != 1 or len(structure[0]) < 2 or choice.pattern[0][2] != 1:
-            return False
-        return any(size >= self.task.ranks for size in structure[0][:-1])
+    def may_begin(self, node: Node, name: str, current: Placement, needed: Placement) -> bool:
+        """Return whether a full value may first be sharded at this node.
 
-    def may_begin(self, node: Node, name: str, held: Placement, needed: Placement) -> bool:
-        """Return whether a whole value may be cut here.
-
-        Tables that depend on no input stay as their producers left them until an activation needs a
-        part; in a parameter split, only products of matrices begin to cut an activation.
+        Tables that depend on no input keep the placement of their producers until an activation
+        needs a shard. Where parameters are sharded, only matrix products begin to shard an
+        activation.
         """
-        if not isinstance(needed, Shard) or held != REPLICATE or name in self.parameters:
+        if not isinstance(needed, Shard) or current != REPLICATE or name in self.parameters:
             return True
         if name in self.tables:
             return node.outputs[0] not in self.tables
-        return not self.task.split or node.name in self.products
+        return not self.task.shard_parameters or node.name in self.products
 
 
-def leaves_room(
-    node: Node,
-    candidate: Candidate,
-    ranks: int,
-    facts: Facts,
-    others: tuple[Assignment, ...],
-) -> bool:
-    """Whether what other mesh axes cut of a node leaves room for a candidate on `ranks` more."""
-    for other in others:
-        theirs = other.nodes[node.name]
-        if isinstance(candidate.choice, ShardAxis) and isinstance(theirs.choice, ShardAxis):
-            axis = facts.rules[node.name].axes[candidate.choice.axis]
-            twice = theirs.choice.axis == axis.name
-            if twice and axis.once:
-                return False
-            if twice and axis.outermost and axis.size % (grain(ranks) * grain(other.ranks)):
-                return False  # offsets of nested uneven parts
-        pairs = (
-            *zip(candidate.operands, theirs.operands, strict=True),
-            *zip(candidate.results, theirs.results, strict=True),
-        )
-        for mine, its in pairs:
-            if not (isinstance(mine, Shard) and isinstance(its, Shard)):
-                continue
-            if mine.dim == its.dim and not compatible(mine.of, its.of):
-                return False
-    return True
+def forced_candidates(node: Node, facts: Facts, axis: str, text: str) -> tuple[Candidate, ...]:
+    """Return the candidates that match the text of a plan; raise if there are none."""
+    rule = facts.rules[node.name]
+    matching = match_choice(rule, candidates(rule, facts.structures[node.name]), text)
+    if not matching:
+        raise _no_such_choice(node, facts, axis, text)
+    return matching
+
+
+def _no_such_choice(node: Node, facts: Facts, axis: str, text: str) -> PlanError:
+    options = candidates(facts.rules[node.name], facts.structures[node.name])
+    return PlanError(
+        f"node {node.name} ({node.op}) cannot '{text}' on mesh axis {axis}",
+        where=node.origin,
+        hint="one of " + ", ".join(f"'{c.choice}'" for c in options),
+    )
+
+
+def splits_heads(node: Node, facts: Facts, choice: ShardAxis, ranks: int) -> bool:
+    """Return whether the innermost factor is sharded although an outer one is large enough."""
+    structure = facts.structures[node.name][choice.axis]
+    if len(structure) != 1 or len(structure[0]) < 2 or choice.pattern[0][2] != 1:
+        return False
+    return any(size >= ranks for size in structure[0][:-1])
+
+
+def nest(node: Node, facts: Facts, a: Candidate, a_ranks: int, b: Candidate, b_ranks: int) -> bool:
+    """Return whether a node may use two candidates on two mesh axes of these sizes."""
+    if isinstance(a.choice, ShardAxis) and isinstance(b.choice, ShardAxis):
+        axis = facts.rules[node.name].axes[a.choice.axis]
+        twice = b.choice.axis == axis.name
+        if twice and axis.once:
+            return False
+        # The offset of a nested shard is known only if all shards are equally long.
+        if twice and axis.outermost and axis.size % (grain(a_ranks) * grain(b_ranks)):
+            return False
+    pairs = (*zip(a.operands, b.operands, strict=True), *zip(a.results, b.results, strict=True))
+    return all(
+        not (isinstance(p, Shard) and isinstance(q, Shard) and p.dim == q.dim)
+        or compatible(p.of, q.of)
+        for p, q in pairs
+    )
 
 
 def constant_values(graph: Graph) -> frozenset[str]:
-    """Values computed from no input and no parameter: position tables, masks."""
-    varying = {i.value for i in graph.inputs} | {p.value for p in graph.parameters}
-    constant: set[str] = set()
-    for node in graph.nodes:
-        if any(name in varying for name in node.inputs):
-            varying |= set(node.outputs)
-        else:
-            constant |= set(node.outputs)
-    return frozenset(constant)
+    """Return the values that depend on no input and no parameter: position tables, masks."""
+    sources = {i.value for i in graph.inputs} | {p.value for p in graph.parameters}
+    varying = dependents(graph, sources)
+    return frozenset(n for node in graph.nodes for n in node.outputs if n not in varying)
 
 
-def input_values(graph: Graph, whole: Collection[str] = ()) -> frozenset[str]:
-    """Values that depend on inputs other than those that every rank has `whole`."""
-    varying = {i.value for i in graph.inputs} - set(whole)
+def input_values(graph: Graph, replicated: Collection[str] = ()) -> frozenset[str]:
+    """Return the values that depend on inputs other than the `replicated` ones."""
+    return dependents(graph, {i.value for i in graph.inputs} - set(replicated))
+
+
+def dependents(graph: Graph, sources: set[str]) -> frozenset[str]:
+    """Return the sources and all values that depend on them."""
+    dependents = set(sources)
     for node in graph.nodes:
-        if any(name in varying for name in node.inputs):
-            varying |= set(node.outputs)
-    return frozenset(varying)
+        if any(name in dependents for name in node.inputs):
+            dependents |= set(node.outputs)
+    return frozenset(dependents)
 
 
 def sharded_values(graph: Graph, task: Task) -> frozenset[str]:
-    """Values that depend on what a mesh axis may cut of the inputs; all others each rank can make.
+    """Return the values that depend on inputs that the mesh axis may shard.
 
-    Counts of the whole batch are at hand everywhere, as are inputs that are not of the batch.
+    Every rank can compute all other values: it has precomputed counts of the full batch, and all
+    inputs that are not part of the batch.
     """
-    whole = {i.value for i in graph.inputs if i.kind == "precomputed"}
+    replicated = {i.value for i in graph.inputs if i.kind == "precomputed"}
     if task.inputs is not None:
-        whole |= {i.value for i in graph.inputs if i.kind == "batch" and i.value not in task.inputs}
-    return input_values(graph, whole)
+        batch = {i.value for i in graph.inputs if i.kind == "batch"}
+        replicated |= batch - set(task.inputs)
+    return input_values(graph, replicated)
 
 
 def products(graph: Graph, facts: Facts) -> frozenset[str]:
-    """Nodes that do many operations per element: matrix products, attention, convolutions."""
-    found = set()
+    """Return the nodes with many operations per element: matrix products, attention, …"""
+    intensive = set()
     for node in graph.nodes:
         call = facts.calls[node.name]
         largest = max((prod(shape) for shape in (*call.operands, *call.results)), default=1)
         if work(call, facts.rules[node.name]) >= 4 * largest:
-            found.add(node.name)
-    return frozenset(found)
+            intensive.add(node.name)
+    return frozenset(intensive)

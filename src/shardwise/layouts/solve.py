@@ -1,25 +1,25 @@
 """Solve the joint choice of layouts: build, reduce, eliminate or solve an integer program.
 
-All mesh axes are chosen together. With several axes of parameters the joint options of a node are
-the product of what it can do on each. If these are more than `MAX_JOINT`, one such axis is open
-at a time, together with all axes that follow inputs, until no axis improves; a last joint problem
-then combines what was chosen on the way. Such a solution says so in `restricted`.
+All mesh axes are solved together. With several axes for parameters, the joint options of a node are
+the product of its options on each. If there are more than `MAX_JOINT`, one such axis at a time is
+open, together with all axes that follow inputs, until no axis improves; a last joint problem then
+combines the choices made on the way. `LayoutSolution.restricted` reports this.
 
-Where elimination would need large tables, `LayoutMilp` decides:
+If elimination would need large tables, `LayoutMilp` decides:
 
     minimize    sum_v sum_s unary[v,s] x[v,s]  +  sum_e sum_ab table[e,a,b] w[e,a,b]
-                + sum_stars sum_moves price[h,m] z[h,m]
-    subject to  sum_s x[v,s] = 1                                     every variable v     (_choose)
-                sum_b w[e,a,b] = x(a),  sum_a w[e,a,b] = x(b)        every pair e         (_pair)
-                the same for every use k of a multi-use: w[k,h,n]                         (_star)
-                z[h,m] >= sum over needs n with m on the way from h of w[k,h,n]
-                x(R held on an axis) <= sum of x(uses of the same work on it)             (_whole)
-                sum_v sum_s weight[v,s] x[v,s] <= limit                                   (_limit)
+                + sum_multi_uses sum_moves price[h,m] z[h,m]
+    subject to  sum_s x[v,s] = 1                                   every variable v  (_choose)
+                sum_b w[e,a,b] = x(a),  sum_a w[e,a,b] = x(b)      every pair e      (_pair)
+                the same for every use k of a multi-use: w[k,h,n]                    (_multi_use)
+                z[h,m] >= sum over needs n with m on the path from h of w[k,h,n]     (_move)
+                x(R on an axis) <= sum of x(uses of the same work on it)             (_replicated)
+                sum_v sum_s weight[v,s] x[v,s] <= limit                              (_limit)
                 x in {0, 1};  w, z >= 0
 
 `x(a)` is the sum over the states of a variable with equal rows in a pair, or with equal holdings or
-needs in a multi-use. With all x integral the w and z are so as well. The facility-location form of
-z makes the relaxation integral for most graphs.
+needs in a multi-use. If all x are integral, so are w and z. The facility-location form of z makes
+the relaxation integral for most graphs.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
+from shardwise.arrays import Floats, Ints
 from shardwise.errors import InfeasiblePlan
+from shardwise.formatting import GIB
 from shardwise.ir import Graph
 from shardwise.layouts.build import Built, build, check_feasible
 from shardwise.layouts.factor_graph import (
     INF,
-    Floats,
-    Ints,
     Model,
     MultiUse,
     Reducer,
@@ -53,13 +53,13 @@ from shardwise.sharding.candidates import Candidate
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import REPLICATE, Placement, Replicate
 
-OBJECTIVE = 1e3  # about the least objective in the solver's units; it stops within 1e-6 of the best
-GAP = 1e-6  # relative: far below what prices are known to
+OBJECTIVE = 1e3  # the objective's lower bound in the solver's units; its tolerance is 1e-6
+GAP = 1e-6  # relative: far below the accuracy of prices
 
 
 @dataclass(slots=True)
 class _Rows:
-    """A sparse matrix that is built row by row."""
+    """The rows of a sparse matrix, with their bounds."""
 
     entries: list[float] = field(default_factory=list)
     columns: list[int] = field(default_factory=list)
@@ -77,7 +77,7 @@ class _Rows:
 
 
 class LayoutMilp:
-    """Writes and solves the program."""
+    """Builds and solves the integer program."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -87,7 +87,7 @@ class LayoutMilp:
         self.first: dict[int, int] = {}
 
     def solve(self, time_limit_s: float) -> Solved:
-        """Return the best states found in time."""
+        """Return the best states found within the time limit."""
         model = self.model
         if not model.variables:
             return Solved(chosen={}, cost=model.constant, bound=model.constant, num_variables=0)
@@ -95,8 +95,8 @@ class LayoutMilp:
             self._choose(number)
         for key in sorted(model.pairs):
             self._pair(key)
-        for star in model.stars:
-            self._star(star)
+        for multi_use in model.multi_uses:
+            self._multi_use(multi_use)
         self._limit()
         return self._run(time_limit_s)
 
@@ -113,16 +113,17 @@ class LayoutMilp:
 
     def _members(self, number: int, groups: Ints) -> dict[int, list[tuple[int, float]]]:
         """Return the columns of a variable's states by group."""
-        found: dict[int, list[tuple[int, float]]] = {}
+        columns: dict[int, list[tuple[int, float]]] = {}
         for state, group in enumerate(groups.tolist()):
-            found.setdefault(group, []).append((self.first[number] + state, -1.0))
-        return found
+            columns.setdefault(group, []).append((self.first[number] + state, -1.0))
+        return columns
 
     def _pair(self, key: tuple[int, int]) -> None:
         a, b = key
-        table = self.model.pairs[key]
-        small, rows, columns = alike(table)
-        self._transport(small, self._members(a, rows), self._members(b, columns))
+        small, rows = np.unique(self.model.pairs[key], axis=0, return_inverse=True)
+        small, columns = np.unique(small, axis=1, return_inverse=True)
+        left, right = self._members(a, rows.reshape(-1)), self._members(b, columns.reshape(-1))
+        self._transport(small, left, right)
 
     def _transport(
         self,
@@ -130,7 +131,7 @@ class LayoutMilp:
         left: dict[int, list[tuple[int, float]]],
         right: dict[int, list[tuple[int, float]]],
     ) -> dict[tuple[int, int], int]:
-        """Variables that carry each of the left groups to one of the right."""
+        """Add variables that carry each of the left groups to one of the right."""
         columns = {
             (a, b): self._variable(float(costs[a, b]))
             for a in left
@@ -145,27 +146,27 @@ class LayoutMilp:
             self.rows.add([*into, *members], 0.0, 0.0)
         return columns
 
-    def _star(self, star: MultiUse) -> None:
-        held = self._members(star.producer, star.held)
+    def _multi_use(self, multi_use: MultiUse) -> None:
+        holdings = self._members(multi_use.producer, multi_use.holding)
         shared: dict[tuple[int, int], list[list[tuple[int, float]]]] = {}
-        for use in star.uses:
+        for use in multi_use.uses:
             needs = sorted(set(use.need.tolist()))
             right = self._needs(use)
-            costs = np.full((max(held) + 1, max(needs) + 1), INF)
-            for h in held:
+            costs = np.full((max(holdings) + 1, max(needs) + 1), INF)
+            for h in holdings:
                 for n in needs:
-                    if star.steps[h, n] is not None:
+                    if multi_use.steps[h, n] is not None:
                         costs[h, n] = 0.0
-            columns = self._transport(costs, held, right)
-            taken: dict[tuple[int, int], list[tuple[int, float]]] = {}
+            columns = self._transport(costs, holdings, right)
+            moves: dict[tuple[int, int], list[tuple[int, float]]] = {}
             for (h, n), column in columns.items():
-                for step in star.steps[h, n] or ():
-                    taken.setdefault((h, step), []).append((column, 1.0))
-            for move, terms in taken.items():
+                for step in multi_use.steps[h, n] or ():
+                    moves.setdefault((h, step), []).append((column, 1.0))
+            for move, terms in moves.items():
                 shared.setdefault(move, []).append(terms)
         for move in sorted(shared):
-            self._move(star.prices[move], shared[move])
-        self._whole(star, held)
+            self._move(multi_use.prices[move], shared[move])
+        self._replicated(multi_use, holdings)
 
     def _needs(self, use: Use) -> dict[int, list[tuple[int, float]]]:
         if use.variable is not None:
@@ -175,10 +176,10 @@ class LayoutMilp:
         return {int(use.need[0]): [(one, -1.0)]}
 
     def _move(self, price: float, uses: list[list[tuple[int, float]]]) -> None:
-        """Return a move that is paid once for all uses; of one use alone the transport pays."""
+        """Add the price of a move, which all uses together pay once."""
         if price == 0:
             return
-        if len(uses) == 1:
+        if len(uses) == 1:  # no need for a variable: charge the transport
             for column, _ in uses[0]:
                 self.costs[column] += price
             return
@@ -186,14 +187,17 @@ class LayoutMilp:
         for terms in uses:
             self.rows.add([(paid, -1.0), *terms], -INF, 0.0)
 
-    def _whole(self, star: MultiUse, held: dict[int, list[tuple[int, float]]]) -> None:
-        for axis in sorted({a for h in held for a in star.whole[h]}):
-            terms = [(c, 1.0) for h in held if axis in star.whole[h] for c, _ in held[h]]
-            for use in star.uses:
+    def _replicated(
+        self, multi_use: MultiUse, holdings: dict[int, list[tuple[int, float]]]
+    ) -> None:
+        replicated = multi_use.replicated
+        for axis in sorted({a for h in holdings for a in replicated[h]}):
+            terms = [(c, 1.0) for h in holdings if axis in replicated[h] for c, _ in holdings[h]]
+            for use in multi_use.uses:
                 if use.variable is None:
                     continue
                 for state, need in enumerate(use.need.tolist()):
-                    if axis in star.same[need]:
+                    if axis in multi_use.same_work[need]:
                         terms.append((self.first[use.variable] + state, -1.0))
             self.rows.add(terms, -INF, 0.0)
 
@@ -206,17 +210,17 @@ class LayoutMilp:
             for state, weight in enumerate(variable.weight)
         ]
         scale = max((abs(w) for _, w in terms), default=1.0) or 1.0
-        left = self.model.limit - self.model.weight
-        self.rows.add([(c, w / scale) for c, w in terms], -INF, left / scale)
+        available = self.model.limit - self.model.weight
+        self.rows.add([(c, w / scale) for c, w in terms], -INF, available / scale)
 
     def _scale(self, costs: Floats) -> float:
-        """The unit of the objective, so that the solver's absolute tolerances do not matter."""
-        least = self.model.constant
-        least += sum(float(v.unary.min()) for v in self.model.variables.values())
+        """Return a unit of the objective that makes the solver's absolute tolerances harmless."""
+        lower_bound = self.model.constant
+        lower_bound += sum(float(v.unary.min()) for v in self.model.variables.values())
         positive = costs[costs > 0]
-        if least <= 0:
+        if lower_bound <= 0:
             return float(positive.min()) if positive.size else 1.0
-        return least / OBJECTIVE
+        return lower_bound / OBJECTIVE
 
     def _run(self, time_limit_s: float) -> Solved:
         rows, model = self.rows, self.model
@@ -234,7 +238,7 @@ class LayoutMilp:
             options={"time_limit": max(time_limit_s, 0.1), "mip_rel_gap": GAP},
         )
         if result.x is None:
-            raise InfeasiblePlan(*_reason(result.status, time_limit_s, model.limit))
+            raise InfeasiblePlan(_reason(result.status, time_limit_s, model.limit))
         chosen = {}
         for number, variable in model.variables.items():
             first = self.first[number]
@@ -249,23 +253,15 @@ class LayoutMilp:
         )
 
 
-def _reason(status: int, time_limit_s: float, limit: float | None) -> tuple[str]:
+def _reason(status: int, time_limit_s: float, limit: float | None) -> str:
     if status == 1:
-        return (f"no layouts were found in {time_limit_s:.1f} s",)
-    if limit is not None:
-        return (f"no layouts satisfy what is fixed within {limit / 2**30:.2f} GiB",)
-    return ("no layouts satisfy what is fixed",)
-
-
-def alike(table: Floats) -> tuple[Floats, Ints, Ints]:
-    """Return the table without equal rows and columns, and where each row and column went."""
-    small, rows = np.unique(table, axis=0, return_inverse=True)
-    small, columns = np.unique(small, axis=1, return_inverse=True)
-    return small, rows.reshape(-1), columns.reshape(-1)
+        return f"no layouts were found in {time_limit_s:.1f} s"
+    within = "" if limit is None else f" within {limit / GIB:.2f} GiB"
+    return f"no layouts satisfy the constraints{within}"
 
 
 MAX_JOINT = 1_500  # options of all nodes together: some seconds to solve
-MAX_ROUNDS = 3  # over all axes of parameters
+MAX_ROUNDS = 3  # over all axes for parameters
 
 
 def solve_layouts(
@@ -278,27 +274,29 @@ def solve_layouts(
 def solve_options(
     options: Options, prices: Prices, *, time_limit_s: float = 30.0
 ) -> LayoutSolution:
-    """Return the same, where what nodes may do is known already."""
-    begun = time.monotonic()
-    search = _Search(options, prices, begun + time_limit_s)
-    found = search.find(None)
+    """Return the cheapest layouts of precomputed options, as `solve_layouts` does."""
+    start = time.monotonic()
+    search = _Search(options, prices, start + time_limit_s)
+    solution = search.run(None)
     limit = options.task.memory_limit_bytes
-    if limit is not None and search.memory(found) > limit:  # most limits do not bind
-        found = search.find(limit)
+    # Most limits do not bind, and the unlimited problem is much easier to solve.
+    if limit is not None and search.memory(solution) > limit:
+        solution = search.run(limit)
+    solved = solution.solved
     return LayoutSolution(
         graph=options.graph,
-        assignments=search.assignments(found),
-        cost_s=found.solved.cost,
-        bound_s=min(found.solved.bound, found.solved.cost),
-        memory_bytes=search.memory(found),
-        num_variables=found.solved.num_variables,
+        assignments=assignments_of(options.task, solution.built, solution.chosen, solved.cost),
+        cost_s=solved.cost,
+        bound_s=min(solved.bound, solved.cost),
+        memory_bytes=search.memory(solution),
+        num_variables=solved.num_variables,
         restricted=search.restricted,
-        seconds=time.monotonic() - begun,
+        seconds=time.monotonic() - start,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _ModelSolution:
     """A solution of one model: the state of every variable."""
 
     built: Built
@@ -310,7 +308,7 @@ class _Found:
 
 
 class _Search:
-    """The problem with all axes open, or with one axis of parameters after the other."""
+    """The problem with all axes open, or with one axis for parameters after the other."""
 
     def __init__(self, options: Options, prices: Prices, deadline: float) -> None:
         self.options, self.prices, self.deadline = options, prices, deadline
@@ -318,32 +316,32 @@ class _Search:
         self.wide = [
             i
             for i, (axis, row) in enumerate(zip(self.task.axes, options.rows, strict=True))
-            if not axis.follows_inputs and any(len(found) > 1 for found in row.values())
+            if not axis.follows_inputs and any(len(choices) > 1 for choices in row.values())
         ]
         self.restricted = ""
         if len(self.wide) > 1 and options.num_joint() > MAX_JOINT:
             names = ", ".join(self.task.axes[i].name for i in self.wide)
             self.restricted = f"of the axes {names} one is open at a time"
 
-    def find(self, limit: float | None) -> _Found:
-        """Return the best solution within a bound on bytes."""
+    def run(self, limit: float | None) -> _ModelSolution:
+        """Return the best solution within a limit on bytes."""
         return self._descend(limit) if self.restricted else self._solve(self.options.of, limit)
 
-    def _solve(self, joint: dict[str, tuple[Option, ...]], limit: float | None) -> _Found:
+    def _solve(self, joint: dict[str, tuple[Option, ...]], limit: float | None) -> _ModelSolution:
         built = build(self.options, self.prices, joint=joint, limit=limit)
-        ledger = Reducer(built.model).run()
+        eliminated = Reducer(built.model).run()
         check_feasible(built.model, built)
         solved = solve_by_elimination(built.model)
         if solved is None:
             solved = LayoutMilp(built.model).solve(self.deadline - time.monotonic())
-        return _Found(built, restore(ledger, solved.chosen), solved)
+        return _ModelSolution(built, restore(eliminated, solved.chosen), solved)
 
-    def _descend(self, limit: float | None) -> _Found:
-        """Open one axis of parameters at a time; the others begin with the same work."""
+    def _descend(self, limit: float | None) -> _ModelSolution:
+        """Open one axis for parameters at a time; all start with the same work on every rank."""
         options = self.options
         now = {i: {n: (row[0],) for n, row in options.rows[i].items()} for i in self.wide}
-        seen = {i: {n: dict.fromkeys(c) for n, c in row.items()} for i, row in now.items()}
-        best: _Found | None = None
+        tried = {i: {n: dict.fromkeys(c) for n, c in row.items()} for i, row in now.items()}
+        best: _ModelSolution | None = None
         for _ in range(MAX_ROUNDS):
             before = float("inf") if best is None else best.solved.cost
             for axis in self.wide:
@@ -353,38 +351,34 @@ class _Search:
                 best = self._solve(options.joint(fixed), limit)
                 now[axis] = {name: (best.choice(name)[axis],) for name in now[axis]}
                 for name, chosen in now[axis].items():
-                    seen[axis][name] |= dict.fromkeys(chosen)
+                    tried[axis][name] |= dict.fromkeys(chosen)
             assert best is not None
             if best.solved.cost >= before * (1 - 1e-6):
                 break
         assert best is not None
         if time.monotonic() > self.deadline:
             return best
-        left = {i: {name: tuple(cs) for name, cs in row.items()} for i, row in seen.items()}
-        joint = self._solve(options.joint(left), limit)
+        narrow = {i: {name: tuple(cs) for name, cs in row.items()} for i, row in tried.items()}
+        joint = self._solve(options.joint(narrow), limit)
         return joint if joint.solved.cost <= best.solved.cost else best
 
-    def memory(self, found: _Found) -> float:
-        """Bytes of parameters and of what nodes save."""
-        total, built, copies = 0.0, found.built, self.task.copies
+    def memory(self, solution: _ModelSolution) -> float:
+        """Return the bytes of parameters and of values saved for backward."""
+        total, built, copies = 0.0, solution.built, self.task.copies
         for value, variable in built.sources.items():
             if value in built.parameters:
-                stored = built.storages[value][found.chosen[variable]]
+                stored = built.storages[value][solution.chosen[variable]]
                 total += copies.get(value, 1) * self.prices.stored_bytes(value, stored)
         for node in self.options.graph.nodes:
-            saved = self.prices.saved_bytes(node, found.choice(node.name))
+            saved = self.prices.saved_bytes(node, solution.choice(node.name))
             total += copies.get(node.name, 1) * saved
         return total
-
-    def assignments(self, found: _Found) -> tuple[Assignment, ...]:
-        """Return what every node does and how every parameter is stored, by mesh axis."""
-        return assignments_of(self.task, found.built, found.chosen, found.solved.cost)
 
 
 def assignments_of(
     task: LayoutTask, built: Built, chosen: Mapping[int, int], cost: float
 ) -> tuple[Assignment, ...]:
-    """Return a solution, by the states of variables, as an assignment of every mesh axis."""
+    """Return the assignment of every mesh axis for the chosen states of all variables."""
     return tuple(
         Assignment(
             axis=axis.name,
@@ -394,7 +388,7 @@ def assignments_of(
                 for name, variable in built.nodes.items()
             },
             parameters={
-                value: _plain(built.storages[value][chosen[variable]][i])
+                value: _without_grad(built.storages[value][chosen[variable]][i])
                 for value, variable in built.sources.items()
             },
             cost=cost,
@@ -403,6 +397,6 @@ def assignments_of(
     )
 
 
-def _plain(placement: Placement) -> Placement:
-    """Return the storage without what its uses make of its gradient."""
+def _without_grad(placement: Placement) -> Placement:
+    """Return a placement without the kind of its gradient: storage does not depend on it."""
     return REPLICATE if isinstance(placement, Replicate) else placement

@@ -1,10 +1,10 @@
 """Tie equal layers of a folded graph together, and count how often everything occurs.
 
-Of many equal blocks the first two are in the folded graph, and the second stands for all that
-follow. They follow each other in the model as these two do only if both choose the same layouts:
-one variable stands for both. A value then counts as often as the model has one like it, produced
-and used by nodes that are tied to the same ones. What leaves the first block counts for all but the
-last, what leaves the second one once.
+A folded graph contains the first two of many equal blocks, and the second stands for all that
+follow. Costs between the two blocks are those between any two neighbours in the model only if both
+make the same choices, so one variable stands for both. A value counts as often as the model has a
+corresponding one, produced and used by nodes that are tied to the same ones: a value that leaves
+the first block counts for all blocks but the last, a value that leaves the second counts once.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from itertools import product
 from typing import Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardwise.arrays import Ints
 from shardwise.ir import Graph, Node
 from shardwise.ir.blocks import MAX_DEPTH, ConstraintKey, block_kinds, is_number
 from shardwise.layouts.factor_graph import MultiUse, Use
@@ -25,124 +25,126 @@ from shardwise.layouts.factor_graph import MultiUse, Use
 State = TypeVar("State")
 
 
-def roots_of(alike: Mapping[str, str]) -> dict[str, str]:
-    """For every name that must agree with another, the one with which all of them do.
+def roots_of(tied: Mapping[str, str]) -> dict[str, str]:
+    """Return the first name of every chain of tied names.
 
     >>> roots_of({"c": "b", "b": "a"})
     {'c': 'a', 'b': 'a'}
     """
-    found = {}
-    for name in alike:
-        root = name
-        while root in alike:
-            root = alike[root]
-        found[name] = root
-    return found
+    return {name: _root(name, tied) for name in tied}
+
+
+def _root(name: str, tied: Mapping[str, str]) -> str:
+    while name in tied:
+        name = tied[name]
+    return name
 
 
 def families(names: Iterable[str], roots: Mapping[str, str]) -> list[list[str]]:
-    """Return the names by what they agree with, in order."""
-    found: dict[str, list[str]] = {}
+    """Return the names grouped by their roots, in order."""
+    groups: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(roots.get(name, name), []).append(name)
-    return list(found.values())
+        groups.setdefault(roots.get(name, name), []).append(name)
+    return list(groups.values())
 
 
 def agreeing(
     rows: Sequence[Sequence[State]], text: Callable[[State], str]
 ) -> list[tuple[State, ...]]:
-    """For each member its state in every joint state: those whose texts are equal.
+    """Return, for each member of a family, its state in every joint state with equal texts.
 
     >>> agreeing([["a1", "a2", "b"], ["b", "a"]], lambda s: s[0])
     [('a1', 'a2', 'b'), ('a', 'a', 'b')]
     """
-    by_text: list[dict[str, list[State]]] = []
+    members: list[dict[str, list[State]]] = []
     for row in rows:
-        found: dict[str, list[State]] = {}
+        by_text: dict[str, list[State]] = {}
         for state in row:
-            found.setdefault(text(state), []).append(state)
-        by_text.append(found)
+            by_text.setdefault(text(state), []).append(state)
+        members.append(by_text)
     joint = [
         states
-        for key in by_text[0]
-        if all(key in found for found in by_text)
-        for states in product(*(found[key] for found in by_text))
+        for key in members[0]
+        if all(key in by_text for by_text in members)
+        for states in product(*(by_text[key] for by_text in members))
     ]
     return [tuple(states[i] for states in joint) for i in range(len(rows))]
 
 
-def once_each(star: MultiUse) -> MultiUse:
-    """Return the star with every variable once: what its states mean together."""
-    variables = [use.variable for use in star.uses if use.variable is not None]
+def once_each(multi_use: MultiUse) -> MultiUse:
+    """Return a multi-use in which every variable occurs once, with the uses of all tied nodes."""
+    variables = [use.variable for use in multi_use.uses if use.variable is not None]
     for variable in dict.fromkeys(variables):
         if variables.count(variable) > 1:
-            star = _joined(star, variable)
-    own = next((use for use in star.uses if use.variable == star.producer), None)
-    return star if own is None else _turned(star, own)
+            multi_use = _merge_uses(multi_use, variable)
+    own = next((use for use in multi_use.uses if use.variable == multi_use.producer), None)
+    return multi_use if own is None else _merge_into_producer(multi_use, own)
 
 
-def _joined(star: MultiUse, variable: int) -> MultiUse:
-    """Return all uses by one variable as one, which needs what each of them does."""
-    mine = [use for use in star.uses if use.variable == variable]
+def _merge_uses(multi_use: MultiUse, variable: int) -> MultiUse:
+    """Replace all uses by one variable by a single use, with the combined needs."""
+    merged = [use for use in multi_use.uses if use.variable == variable]
     numbers: dict[tuple[int, ...], int] = {}
-    first = 1 + max(star.same)
+    first = 1 + max(multi_use.same_work)
     need = [
         numbers.setdefault(needs, first + len(numbers))
-        for needs in zip(*(use.need.tolist() for use in mine), strict=True)
+        for needs in zip(*(use.need.tolist() for use in merged), strict=True)
     ]
-    steps, same = dict(star.steps), dict(star.same)
+    steps, same_work = dict(multi_use.steps), dict(multi_use.same_work)
     for needs, number in numbers.items():
-        same[number] = frozenset[int]().union(*(star.same[n] for n in needs))
-        for held in star.whole:
-            steps[held, number] = _together([star.steps[held, n] for n in needs])
-    at = star.uses.index(mine[0])
-    uses = [use for use in star.uses if use.variable != variable]
+        same_work[number] = frozenset[int]().union(*(multi_use.same_work[n] for n in needs))
+        for holding in multi_use.replicated:
+            steps[holding, number] = _union([multi_use.steps[holding, n] for n in needs])
+    at = multi_use.uses.index(merged[0])
+    uses = [use for use in multi_use.uses if use.variable != variable]
     uses.insert(at, Use(variable, np.asarray(need, dtype=np.int64)))
-    return replace(star, uses=uses, steps=steps, same=same)
+    return replace(multi_use, uses=uses, steps=steps, same_work=same_work)
 
 
-def _turned(star: MultiUse, own: Use) -> MultiUse:
-    """Return a star whose producer uses it, too: that use belongs to how the value is held."""
+def _merge_into_producer(multi_use: MultiUse, own: Use) -> MultiUse:
+    """Make a use by the producer itself part of the holding, since one state decides both."""
     numbers: dict[tuple[int, int], int] = {}
-    held = [
+    holdings = [
         numbers.setdefault(pair, len(numbers))
-        for pair in zip(star.held.tolist(), own.need.tolist(), strict=True)
+        for pair in zip(multi_use.holding.tolist(), own.need.tolist(), strict=True)
     ]
-    taken = 1 + max(star.same)  # a need that is always there: that of the producer itself
+    own_need = 1 + max(multi_use.same_work)  # stands for the producer's need in each holding
     steps: dict[tuple[int, int], tuple[int, ...] | None] = {}
     prices: dict[tuple[int, int], float] = {}
-    whole: dict[int, frozenset[int]] = {}
+    replicated: dict[int, frozenset[int]] = {}
     for (before, need), number in numbers.items():
-        whole[number] = star.whole[before] - star.same[need]
-        steps[number, taken] = star.steps[before, need]
-        steps |= {(number, n): star.steps[before, n] for n in star.same}
-        prices |= {(number, step): p for (h, step), p in star.prices.items() if h == before}
+        replicated[number] = multi_use.replicated[before] - multi_use.same_work[need]
+        steps[number, own_need] = multi_use.steps[before, need]
+        steps |= {(number, n): multi_use.steps[before, n] for n in multi_use.same_work}
+        prices |= {(number, step): p for (h, step), p in multi_use.prices.items() if h == before}
+    uses = [use for use in multi_use.uses if use is not own]
     return replace(
-        star,
-        held=np.asarray(held, dtype=np.int64),
-        uses=[*(use for use in star.uses if use is not own), Use(None, np.asarray([taken]))],
+        multi_use,
+        holding=np.asarray(holdings, dtype=np.int64),
+        uses=[*uses, Use(None, np.asarray([own_need]))],
         steps=steps,
         prices=prices,
-        same={**star.same, taken: frozenset()},
-        whole=whole,
+        same_work={**multi_use.same_work, own_need: frozenset()},
+        replicated=replicated,
     )
 
 
-def _together(paths: Sequence[tuple[int, ...] | None]) -> tuple[int, ...] | None:
-    found: dict[int, None] = {}
+def _union(paths: Sequence[tuple[int, ...] | None]) -> tuple[int, ...] | None:
+    """Return the steps of all paths, or None if one of the paths is impossible."""
+    steps: dict[int, None] = {}
     for path in paths:
         if path is None:
             return None
-        found |= dict.fromkeys(path)
-    return tuple(found)
+        steps |= dict.fromkeys(path)
+    return tuple(steps)
 
 
-# Who makes a value, as which of its results, and who uses it; who ends it is a use of itself.
-Like = tuple[str, int, frozenset[str]]
+# The producer of a value, the index among its results, and the users; "" stands for the end.
+ValueKind = tuple[str, int, frozenset[str]]
 
 
 class FoldedGraph(Protocol):
-    """What `tie_layers` reads of a graph whose repeated layers are folded."""
+    """The properties of a graph with folded layers that `tie_layers` reads."""
 
     @property
     def graph(self) -> Graph:
@@ -150,18 +152,18 @@ class FoldedGraph(Protocol):
 
     @property
     def order(self) -> tuple[int, ...]:
-        """For each node of the model the index of the node that stands for it, or -1."""
+        """For each node of the model, the index of the node that stands for it, or -1."""
 
     @property
-    def copies(self) -> NDArray[np.int64]:
-        """How many nodes of the model each node of the small graph stands for."""
+    def copies(self) -> Ints:
+        """The number of nodes of the model for which each node of the small graph stands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTies:
-    """`LayoutTask`'s fields of these names."""
+    """The fields of `LayoutTask` with these names."""
 
-    alike: Mapping[str, str]
+    tied: Mapping[str, str]
     copies: Mapping[str, int]
     moves: Mapping[str, int]
 
@@ -169,20 +171,22 @@ class LayerTies:
 def tie_layers(
     fold: FoldedGraph, graph: Graph, constraint_key: ConstraintKey | None = None
 ) -> LayerTies:
-    """Which nodes agree with an earlier one, and how often nodes, parameters and moves count."""
-    alike = _alike(fold, graph, constraint_key)
-    moves = _moves(fold, graph, roots_of(alike))
-    return LayerTies(alike=alike, copies=_copies(fold), moves=moves)
+    """Tie nodes of repeated blocks, and count nodes, parameters and moves."""
+    tied = _tied_nodes(fold, graph, constraint_key)
+    moves = _moves(fold, graph, roots_of(tied))
+    return LayerTies(tied=tied, copies=_copies(fold), moves=moves)
 
 
-def _alike(fold: FoldedGraph, graph: Graph, constraint_key: ConstraintKey | None) -> dict[str, str]:
-    """Every node of a kind of block that stands for several, by that of the kind's first block."""
+def _tied_nodes(
+    fold: FoldedGraph, graph: Graph, constraint_key: ConstraintKey | None
+) -> dict[str, str]:
+    """Map nodes of blocks that stand for several to the same nodes of the first such block."""
     small = fold.graph
-    standing: dict[str, list[str]] = {}  # node of the small graph -> modules in the model
+    modules: dict[str, list[str]] = {}  # node of the small graph -> its modules in the model
     for at, node in zip(fold.order, graph.nodes, strict=True):
         if at >= 0:
-            standing.setdefault(small.nodes[at].name, []).append(node.module)
-    found: dict[str, str] = {}
+            modules.setdefault(small.nodes[at].name, []).append(node.module)
+    tied: dict[str, str] = {}
     for depth in range(1, MAX_DEPTH + 1):
         blocks, parents = block_kinds(small, depth, constraint_key)
         for kinds in parents.values():
@@ -190,39 +194,33 @@ def _alike(fold: FoldedGraph, graph: Graph, constraint_key: ConstraintKey | None
             for path, kind in kinds.items():
                 by_kind.setdefault(kind, []).append(path)
             for paths in by_kind.values():
-                families = [blocks[path] for path in paths]
-                if any(_stands_for_many(nodes, depth, standing) for nodes in families):
-                    _join(families, found)
-    return found
+                equal_blocks = [blocks[path] for path in paths]
+                if any(_stands_for_many(nodes, depth, modules) for nodes in equal_blocks):
+                    _tie(equal_blocks, tied)
+    return tied
 
 
-def _join(families: Sequence[Sequence[Node]], found: dict[str, str]) -> None:
-    for nodes in families[1:]:
-        for mine, first in zip(nodes, families[0], strict=True):
-            a, b = (_root(n.name, found) for n in (first, mine))
+def _tie(equal_blocks: Sequence[Sequence[Node]], tied: dict[str, str]) -> None:
+    for nodes in equal_blocks[1:]:
+        for node, first in zip(nodes, equal_blocks[0], strict=True):
+            a, b = _root(first.name, tied), _root(node.name, tied)
             if a != b:
-                found[b] = a
-
-
-def _root(name: str, found: Mapping[str, str]) -> str:
-    while name in found:
-        name = found[name]
-    return name
+                tied[b] = a
 
 
 def _stands_for_many(
-    nodes: Sequence[Node], depth: int, standing: Mapping[str, Sequence[str]]
+    nodes: Sequence[Node], depth: int, modules: Mapping[str, Sequence[str]]
 ) -> bool:
-    """Return whether nodes of one block stand for those of several, at this depth."""
+    """Return whether the nodes of one block stand for those of several at this depth."""
     return any(
-        len({_numbers(module, depth) for module in standing.get(node.name, ())}) > 1
+        len({_indices(module, depth) for module in modules.get(node.name, ())}) > 1
         for node in nodes
-        if len(_numbers(node.module, depth)) == depth
+        if len(_indices(node.module, depth)) == depth
     )
 
 
-def _numbers(module: str, depth: int) -> tuple[str, ...]:
-    """Return the first numbers in a module's path."""
+def _indices(module: str, depth: int) -> tuple[str, ...]:
+    """Return the first `depth` numbers in a module's path."""
     return tuple(piece for piece in module.split(".") if is_number(piece))[:depth]
 
 
@@ -236,7 +234,7 @@ def _copies(fold: FoldedGraph) -> dict[str, int]:
 
 
 def _moves(fold: FoldedGraph, graph: Graph, roots: Mapping[str, str]) -> dict[str, int]:
-    """Return how often the model has a value like each of the small graph's."""
+    """Return how often each value of the small graph occurs in the model."""
     small = fold.graph
     own = {n.name: roots.get(n.name, n.name) for n in small.nodes}
     names = {
@@ -244,24 +242,25 @@ def _moves(fold: FoldedGraph, graph: Graph, roots: Mapping[str, str]) -> dict[st
         for at, node in zip(fold.order, graph.nodes, strict=True)
         if at >= 0
     }
-    wanted = Counter(like for _, like in _likes(graph, names))
-    mine: dict[Like, list[str]] = {}
-    for value, like in _likes(small, own):
-        mine.setdefault(like, []).append(value)
-    for like in [
-        like for like in wanted if like not in mine
-    ]:  # there is no such value: the nearest
-        near = [other for other in mine if other[:2] == like[:2]]
-        if near:
-            wanted[max(near, key=lambda n: (len(n[2] & like[2]), sorted(n[2])))] += wanted[like]
-    found: dict[str, int] = {}
-    for like, values in mine.items():
-        found |= dict.fromkeys(values, 1)
-        found[values[-1]] = max(1, wanted[like] - len(values) + 1)
-    return found
+    counts = Counter(kind for _, kind in _value_kinds(graph, names))
+    by_kind: dict[ValueKind, list[str]] = {}
+    for value, kind in _value_kinds(small, own):
+        by_kind.setdefault(kind, []).append(value)
+    for kind in [kind for kind in counts if kind not in by_kind]:
+        # The small graph lacks this kind: count it with the most similar one of the same producer.
+        similar = [other for other in by_kind if other[:2] == kind[:2]]
+        if similar:
+            closest = max(similar, key=lambda s: (len(s[2] & kind[2]), sorted(s[2])))
+            counts[closest] += counts[kind]
+    multipliers: dict[str, int] = {}
+    for kind, values in by_kind.items():
+        multipliers |= dict.fromkeys(values, 1)
+        multipliers[values[-1]] = max(1, counts[kind] - len(values) + 1)
+    return multipliers
 
 
-def _likes(graph: Graph, names: Mapping[str, str]) -> Iterator[tuple[str, Like]]:
+def _value_kinds(graph: Graph, names: Mapping[str, str]) -> Iterator[tuple[str, ValueKind]]:
+    """Yield the kind of every value whose producer is in `names`."""
     users: dict[str, set[str]] = {}
     for node in graph.nodes:
         for value in dict.fromkeys(node.inputs):
@@ -271,5 +270,5 @@ def _likes(graph: Graph, names: Mapping[str, str]) -> Iterator[tuple[str, Like]]
     for node in graph.nodes:
         if node.name in names:
             for position, value in enumerate(node.outputs):
-                mine = frozenset(users.get(value, ())) | ({""} if value in ends else set())
-                yield value, (names[node.name], position, mine)
+                used_by = frozenset(users.get(value, ())) | ({""} if value in ends else set())
+                yield value, (names[node.name], position, used_by)

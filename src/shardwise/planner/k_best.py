@@ -107,10 +107,10 @@ def k_best_lean(
 
 def _factors(model: Model) -> list[_Factor]:
     factors = [_Factor(key, table) for key, table in model.pairs.items()]
-    for star in model.stars:
-        members = tuple(star.members())
+    for multi_use in model.multi_uses:
+        members = tuple(multi_use.members())
         if np.prod([len(model.variables[v]) for v in members]) <= MAX_TABLE:
-            factors.append(_Factor(members, star.table()))
+            factors.append(_Factor(members, multi_use.table()))
     return factors
 
 

@@ -260,7 +260,7 @@ class LayoutCache:
             nodes=self._batch_choices(shards, parts) if shards else {},
             copies=self.ties.copies,
             moves=self.ties.moves,
-            alike=self.ties.alike,
+            tied=self.ties.tied,
         )
 
     def _parts(self, dp: int) -> int:
@@ -341,10 +341,10 @@ class CallPrices:
             )
         return seconds
 
-    def move(self, value: str, stored: Placements, needed: Placements, grad: bool) -> float:
+    def move(self, value: str, current: Placements, needed: Placements, grad: bool) -> float:
         """Return the seconds of a redistribution in forward, and with `grad` in backward."""
         seconds = 0.0
-        for move in plan_moves(self._layout(stored), self._layout(needed), self.sizes, grad):
+        for move in plan_moves(self._layout(current), self._layout(needed), self.sizes, grad):
             entry = REDISTRIBUTIONS[move.fn]
             before, after = self._bytes(value, move.before), self._bytes(value, move.layout)
             size = entry.num_bytes(before, after)
@@ -353,7 +353,7 @@ class CallPrices:
                     seconds += self.costs.collective_seconds(op, self.group, move.axes, size)
         return seconds
 
-    def hold(self, parameter: str, stored: Placements) -> float:
+    def store(self, parameter: str, stored: Placements) -> float:
         """Return the seconds of a gradient's reduction and the optimizer, per micro-batch."""
         entry = self._parameter(parameter)
         layout = self._layout(stored)

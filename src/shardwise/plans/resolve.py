@@ -89,7 +89,7 @@ def axis_task(graph: Graph, plan: Plan, axis: str, ranks: int) -> Task:
         axis=axis,
         ranks=ranks,
         parameters=fixed_parameters(graph, plan, axis),
-        split=not batch,
+        shard_parameters=not batch,
         inputs=input_cuts(graph, plan) if batch else None,
         choices={n: c[axis] for n, c in plan.choices(graph).items() if axis in c},
         beam=48 if batch else 96,

@@ -1,4 +1,4 @@
-"""What layouts cost, from the lowered program; the best of all, by trying them."""
+"""Oracles for layout searches: the cost of a lowered program, and an exhaustive search."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardwise.sharding.placements import (
 
 
 def plan_for(graph: Graph, task: LayoutTask, **changes: object) -> Plan:
-    """A plan on the task's mesh; an axis of the sequence is one of parameters to a plan."""
+    """Return a plan on the task's mesh; to a plan, a sequence axis is one for parameters."""
     roles = {a.name: "batch" if a.role == "batch" else "parameters" for a in task.axes}
     fields = {"name": "layouts", "model": graph.name, "fingerprint": model_fingerprint(graph)}
     mesh = Mesh(axes=tuple((a.name, a.ranks) for a in task.axes))
@@ -37,7 +37,7 @@ def plan_for(graph: Graph, task: LayoutTask, **changes: object) -> Plan:
 
 
 def lowered_cost(resolved: Resolved, task: LayoutTask, prices: Prices) -> float:
-    """The prices of the steps, moves and parameters of the lowered program's first ranks."""
+    """Return the total price of the first rank's lowered program."""
     graph = resolved.graph
     program = lower(resolved).rank_programs[0]
     nodes = {node.name: node for node in graph.nodes}
@@ -56,13 +56,13 @@ def lowered_cost(resolved: Resolved, task: LayoutTask, prices: Prices) -> float:
             total += prices.move(source.value, before, after, grad)
     for storage in program.parameters:
         stored = tuple(PARTIAL_GRAD if a in storage.sync else p for a, p in storage.layout.axes)
-        total += prices.hold(storage.value, stored)
+        total += prices.store(storage.value, stored)
     return total
 
 
 def storages(graph: Graph, task: LayoutTask, options: Options) -> dict[str, list[Placements]]:
-    """The ways to store each parameter, but for the two kinds of whole."""
-    found: dict[str, list[Placements]] = {}
+    """Return the possible storages of each parameter, disregarding R~."""
+    result: dict[str, list[Placements]] = {}
     for parameter in graph.parameters:
         rows = [tuple(REPLICATE for _ in task.axes)]
         for node in graph.nodes:
@@ -75,29 +75,29 @@ def storages(graph: Graph, task: LayoutTask, options: Options) -> dict[str, list
                         )
                         for option in options.of[node.name]
                     ]
-        found[parameter.value] = [r for r in dict.fromkeys(rows) if _expressible(r)]
-    return found
+        result[parameter.value] = [r for r in dict.fromkeys(rows) if _expressible(r)]
+    return result
 
 
 def _expressible(row: Placements) -> bool:
-    cuts = [p for p in row if isinstance(p, Shard)]
-    return all(a is b or a.dim != b.dim or compatible(a.of, b.of) for a in cuts for b in cuts)
+    shards = [p for p in row if isinstance(p, Shard)]
+    return all(a is b or a.dim != b.dim or compatible(a.of, b.of) for a in shards for b in shards)
 
 
 def resolutions(graph: Graph, facts: Facts, task: LayoutTask) -> Iterator[Resolved]:
-    """Every choice of every node with every storage of every parameter."""
+    """Yield every combination of choices of nodes and storages of parameters."""
     options = Options(graph, facts, task)
     rows = [list(dict.fromkeys(o.choice for o in options.of[n.name])) for n in graph.nodes]
     stored = storages(graph, task, options)
     plan = plan_for(graph, task)
     for choice in product(*rows):
-        for held in product(*stored.values()):
+        for layouts in product(*stored.values()):
             assignments = tuple(
                 Assignment(
                     axis=axis.name,
                     ranks=axis.ranks,
                     nodes={n.name: c[i] for n, c in zip(graph.nodes, choice, strict=True)},
-                    parameters={v: h[i] for v, h in zip(stored, held, strict=True)},
+                    parameters={v: p[i] for v, p in zip(stored, layouts, strict=True)},
                     cost=0.0,
                 )
                 for i, axis in enumerate(task.axes)
@@ -107,7 +107,7 @@ def resolutions(graph: Graph, facts: Facts, task: LayoutTask) -> Iterator[Resolv
 
 @dataclass(slots=True)
 class Exhaustive:
-    """Depth first over nodes and storages; gives up a branch that is dearer than the best."""
+    """Depth-first search over nodes and storages; prunes branches costlier than the best."""
 
     graph: Graph
     facts: Facts
@@ -115,10 +115,10 @@ class Exhaustive:
     prices: Prices
     best: float = float("inf")
     options: Options = field(init=False)
-    held: dict[str, Placements] = field(default_factory=dict)
+    placements: dict[str, Placements] = field(default_factory=dict)
     moved: set[tuple[str, Placements]] = field(default_factory=set)
     uses: dict[str, list[Placements]] = field(default_factory=dict)
-    rest: list[float] = field(default_factory=list)
+    remaining: list[float] = field(default_factory=list)
     kinds: dict[str, list[Placements]] = field(default_factory=dict)
     pure: dict[str, frozenset[int]] = field(default_factory=dict)
     paths: dict[tuple[Placements, Placements, bool], tuple[Move, ...] | None] = field(
@@ -136,44 +136,46 @@ class Exhaustive:
             v: [k for row in rows for k in self._kinds(v, row)] if v in used else rows
             for v, rows in stored.items()
         }
-        least = [
+        cheapest = [
             min(prices.node(n, o.choice) for o in self.options.of[n.name]) for n in graph.nodes
         ]
-        self.rest = [sum(least[i:]) for i in range(len(least) + 1)]
-        unused = sum(prices.hold(v, k[0]) for v, k in self.kinds.items() if v not in used)
+        self.remaining = [sum(cheapest[i:]) for i in range(len(cheapest) + 1)]
+        unused = sum(prices.store(v, k[0]) for v, k in self.kinds.items() if v not in used)
         self._node(0, unused)
         return self.best
 
     def _kinds(self, value: str, row: Placements) -> list[Placements]:
-        grows = value in self.facts.carries_grad
+        carries_grad = value in self.facts.carries_grad
         sides = [
-            (p, PARTIAL_GRAD) if grows and isinstance(p, Replicate) and a.ranks > 1 else (p,)
+            (p, PARTIAL_GRAD) if carries_grad and isinstance(p, Replicate) and a.ranks > 1 else (p,)
             for p, a in zip(row, self.task.axes, strict=True)
         ]
         return list(product(*sides))
 
     def _node(self, index: int, cost: float) -> None:
-        if cost + self.rest[index] >= self.best:
+        if cost + self.remaining[index] >= self.best:
             return
         if index == len(self.graph.nodes):
             if self._settled():
                 self.best = min(self.best, cost + self._ends())
             return
         node = self.graph.nodes[index]
-        new = [n for n in dict.fromkeys(node.inputs) if n in self.kinds and n not in self.held]
-        for held in product(*(self.kinds[n] for n in new)):
-            self.held |= dict(zip(new, held, strict=True))
-            stored = sum(self.prices.hold(n, self.held[n]) for n in new)
+        new = [
+            n for n in dict.fromkeys(node.inputs) if n in self.kinds and n not in self.placements
+        ]
+        for placements in product(*(self.kinds[n] for n in new)):
+            self.placements |= dict(zip(new, placements, strict=True))
+            stored = sum(self.prices.store(n, self.placements[n]) for n in new)
             for option in self.options.of[node.name]:
                 self._option(index, node, option, cost + stored)
         for name in new:
-            self.held.pop(name, None)
+            self.placements.pop(name, None)
 
     def _option(self, index: int, node: Node, option: Option, cost: float) -> None:
         before = set(self.moved)
         paid = self._feed(node, option) if self._counts(node, option) else None
         if paid is not None:
-            self.held |= dict(zip(node.outputs, option.gives, strict=True))
+            self.placements |= dict(zip(node.outputs, option.gives, strict=True))
             self.pure |= dict.fromkeys(node.outputs, option.pure)
             for name, need in zip(node.inputs, option.needs, strict=True):
                 self.uses.setdefault(name, []).append(need)
@@ -181,11 +183,11 @@ class Exhaustive:
             for name in node.inputs:
                 self.uses[name].pop()
             for name in node.outputs:
-                del self.held[name]
+                del self.placements[name]
         self.moved = before
 
     def _counts(self, node: Node, option: Option) -> bool:
-        """Whether the same work is said to be pure exactly where it is."""
+        """Return whether the option's claim of purity is right on every axis."""
         flowing = [n for n in node.inputs if n in self.facts.carries_grad]
         for i, candidate in enumerate(option.choice):
             pure = isinstance(candidate.choice, Same) and bool(flowing) and node.grad_enabled
@@ -199,18 +201,18 @@ class Exhaustive:
         total = 0.0
         parameters = {p.value for p in self.graph.parameters}
         for name, need in zip(node.inputs, option.needs, strict=True):
-            if name not in self.held:
+            if name not in self.placements:
                 continue  # inputs and constants are free
-            held = self.held[name]
-            for h, n in zip(held, need, strict=True):
-                if h == PARTIAL_GRAD and not (n == PARTIAL_GRAD or isinstance(n, Shard)):
+            placements = self.placements[name]
+            for p, n in zip(placements, need, strict=True):
+                if p == PARTIAL_GRAD and not (n == PARTIAL_GRAD or isinstance(n, Shard)):
                     return None
             if name in parameters and node.inputs.count(name) == self._count(name):
-                plain = [REPLICATE if h == PARTIAL_GRAD else h for h in held]
-                wanted = [n if isinstance(n, Shard) else REPLICATE for n in need]
-                if plain != wanted and node.inputs.count(name) == 1:
-                    return None  # stored as used
-            price = self._move(name, held, need)
+                current = [REPLICATE if p == PARTIAL_GRAD else p for p in placements]
+                stored = [n if isinstance(n, Shard) else REPLICATE for n in need]
+                if current != stored and node.inputs.count(name) == 1:
+                    return None  # a parameter with a single use is stored in its layout
+            price = self._move(name, placements, need)
             if price is None:
                 return None
             total += price
@@ -219,9 +221,9 @@ class Exhaustive:
     def _count(self, name: str) -> int:
         return sum(node.inputs.count(name) for node in self.graph.nodes)
 
-    def _move(self, name: str, held: Placements, need: Placements) -> float | None:
+    def _move(self, name: str, placements: Placements, need: Placements) -> float | None:
         grad = name in self.facts.carries_grad
-        moves = self._path(held, need, grad)
+        moves = self._path(placements, need, grad)
         if moves is None:
             return None
         total = 0.0
@@ -233,11 +235,13 @@ class Exhaustive:
                 total += self.prices.move(name, before, after, grad)
         return None if total == float("inf") else total
 
-    def _path(self, held: Placements, need: Placements, grad: bool) -> tuple[Move, ...] | None:
-        key = (held, need, grad)
+    def _path(
+        self, placements: Placements, need: Placements, grad: bool
+    ) -> tuple[Move, ...] | None:
+        key = (placements, need, grad)
         if key not in self.paths:
             names, sizes = self.task.names, self.task.sizes
-            layouts = [Layout(tuple(zip(names, p, strict=True))) for p in (held, need)]
+            layouts = [Layout(tuple(zip(names, p, strict=True))) for p in (placements, need)]
             try:
                 self.paths[key] = plan_moves(layouts[0], layouts[1], sizes, grad)
             except (ProgramError, KeyError):
@@ -245,12 +249,12 @@ class Exhaustive:
         return self.paths[key]
 
     def _settled(self) -> bool:
-        """Whether what is R has a use of the same work, where all that differ would make it R~."""
+        """Return whether every R value has a use of the same work: it would be R~ otherwise."""
         pure = self.options.pure
-        for name, held in self.held.items():
+        for name, placements in self.placements.items():
             if not pure.may_differ(name) or not self.uses.get(name):
                 continue
-            for i, (p, axis) in enumerate(zip(held, self.task.axes, strict=True)):
+            for i, (p, axis) in enumerate(zip(placements, self.task.axes, strict=True)):
                 inner = name not in self.kinds and i not in self.pure[name]
                 if p != REPLICATE or axis.ranks == 1 or inner:
                     continue
@@ -264,13 +268,13 @@ class Exhaustive:
         total = 0.0
         ends = [self.graph.loss, *(b.mutation for b in self.graph.buffers)]
         for name in (n for n in ends if n is not None):
-            whole = tuple(REPLICATE for _ in self.task.axes)
-            price = self._move(name, self.held[name], whole)
+            replicated = tuple(REPLICATE for _ in self.task.axes)
+            price = self._move(name, self.placements[name], replicated)
             total += float("inf") if price is None else price
         for name in self.graph.sends:
-            held = self.held[name]
-            kept = tuple(REPLICATE if isinstance(p, Partial) else p for p in held)
-            price = self._move(name, held, kept)
+            placements = self.placements[name]
+            completed = tuple(REPLICATE if isinstance(p, Partial) else p for p in placements)
+            price = self._move(name, placements, completed)
             total += float("inf") if price is None else price
         self.moved = before
         return total

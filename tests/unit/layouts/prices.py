@@ -13,8 +13,8 @@ from shardwise.sharding.candidates import Candidate, ShardAxis
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import Layout, Partial, Replicate, Shard, local_shape
 
-# Passes over the value of a ring algorithm, forward and backward: all-gather and reduce-scatter
-# are one, all-reduce is two, all-to-all is one rank's part.
+# Volume that a ring algorithm sends, forward and backward, in units of the value's size: 1 for
+# all-gather and reduce-scatter, 2 for all-reduce, one rank's part for all-to-all.
 PASSES = {
     ("S", "R"): (1, 0),
     ("S", "R~"): (1, 1),
@@ -29,7 +29,7 @@ PASSES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkPrices:
-    """Work by iteration space, traffic by memory, communication as latency and bandwidth.
+    """Prices from FLOP/s, memory bandwidth, and the latency and bandwidth of links.
 
     The defaults are of the order of an H100 with NVLink.
     """
@@ -55,11 +55,11 @@ class LinkPrices:
         if rule.size_arg and node.inputs:
             return 0.0
         work = 2.0 * prod(axis.size for axis in rule.axes.values())
-        talks = 0
+        num_collectives = 0
         for axis, candidate in zip(self.task.axes, choice, strict=True):
             if isinstance(candidate.choice, ShardAxis):
                 work /= axis.ranks
-                talks += rule.axes[candidate.choice.axis].num_collectives
+                num_collectives += rule.axes[candidate.choice.axis].num_collectives
         names = (*node.inputs, *node.outputs)
         sides = [(*c.operands, *c.results) for c in choice]
         traffic = sum(
@@ -68,21 +68,21 @@ class LinkPrices:
         )
         passes = 3 if any(n in self.facts.carries_grad for n in node.outputs) else 1
         time = max(work / self.flops_per_s, traffic / self.memory_bytes_per_s)
-        return passes * time + self.launch_s * passes + talks * self.latency_s
+        return passes * time + self.launch_s * passes + num_collectives * self.latency_s
 
-    def move(self, value: str, held: Placements, needed: Placements, grad: bool) -> float:
-        whole = tuple(
-            h if h == n or isinstance(h, Replicate) else Replicate()
-            for h, n in zip(held, needed, strict=True)
+    def move(self, value: str, current: Placements, needed: Placements, grad: bool) -> float:
+        full = tuple(
+            p if p == n or isinstance(p, Replicate) else Replicate()
+            for p, n in zip(current, needed, strict=True)
         )
-        size = self._local_bytes(value, whole)
+        size = self._local_bytes(value, full)
         total = 0.0
-        for axis, h, n in zip(self.task.axes, held, needed, strict=True):
-            if h == n:
+        for axis, p, n in zip(self.task.axes, current, needed, strict=True):
+            if p == n:
                 continue
-            if isinstance(h, Partial) and isinstance(n, Partial):
+            if isinstance(p, Partial) and isinstance(n, Partial):
                 return float("inf")
-            forward, backward = PASSES.get((kind(h), kind(n)), (0, 0))
+            forward, backward = PASSES.get((kind(p), kind(n)), (0, 0))
             for passes in (forward, backward if grad else 0):
                 if passes:
                     total += passes * size * (axis.ranks - 1) / axis.ranks / self.link_bytes_per_s
@@ -90,7 +90,7 @@ class LinkPrices:
             total += self.launch_s
         return total
 
-    def hold(self, parameter: str, stored: Placements) -> float:
+    def store(self, parameter: str, stored: Placements) -> float:
         size = self._local_bytes(parameter, stored)
         time = self.state_bytes * size / self.memory_bytes_per_s
         for axis, p in zip(self.task.axes, stored, strict=True):
@@ -110,32 +110,32 @@ class LinkPrices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomPrices:
-    """Prices that follow from nothing; equal questions have equal answers."""
+    """Random prices that depend only on the arguments and the seed."""
 
     graph: Graph
     seed: int
-    free: float = 0.2  # the part of prices that are zero
-    impossible: float = 0.0  # the part of moves that are impossible
+    free: float = 0.2  # the fraction of prices that are zero
+    impossible: float = 0.0  # the fraction of moves that are impossible
 
-    def _draw(self, *what: object) -> float:
-        drawn = random.Random(f"{self.seed} {what}")
-        return 0.0 if drawn.random() < self.free else drawn.uniform(0.1, 2.0)
+    def _draw(self, *key: object) -> float:
+        generator = random.Random(f"{self.seed} {key}")
+        return 0.0 if generator.random() < self.free else generator.uniform(0.1, 2.0)
 
     def node(self, node: Node, choice: tuple[Candidate, ...]) -> float:
         return self._draw("node", node.name, *(str(c.choice) for c in choice))
 
-    def move(self, value: str, held: Placements, needed: Placements, grad: bool) -> float:
-        what = (
+    def move(self, value: str, current: Placements, needed: Placements, grad: bool) -> float:
+        key = (
             str(self.graph.values[value]),
-            [str(p) for p in held],
+            [str(p) for p in current],
             [str(p) for p in needed],
             grad,
         )
-        if random.Random(f"{self.seed} may {what}").random() < self.impossible:
+        if random.Random(f"{self.seed} may {key}").random() < self.impossible:
             return float("inf")
-        return self._draw("move", *what)
+        return self._draw("move", *key)
 
-    def hold(self, parameter: str, stored: Placements) -> float:
+    def store(self, parameter: str, stored: Placements) -> float:
         return self._draw("hold", parameter, [str(p) for p in stored])
 
     def stored_bytes(self, parameter: str, stored: Placements) -> float:

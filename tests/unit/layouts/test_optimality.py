@@ -1,4 +1,4 @@
-"""The integer program finds what trying everything finds."""
+"""The joint layout search is as good as an exhaustive search."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MESHES = {
 
 
 class Net(nn.Module):
-    """Two matrices and a vector for a function of them."""
+    """A function of an input, two matrices and a vector."""
 
     def __init__(self, body: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -83,24 +83,24 @@ def twice(x: Tensor, a: Tensor, b: Tensor, v: Tensor) -> Tensor:
     return (y.t() @ y).exp().sum()
 
 
-def drawn(steps: tuple[int, ...]) -> Callable[..., Tensor]:
-    """A function whose steps are chosen by numbers; values of 4 x 8 and 4 x 6 take turns."""
+def function_of(steps: tuple[int, ...]) -> Callable[..., Tensor]:
+    """Return a function with these steps, encoded as numbers; its values are 4 x 8."""
 
     def body(x: Tensor, a: Tensor, b: Tensor, v: Tensor) -> Tensor:
-        wide = [F.linear(x, a)]
+        values = [F.linear(x, a)]
         for step in steps:
-            last, other = wide[-1], wide[step // 7 % len(wide)]
-            made = (
-                lambda last, other: last.tanh(),
-                lambda last, other: last + other,
-                lambda last, other: last * v,
-                lambda last, other: last.softmax(-1),
-                lambda last, other: last * other,
-                lambda last, other: F.linear(F.linear(last, b), a),
-                lambda last, other: last.view(2, 2, 8).transpose(0, 1).reshape(4, 8),
+            last, earlier = values[-1], values[step // 7 % len(values)]
+            step_function = (
+                lambda last, earlier: last.tanh(),
+                lambda last, earlier: last + earlier,
+                lambda last, earlier: last * v,
+                lambda last, earlier: last.softmax(-1),
+                lambda last, earlier: last * earlier,
+                lambda last, earlier: F.linear(F.linear(last, b), a),
+                lambda last, earlier: last.view(2, 2, 8).transpose(0, 1).reshape(4, 8),
             )[step % 7]
-            wide.append(made(last, other))
-        return wide[-1].sum()
+            values.append(step_function(last, earlier))
+        return values[-1].sum()
 
     return body
 
@@ -117,7 +117,7 @@ def captured(body: Callable[..., Tensor]) -> tuple[Graph, Facts]:
 def make_task(graph: Graph, mesh: str, **changes: object) -> LayoutTask:
     inputs = {i.value: Shard(0, ((1, 4, 1),)) for i in graph.inputs}
     axes = tuple(
-        LayoutAxis(name=n, ranks=r, role="batch" if n == "dp" else "parameters", inputs=inputs)
+        LayoutAxis(name=n, ranks=r, role="batch", inputs=inputs)
         if n == "dp"
         else LayoutAxis(name=n, ranks=r)
         for n, r in MESHES[mesh]
@@ -135,10 +135,10 @@ def test_equals_exhaustive_search(name: str, mesh: str) -> None:
     slow = {"latency_s": 1e-6, "launch_s": 1e-8, "link_bytes_per_s": 1e9, "flops_per_s": 1e7}
     for rates in ({}, slow):
         prices = LinkPrices(graph=graph, facts=facts, task=task, **rates)
-        found = solve_layouts(graph, facts, task, prices)
-        best = Exhaustive(graph, facts, task, prices, best=found.cost_s * 1.0001).run()
-        assert found.cost_s == pytest.approx(best, rel=1e-5)
-        assert found.gap < 1e-5
+        solution = solve_layouts(graph, facts, task, prices)
+        best = Exhaustive(graph, facts, task, prices, best=solution.cost_s * 1.0001).run()
+        assert solution.cost_s == pytest.approx(best, rel=1e-5)
+        assert solution.gap < 1e-5
 
 
 @settings(max_examples=15, deadline=None)
@@ -151,13 +151,13 @@ def test_equals_exhaustive_search(name: str, mesh: str) -> None:
 def test_equals_exhaustive_search_at_random_prices(
     steps: list[int], mesh: str, seed: int, free: float
 ) -> None:
-    graph, facts = captured(drawn(tuple(steps)))
+    graph, facts = captured(function_of(tuple(steps)))
     assume(len(graph.nodes) <= (8 if mesh != "dp2tp2" else 5))
     task = make_task(graph, mesh)
     prices = RandomPrices(graph=graph, seed=seed, free=free)
-    found = solve_layouts(graph, facts, task, prices)
-    best = Exhaustive(graph, facts, task, prices, best=found.cost_s * 1.0001 + 1e-9).run()
-    assert found.cost_s == pytest.approx(best, rel=1e-5, abs=1e-9)
+    solution = solve_layouts(graph, facts, task, prices)
+    best = Exhaustive(graph, facts, task, prices, best=solution.cost_s * 1.0001 + 1e-9).run()
+    assert solution.cost_s == pytest.approx(best, rel=1e-5, abs=1e-9)
 
 
 GRID = [(n, m, s) for n in ("chain", "reused", "vector") for m in ("tp2", "dp2") for s in range(3)]
@@ -165,24 +165,24 @@ GRID = [(n, m, s) for n in ("chain", "reused", "vector") for m in ("tp2", "dp2")
 
 @pytest.mark.parametrize(("name", "mesh", "seed"), thinned(GRID, lambda i, _: i % 3 == i // 3 % 3))
 def test_equals_the_best_of_all_lowered_programs(name: str, mesh: str, seed: int) -> None:
-    """Nothing of this package prices the programs but the options that a node has."""
+    """Check against lowered programs, which share only the options of nodes with the search."""
     graph, facts = captured(BODIES[name])
     task = make_task(graph, mesh, move_parameters=True)
     prices = RandomPrices(graph=graph, seed=seed)
-    found = solve_layouts(graph, facts, task, prices)
-    best = min(lowered_cost(r, task, prices) for r in sampled(graph, facts, task, found))
-    assert found.cost_s == pytest.approx(best, rel=1e-6)
+    solution = solve_layouts(graph, facts, task, prices)
+    best = min(lowered_cost(r, task, prices) for r in sampled(graph, facts, task, solution))
+    assert solution.cost_s == pytest.approx(best, rel=1e-6)
 
 
 def sampled(
-    graph: Graph, facts: Facts, task: LayoutTask, found: LayoutSolution
+    graph: Graph, facts: Facts, task: LayoutTask, solution: LayoutSolution
 ) -> Iterator[Resolved]:
-    """The solution, and every second to tenth of all that differ from it."""
+    """Yield the solution and about 150 evenly spaced programs of all possible ones."""
     yield Resolved(
-        graph=graph, plan=plan_for(graph, task), facts=facts, assignments=found.assignments
+        graph=graph, plan=plan_for(graph, task), facts=facts, assignments=solution.assignments
     )
-    every = list(resolutions(graph, facts, task))
-    yield from every[:: max(1, len(every) // 150)]
+    programs = list(resolutions(graph, facts, task))
+    yield from programs[:: max(1, len(programs) // 150)]
 
 
 @pytest.mark.parametrize("mesh", ["tp2", "dp2tp2"])
@@ -193,7 +193,7 @@ def test_integer_program_equals_elimination(name: str, mesh: str) -> None:
     for seed in range(2):
         prices = RandomPrices(graph=graph, seed=seed)
         built = build(Options(graph, facts, task), prices)
-        program = LayoutMilp(built.model).solve(30.0)  # of the whole model, nothing reduced
-        found = solve_layouts(graph, facts, task, prices)
-        assert program.cost == pytest.approx(found.cost_s, rel=1e-6)
-        assert program.bound == pytest.approx(found.cost_s, rel=1e-4)
+        program = LayoutMilp(built.model).solve(30.0)  # of the model without any reduction
+        solution = solve_layouts(graph, facts, task, prices)
+        assert program.cost == pytest.approx(solution.cost_s, rel=1e-6)
+        assert program.bound == pytest.approx(solution.cost_s, rel=1e-4)

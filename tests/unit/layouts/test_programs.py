@@ -1,4 +1,4 @@
-"""Layouts of real architectures lower, resolve, cost what was said, and compute the model."""
+"""Layouts of real architectures resolve, lower at the predicted cost, and compute the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.tiers import thinned
 from tests.unit.layouts.exhaustive import lowered_cost, plan_for
 from tests.unit.layouts.prices import LinkPrices
 
-# Rates at which models of 64 features are worth cutting.
+# Rates at which sharding models of 64 features pays off.
 SLOW = {
     "flops_per_s": 1e8,
     "memory_bytes_per_s": 1e10,
@@ -56,29 +56,29 @@ def make_task(graph: Graph, mesh: str, **changes: object) -> LayoutTask:
     return LayoutTask(axes=tuple(axes), **changes)  # type: ignore[arg-type]
 
 
-def plan_of(graph: Graph, task: LayoutTask, found: LayoutSolution) -> Plan:
-    nodes, parameters = found.as_choices()
+def plan_of(graph: Graph, task: LayoutTask, solution: LayoutSolution) -> Plan:
+    nodes, parameters = solution.as_choices()
     return plan_for(
         graph,
         task,
         inputs={i.name: 0 for i in graph.inputs} if task.names[0] == "dp" else {},
         nodes=nodes,
-        parameters={name: ParameterEntry(layout=cuts) for name, cuts in parameters.items()},
+        parameters={name: ParameterEntry(layout=layout) for name, layout in parameters.items()},
     )
 
 
 def check(graph: Graph, facts: Facts, mesh: str) -> None:
     task = make_task(graph, mesh)
     prices = LinkPrices(graph=graph, facts=facts, task=task, **SLOW)
-    found = solve_layouts(graph, facts, task, prices)
-    assert found.gap < 1e-4
-    plan = plan_of(graph, task, found)
-    resolved = Resolved(graph=graph, plan=plan, facts=facts, assignments=found.assignments)
-    assert lowered_cost(resolved, task, prices) == pytest.approx(found.cost_s, rel=1e-6)
-    again = resolve(graph, plan, facts)
-    for mine, theirs in zip(found.assignments, again.assignments, strict=True):
-        assert mine.nodes == theirs.nodes
-        assert mine.parameters == {v: theirs.parameters[v] for v in mine.parameters}
+    solution = solve_layouts(graph, facts, task, prices)
+    assert solution.gap < 1e-4
+    plan = plan_of(graph, task, solution)
+    resolved = Resolved(graph=graph, plan=plan, facts=facts, assignments=solution.assignments)
+    assert lowered_cost(resolved, task, prices) == pytest.approx(solution.cost_s, rel=1e-6)
+    resolved_again = resolve(graph, plan, facts)
+    for searched, assigned in zip(solution.assignments, resolved_again.assignments, strict=True):
+        assert searched.nodes == assigned.nodes
+        assert searched.parameters == {v: assigned.parameters[v] for v in searched.parameters}
 
 
 @functools.cache
@@ -109,8 +109,8 @@ def test_plans_compute_the_model(name: str, mesh: str) -> None:
     graph, facts = captured(name)
     task = make_task(graph, mesh)
     prices = LinkPrices(graph=graph, facts=facts, task=task, **SLOW)
-    found = solve_layouts(graph, facts, task, prices)
-    assert sw.verify(model, batch, plan_of(graph, task, found)).ok
+    solution = solve_layouts(graph, facts, task, prices)
+    assert sw.verify(model, batch, plan_of(graph, task, solution)).ok
 
 
 @pytest.fixture(scope="module")
@@ -133,89 +133,89 @@ def llama() -> tuple[Graph, Facts]:
     return graph, analyze(graph)
 
 
-def cuts(found: LayoutSolution) -> dict[str, str]:
-    """Parameter -> dim cut by the last mesh axis, or "replicate"."""
-    axis = found.assignments[-1].axis
-    _, parameters = found.as_choices()
+def sharded_dims(solution: LayoutSolution) -> dict[str, str]:
+    """Map each parameter to the dim that the last mesh axis shards, or to "replicate"."""
+    axis = solution.assignments[-1].axis
+    _, parameters = solution.as_choices()
     short = {name.removeprefix("model.layers.0."): c for name, c in parameters.items()}
     return {name: c[axis].split(":")[0] for name, c in short.items()}
 
 
-def test_llama_comes_out_as_by_hand(llama: tuple[Graph, Facts]) -> None:
-    """Columns, then rows; norms on cut sequences; the vocabulary cut where logits are."""
+def test_llama_is_sharded_as_experts_do_it(llama: tuple[Graph, Facts]) -> None:
+    """Columns, then rows; norms on sequence shards; the vocabulary sharded at the logits."""
     graph, facts = llama
     task = make_task(graph, "tp4")
-    found = solve_layouts(graph, facts, task, LinkPrices(graph=graph, facts=facts, task=task))
-    cut = cuts(found)
+    solution = solve_layouts(graph, facts, task, LinkPrices(graph=graph, facts=facts, task=task))
+    dims = sharded_dims(solution)
     for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
-        assert cut[f"{name}.weight"] == "0"
-    assert cut["self_attn.o_proj.weight"] == "1"
-    assert cut["mlp.gate_proj.weight"] == cut["mlp.up_proj.weight"] == "0"
-    assert cut["mlp.down_proj.weight"] == "1"
-    assert cut["lm_head.weight"] == "0"
-    assert cut["model.embed_tokens.weight"] in ("0", "1")
-    nodes, _ = found.as_choices()
+        assert dims[f"{name}.weight"] == "0"
+    assert dims["self_attn.o_proj.weight"] == "1"
+    assert dims["mlp.gate_proj.weight"] == dims["mlp.up_proj.weight"] == "0"
+    assert dims["mlp.down_proj.weight"] == "1"
+    assert dims["lm_head.weight"] == "0"
+    assert dims["model.embed_tokens.weight"] in ("0", "1")
+    nodes, _ = solution.as_choices()
     norms = [n.name for n in graph.nodes if n.op.startswith("aten.rsqrt")]
     assert {nodes[n]["tp"] for n in norms} == {"shard d1"}
 
 
-def test_where_messages_are_dear_norms_are_whole(llama: tuple[Graph, Facts]) -> None:
+def test_norms_are_replicated_if_latency_is_high(llama: tuple[Graph, Facts]) -> None:
     graph, facts = llama
     task = make_task(graph, "tp4")
     prices = LinkPrices(graph=graph, facts=facts, task=task, latency_s=1e-3)
-    found = solve_layouts(graph, facts, task, prices)
-    nodes, _ = found.as_choices()
+    solution = solve_layouts(graph, facts, task, prices)
+    nodes, _ = solution.as_choices()
     norms = [n.name for n in graph.nodes if n.op.startswith("aten.rsqrt")]
     assert {nodes[n]["tp"] for n in norms} == {"same"}
 
 
-def test_both_axes_are_chosen_together(llama: tuple[Graph, Facts]) -> None:
+def test_both_axes_are_solved_together(llama: tuple[Graph, Facts]) -> None:
     graph, facts = llama
     task = make_task(graph, "dp2tp2")
-    found = solve_layouts(graph, facts, task, LinkPrices(graph=graph, facts=facts, task=task))
-    nodes, _ = found.as_choices()
+    solution = solve_layouts(graph, facts, task, LinkPrices(graph=graph, facts=facts, task=task))
+    nodes, _ = solution.as_choices()
     linears = [n.name for n in graph.nodes if n.op.startswith("aten.linear")]
     assert {nodes[n]["dp"] for n in linears} == {"shard b2"}
     assert all(nodes[n]["tp"] != "same" for n in linears)
     again = solve_layouts(graph, facts, task, LinkPrices(graph=graph, facts=facts, task=task))
-    assert again == found
+    assert again == solution
 
 
-def test_several_axes_of_parameters(
-    llama: tuple[Graph, Facts],
-) -> None:
-    """Opening one axis at a time says so, and is close to the joint choice."""
+def test_several_axes_for_parameters_are_opened_one_at_a_time(llama: tuple[Graph, Facts]) -> None:
     graph, facts = llama
     task = LayoutTask(axes=(LayoutAxis(name="tp", ranks=8), LayoutAxis(name="tp1", ranks=2)))
     prices = LinkPrices(graph=graph, facts=facts, task=task)
-    found = solve_layouts(graph, facts, task, prices)
-    assert found.restricted == "of the axes tp, tp1 one is open at a time"
-    plan = plan_of(graph, task, found)
-    resolved = Resolved(graph=graph, plan=plan, facts=facts, assignments=found.assignments)
-    assert lowered_cost(resolved, task, prices) == pytest.approx(found.cost_s, rel=1e-6)
-    one = LayoutTask(axes=(LayoutAxis(name="tp", ranks=8),))
-    less = solve_layouts(graph, facts, one, LinkPrices(graph=graph, facts=facts, task=one))
-    assert found.cost_s < less.cost_s
+    solution = solve_layouts(graph, facts, task, prices)
+    assert solution.restricted == "of the axes tp, tp1 one is open at a time"
+    plan = plan_of(graph, task, solution)
+    resolved = Resolved(graph=graph, plan=plan, facts=facts, assignments=solution.assignments)
+    assert lowered_cost(resolved, task, prices) == pytest.approx(solution.cost_s, rel=1e-6)
+    single_axis = LayoutTask(axes=(LayoutAxis(name="tp", ranks=8),))
+    baseline = solve_layouts(
+        graph, facts, single_axis, LinkPrices(graph=graph, facts=facts, task=single_axis)
+    )
+    assert solution.cost_s < baseline.cost_s
 
 
-def test_what_is_fixed_stays(llama: tuple[Graph, Facts]) -> None:
+def test_constraints_are_respected(llama: tuple[Graph, Facts]) -> None:
     graph, facts = llama
     gate = next(p.value for p in graph.parameters if p.name.endswith("gate_proj.weight"))
     linear = next(n for n in graph.nodes if gate in n.inputs)
     task = make_task(graph, "tp4", parameters={gate: {"tp": REPLICATE}})
     prices = LinkPrices(graph=graph, facts=facts, task=task)
-    assert cuts(solve_layouts(graph, facts, task, prices))["mlp.gate_proj.weight"] == "replicate"
+    dims = sharded_dims(solve_layouts(graph, facts, task, prices))
+    assert dims["mlp.gate_proj.weight"] == "replicate"
     task = make_task(graph, "tp4", nodes={linear.name: {"tp": "shard k"}})
-    found = solve_layouts(graph, facts, task, prices)
-    assert str(found.assignments[0].nodes[linear.name].choice) == "shard k"
-    assert cuts(found)["mlp.gate_proj.weight"] == "1"
+    solution = solve_layouts(graph, facts, task, prices)
+    assert str(solution.assignments[0].nodes[linear.name].choice) == "shard k"
+    assert sharded_dims(solution)["mlp.gate_proj.weight"] == "1"
     with pytest.raises(PlanError, match="cannot 'shard z'"):
         solve_layouts(
             graph, facts, make_task(graph, "tp4", nodes={linear.name: {"tp": "shard z"}}), prices
         )
 
 
-def test_copies_multiply(llama: tuple[Graph, Facts]) -> None:
+def test_copies_multiply_costs(llama: tuple[Graph, Facts]) -> None:
     graph, facts = llama
     names = [n.name for n in graph.nodes] + [p.value for p in graph.parameters]
     names += [name for name in graph.values if name not in names]
@@ -229,8 +229,8 @@ def test_copies_multiply(llama: tuple[Graph, Facts]) -> None:
 def test_memory_is_weighed_and_bounded() -> None:
     graph, facts = captured("fused_gpt")
     task = make_task(graph, "tp4")
-    quick = {**SLOW, "flops_per_s": 1e13, "latency_s": 1e-3}  # nothing is worth cutting
-    prices = LinkPrices(graph=graph, facts=facts, task=task, **quick)
+    fast = {**SLOW, "flops_per_s": 1e13, "latency_s": 1e-3}  # sharding never pays off
+    prices = LinkPrices(graph=graph, facts=facts, task=task, **fast)
     free = solve_layouts(graph, facts, task, prices)
     weighed = solve_layouts(graph, facts, replace(task, memory_weight=1e-6), prices)
     assert weighed.memory_bytes < 0.5 * free.memory_bytes

@@ -1,4 +1,4 @@
-"""Equal blocks choose alike, and what was planned is what the written plan costs."""
+"""Equal blocks make equal choices, and written plans have the planned cost."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Outer(nn.Module):
 
 
 class Nested(nn.Module):
-    """Blocks in blocks; the first blocks' results are used at the end, too."""
+    """Blocks in blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ LONG = ("llama", "t5", "gpt2", "vit")
 
 
 class Chain(nn.Module):
-    """Blocks of one node, whose value the same choice makes and uses."""
+    """Blocks of one node, so that tied nodes both produce and use a value."""
 
     def __init__(self, layers: int, reused: bool) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Chain(nn.Module):
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in MODELS]
 )
-def test_written_plans_cost_what_was_planned(name: str) -> None:
+def test_written_plans_have_the_planned_cost(name: str) -> None:
     graph = MODELS[name]()
     cluster = Cluster.preset("a100", nodes=2, devices_per_node=4)
     search = _prepare(graph, cluster, {}, None, Precision.of("bf16"), None, lambda _: None)
@@ -145,29 +145,31 @@ def test_written_plans_cost_what_was_planned(name: str) -> None:
             dp=8 // tp // pp, tp=tp, pp=pp, num_microbatches=2 // (8 // tp // pp), zero=0,
             recompute="selective", layout=layout, schedule=schedule,
         )  # fmt: skip
-        found = search.simulate(config)
-        plan = write_plan(graph, search.fold, found, Precision.of("bf16"))
-        again = sw.simulate(graph, plan, cluster)
-        assert again.step_time_s == pytest.approx(found.estimate.step_time_s, rel=1e-6)
-        assert again.peak.peak_bytes == pytest.approx(found.estimate.peak.peak_bytes, rel=1e-6)
+        simulated = search.simulate(config)
+        plan = write_plan(graph, search.fold, simulated, Precision.of("bf16"))
+        estimate = sw.simulate(graph, plan, cluster)
+        assert estimate.step_time_s == pytest.approx(simulated.estimate.step_time_s, rel=1e-6)
+        assert estimate.peak.peak_bytes == pytest.approx(
+            simulated.estimate.peak.peak_bytes, rel=1e-6
+        )
 
 
 @pytest.mark.parametrize("seed", thinned(range(3), lambda i, _: i == 0))
 @pytest.mark.parametrize("reused", [False, True])
 @pytest.mark.parametrize("mesh", ["tp2", "dp2"])
-def test_agreeing_nodes_are_as_cheap_as_the_best_programs_in_which_they_agree(
+def test_tied_nodes_cost_as_much_as_the_best_program_with_equal_choices(
     mesh: str, reused: bool, seed: int
 ) -> None:
     graph = sw.capture(Chain(2, reused), {"x": torch.ones(4, 8)})
     facts = analyze(graph)
     first, second = (n.name for n in graph.nodes if n.module.startswith("layers."))
-    task = make_task(graph, mesh, alike={second: first}, move_parameters=True)
+    task = make_task(graph, mesh, tied={second: first}, move_parameters=True)
     prices = RandomPrices(graph=graph, seed=seed)
-    found = solve_layouts(graph, facts, task, prices)
-    chosen = found.assignments[0]
+    solution = solve_layouts(graph, facts, task, prices)
+    assignment = solution.assignments[0]
     weights = [p.value for p in graph.parameters]
-    assert str(chosen.nodes[first].choice) == str(chosen.nodes[second].choice)
-    assert chosen.parameters[weights[0]] == chosen.parameters[weights[1]]
+    assert str(assignment.nodes[first].choice) == str(assignment.nodes[second].choice)
+    assert assignment.parameters[weights[0]] == assignment.parameters[weights[1]]
     best = min(
         lowered_cost(r, task, prices)
         for r in resolutions(graph, facts, task)
@@ -175,38 +177,38 @@ def test_agreeing_nodes_are_as_cheap_as_the_best_programs_in_which_they_agree(
         if str(a.nodes[first].choice) == str(a.nodes[second].choice)
         if a.parameters[weights[0]] == a.parameters[weights[1]]
     )
-    assert found.cost_s == pytest.approx(best, rel=1e-6)
+    assert solution.cost_s == pytest.approx(best, rel=1e-6)
     built = build(Options(graph, facts, task), prices)
     assert LayoutMilp(built.model).solve(30.0).cost == pytest.approx(best, rel=1e-6)
 
 
-def test_every_transition_counts() -> None:
+def test_transitions_between_blocks_are_counted() -> None:
     graph = sw.capture(Chain(6, False), {"x": torch.ones(4, 8)})
     fold = FoldedGraph.of(graph)
-    found = tie_layers(fold, graph)
+    ties = tie_layers(fold, graph)
     linears = [n for n in fold.graph.nodes if n.module.startswith("layers.")]
-    assert found.alike == {linears[1].name: linears[0].name}
-    assert [found.copies[n.name] for n in linears] == [1, 5]
-    assert [found.moves[n.outputs[0]] for n in linears] == [5, 1]
-    assert [found.copies[p.value] for p in fold.graph.parameters] == [1, 5]
+    assert ties.tied == {linears[1].name: linears[0].name}
+    assert [ties.copies[n.name] for n in linears] == [1, 5]
+    assert [ties.moves[n.outputs[0]] for n in linears] == [5, 1]
+    assert [ties.copies[p.value] for p in fold.graph.parameters] == [1, 5]
 
 
-def test_blocks_of_which_none_is_left_out_are_free() -> None:
+def test_blocks_are_not_tied_if_nothing_is_folded() -> None:
     graph = sw.capture(Chain(2, False), {"x": torch.ones(4, 8)})
-    assert tie_layers(FoldedGraph.of(graph), graph).alike == {}
+    assert tie_layers(FoldedGraph.of(graph), graph).tied == {}
 
 
-def test_nested_blocks_are_of_one_family() -> None:
+def test_nested_blocks_are_all_tied_together() -> None:
     graph = nested()
     fold = FoldedGraph.of(graph)
-    roots = roots_of(tie_layers(fold, graph).alike)
+    roots = roots_of(tie_layers(fold, graph).tied)
     ups = [n.name for n in fold.graph.nodes if n.module.endswith(".up")]
     assert len(ups) == 4
     assert {roots.get(name, name) for name in ups} == {ups[0]}
 
 
-def test_an_unknown_node_is_named() -> None:
+def test_unknown_nodes_are_reported() -> None:
     graph = sw.capture(Chain(2, False), {"x": torch.ones(4, 8)})
-    task = make_task(graph, "tp2", alike={"linear_9": "linear"})
+    task = make_task(graph, "tp2", tied={"linear_9": "linear"})
     with pytest.raises(ShardwiseError, match="linear_9"):
         Options(graph, analyze(graph), task)

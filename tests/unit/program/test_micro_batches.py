@@ -134,7 +134,7 @@ def test_batch_norm_over_micro_batches_is_refused_or_per_micro_batch(kind: str) 
 
 
 def test_micro_batches_of_their_own_have_one_size() -> None:
-    with pytest.raises(sw.errors.BatchError, match=r"7 samples .* 2 micro-batches"):
+    with pytest.raises(sw.errors.BatchError, match="7 samples"):
         verify("contrast", 7, "pipeline", 2, pp=2, num_microbatches=2, per_microbatch=True)
 
 
