@@ -1,4 +1,4 @@
-"""Every generated schedule passes the check, and the check agrees with a graph built here."""
+"""Built schedules pass the check, and the check agrees with an independent dependency graph."""
 
 from __future__ import annotations
 
@@ -42,22 +42,24 @@ Edges = list[tuple[int, int]]
 
 
 def is_right(schedule: Schedule, edges: Edges) -> bool:
-    """Whether a schedule is complete and runs through, by sorting a graph of list positions."""
-    everything = [a for mine in schedule.actions for a in mine]
+    """Return whether a schedule is complete and cannot block, by sorting a dependency graph."""
+    all_actions = [a for actions in schedule.actions for a in actions]
     for stage, microbatch in product(range(schedule.num_stages), range(schedule.num_microbatches)):
         kinds = sorted(
-            a.kind for a in everything if a.stage == stage and a.microbatch == microbatch
+            a.kind for a in all_actions if a.stage == stage and a.microbatch == microbatch
         )
         if kinds not in (["B", "F"], ["F", "I", "W"]):
             return False
-    place = {a: (g, at) for g, mine in enumerate(schedule.actions) for at, a in enumerate(mine)}
-    if any(place[a][0] != schedule.placement[a.stage] for a in everything):
+    place = {
+        a: (g, at) for g, actions in enumerate(schedule.actions) for at, a in enumerate(actions)
+    }
+    if any(place[a][0] != schedule.placement[a.stage] for a in all_actions):
         return False
-    graph: dict[Action, list[Action]] = {a: [] for a in everything}
-    for mine in schedule.actions:
-        for before, after in pairwise(mine):
+    graph: dict[Action, list[Action]] = {a: [] for a in all_actions}
+    for actions in schedule.actions:
+        for before, after in pairwise(actions):
             graph[after].append(before)
-    backward = {(a.stage, a.microbatch): a for a in everything if a.kind in "BI"}
+    backward = {(a.stage, a.microbatch): a for a in all_actions if a.kind in "BI"}
     for (stage, microbatch), action in backward.items():
         graph[action].append(Action("F", stage, microbatch))
         if action.kind == "I":
@@ -85,7 +87,7 @@ def chain(schedule: Schedule) -> Edges:
 
 
 def with_lists(schedule: Schedule, lists: Iterable[Iterable[Action]]) -> Schedule:
-    return replace(schedule, actions=tuple(tuple(mine) for mine in lists))
+    return replace(schedule, actions=tuple(tuple(actions) for actions in lists))
 
 
 def any_position(data: st.DataObject, schedule: Schedule) -> tuple[int, int]:
@@ -94,14 +96,14 @@ def any_position(data: st.DataObject, schedule: Schedule) -> tuple[int, int]:
 
 
 @given(schedules)
-def test_what_is_generated_passes(schedule: Schedule) -> None:
+def test_built_schedules_pass(schedule: Schedule) -> None:
     facts = check(schedule)
     assert is_right(schedule, chain(schedule))
     assert sum(facts.sends) == sum(facts.receives)
     check(forward_only(schedule), backward=False)
 
 
-def test_interleaved_runs_through_for_all_small_shapes() -> None:
+def test_interleaved_passes_for_all_small_shapes() -> None:
     for groups, num_microbatches in product(range(1, 6), range(1, 14)):
         for stages in range(groups, 3 * groups + 2):
             check(interleaved(stages, num_microbatches, groups))
@@ -113,7 +115,7 @@ def test_text_round_trip(schedule: Schedule) -> None:
 
 
 @given(schedules, st.data())
-def test_more_edges_forward_never_block_a_chain(schedule: Schedule, data: st.DataObject) -> None:
+def test_additional_forward_edges_never_block(schedule: Schedule, data: st.DataObject) -> None:
     stages = range(schedule.num_stages)
     skips = [(p, c) for p in stages for c in stages if c > p + 1]
     chosen = data.draw(st.lists(st.sampled_from(skips), unique=True, max_size=4)) if skips else []
@@ -124,12 +126,10 @@ def test_more_edges_forward_never_block_a_chain(schedule: Schedule, data: st.Dat
 
 
 @given(schedules, st.data())
-def test_a_removed_or_repeated_action_is_refused_by_name(
-    schedule: Schedule, data: st.DataObject
-) -> None:
+def test_a_removed_or_repeated_action_is_reported(schedule: Schedule, data: st.DataObject) -> None:
     group, at = any_position(data, schedule)
     action = schedule.actions[group][at]
-    removed, repeated = ([list(mine) for mine in schedule.actions] for _ in range(2))
+    removed, repeated = ([list(actions) for actions in schedule.actions] for _ in range(2))
     del removed[group][at]
     repeated[group].insert(data.draw(st.integers(0, len(repeated[group]))), action)
     for lists in (removed, repeated):
@@ -140,13 +140,13 @@ def test_a_removed_or_repeated_action_is_refused_by_name(
 
 @settings(max_examples=300)
 @given(schedules, st.data())
-def test_a_moved_action_is_refused_exactly_when_the_graph_says_so(
+def test_a_moved_action_is_rejected_exactly_if_the_graph_has_a_cycle(
     schedule: Schedule, data: st.DataObject
 ) -> None:
     (group, at), (target, to) = any_position(data, schedule), any_position(data, schedule)
     if data.draw(st.booleans()):
         target = group
-    lists = [list(mine) for mine in schedule.actions]
+    lists = [list(actions) for actions in schedule.actions]
     lists[target].insert(to, lists[group].pop(at))
     moved = with_lists(schedule, lists)
     assert passes(moved) == is_right(moved, chain(moved))
@@ -154,10 +154,10 @@ def test_a_moved_action_is_refused_exactly_when_the_graph_says_so(
 
 @settings(max_examples=200)
 @given(schedules, st.data())
-def test_shuffled_neighbours_and_other_edges_agree_with_the_graph(
+def test_swapped_neighbours_and_random_edges_agree_with_the_graph(
     schedule: Schedule, data: st.DataObject
 ) -> None:
-    lists = [list(mine) for mine in schedule.actions]
+    lists = [list(actions) for actions in schedule.actions]
     for _ in range(data.draw(st.integers(0, 4))):
         group, at = any_position(data, schedule)
         if at:
@@ -170,10 +170,10 @@ def test_shuffled_neighbours_and_other_edges_agree_with_the_graph(
 
 
 @given(schedules, st.data())
-def test_a_backward_of_the_wrong_kind_is_refused(schedule: Schedule, data: st.DataObject) -> None:
+def test_an_action_of_the_wrong_kind_is_rejected(schedule: Schedule, data: st.DataObject) -> None:
     group, at = any_position(data, schedule)
     kind = data.draw(st.sampled_from("FBIW"))
-    lists = [list(mine) for mine in schedule.actions]
+    lists = [list(actions) for actions in schedule.actions]
     lists[group][at] = replace(lists[group][at], kind=kind)
     changed = with_lists(schedule, lists)
     assert passes(changed) == (changed == schedule)
@@ -185,22 +185,21 @@ def test_a_replay_respects_every_dependency(schedule: Schedule, transfer: float,
         return 1 + (7 * action.stage + 3 * action.microbatch + ord(action.kind) + seed) % 5
 
     timeline = replay(schedule, seconds, transfer=transfer)
-    when = {span.action: span for mine in timeline.spans for span in mine}
-    assert [[s.action for s in mine] for mine in timeline.spans] == [
-        list(mine) for mine in schedule.actions
-    ]
-    backward = {(a.stage, a.microbatch): a for a in when if a.kind in "BI"}
+    spans = {span.action: span for actions in timeline.spans for span in actions}
+    ran = tuple(tuple(span.action for span in row) for row in timeline.spans)
+    assert ran == schedule.actions
+    backward = {(a.stage, a.microbatch): a for a in spans if a.kind in "BI"}
     for producer, consumer in chain(schedule):
         wait = transfer if schedule.placement[producer] != schedule.placement[consumer] else 0.0
         for m in range(schedule.num_microbatches):
-            first, second = when[Action("F", producer, m)], when[Action("F", consumer, m)]
+            first, second = spans[Action("F", producer, m)], spans[Action("F", consumer, m)]
             assert first.end + wait <= second.start
-            later, earlier = when[backward[producer, m]], when[backward[consumer, m]]
+            later, earlier = spans[backward[producer, m]], spans[backward[consumer, m]]
             assert earlier.end + wait <= later.start
-    for mine in timeline.spans:
-        for before, after in pairwise(mine):
+    for actions in timeline.spans:
+        for before, after in pairwise(actions):
             assert before.end <= after.start
     groups = range(schedule.num_groups)
     busy = sum(timeline.busy(group) for group in groups)
-    assert timeline.step_time == max(span.end for mine in timeline.spans for span in mine)
+    assert timeline.step_time == max(span.end for actions in timeline.spans for span in actions)
     assert timeline.bubble_fraction == pytest.approx(1 - busy / (len(groups) * timeline.step_time))

@@ -1,9 +1,9 @@
 """Build the known pipeline schedules, and keep the registry of them.
 
-All but `zero_bubble_v` are one pattern (`_alternate`): some forwards to warm up, then one forward
-and one backward in turn, then the remaining backwards. They differ in how many warm up, in the
-order of a group's stages, and in whether weight gradients come later. `zero_bubble_v` is planned
-slot by slot.
+All but `zero_bubble_v` follow one pattern (`_alternate`): some forwards to warm up, then one
+forward and one backward in turn, then the remaining backwards. They differ in the number of warm-up
+forwards, in the order of a group's stages, and in whether weight gradients are deferred.
+`zero_bubble_v` is planned slot by slot.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from shardwise.schedules.schedule import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleKind:
-    """A schedule that plans can name, with everything that the planner has to know about it.
+    """A schedule that plans can name, with the properties that the planner uses.
 
     `build(num_stages, num_microbatches, num_groups)` returns the schedule.
     """
 
     name: str
     build: Callable[[int, int, int], Schedule]
-    stages_per_group: tuple[int, ...] = (1,)  # the counts it can run; () means any
+    stages_per_group: tuple[int, ...] = (1,)  # the supported counts; () means any
     default_stages_per_group: int = 1
     searched_stages_per_group: tuple[int, ...] = ()  # the counts that automatic planning tries
-    searched_as: str = ""  # the kind that automatic planning tries for this name, if another
+    searched_as: str = ""  # the name that automatic planning tries instead of this one
     splits_backward: bool = False  # weight gradients are separate actions, I and W
     is_v_shaped: bool = False  # the first and the last stage are on one group
-    runs_in_rounds: bool = False  # each round has a micro-batch per group: fewer leave groups idle
+    runs_in_rounds: bool = False  # a round has one micro-batch per group; fewer leave groups idle
 
 
 SCHEDULES: dict[str, ScheduleKind] = {}
@@ -45,14 +45,14 @@ DEFAULT_SCHEDULE = "1f1b"
 
 
 def register_schedule(kind: ScheduleKind) -> None:
-    """Add a schedule under its name: plans, strategies, the planner and the CLI then know it."""
+    """Make a schedule available by its name in plans, strategies, the planner and the CLI."""
     if kind.name in SCHEDULES:
         raise ScheduleError(f"a schedule named {kind.name!r} is already registered")
     SCHEDULES[kind.name] = kind
 
 
 def default_schedule(num_stages: int, num_groups: int) -> str:
-    """Return the schedule of a plan that names none."""
+    """Return the schedule for a plan that does not name one."""
     return DEFAULT_SCHEDULE if num_stages == num_groups else "interleaved"
 
 
@@ -69,7 +69,7 @@ def schedule_kind(name: str) -> ScheduleKind:
 def make(
     name: str, *, num_groups: int, num_microbatches: int, num_stages: int | None = None
 ) -> Schedule:
-    """Build the schedule of a name in `SCHEDULES`.
+    """Build a schedule by its name in `SCHEDULES`.
 
     Without `num_stages` there is one stage per group, two for "interleaved" and "zb_v".
     "zero_bubble" is "zb_h1" for one stage per group and "zb_v" for two.
@@ -93,7 +93,7 @@ def make(
 
 def forward_only(schedule: Schedule) -> Schedule:
     """Return the forwards of a schedule in their order, for evaluation."""
-    forwards = (tuple(a for a in mine if a.kind == "F") for mine in schedule.actions)
+    forwards = (tuple(a for a in actions if a.kind == "F") for actions in schedule.actions)
     return replace(schedule, name=f"{schedule.name} forward", actions=tuple(forwards))
 
 
@@ -117,16 +117,16 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
 def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
     """Delay the weight gradients of 1F1B's group g by g micro-batches (ZB-H1).
 
-    At most `num_stages` micro-batches wait for their weight gradients, as many as 1F1B's group 0
-    holds. With equal times for F, I and W a step takes 3 * num_microbatches + stages - 1 of them,
-    1F1B's takes 3 * (num_microbatches + stages - 1).
+    At most `num_stages` micro-batches wait for their weight gradients, which is also the number
+    that group 0 of 1F1B holds. If F, I and W take one unit of time each, a step takes
+    3 * num_microbatches + stages - 1 units, and one of 1F1B 3 * (num_microbatches + stages - 1).
     """
     return _one_stage_each(
         "zb_h1",
         num_stages,
         num_microbatches,
         warm_up=lambda g: num_stages - 1 - g,
-        late=lambda g: g,
+        delay=lambda g: g,
     )
 
 
@@ -135,18 +135,20 @@ def _one_stage_each(
     num_stages: int,
     num_microbatches: int,
     warm_up: Callable[[int], int],
-    late: Callable[[int], int | None] = lambda _: None,
+    delay: Callable[[int], int | None] = lambda _: None,
 ) -> Schedule:
     require_positive("num_stages", num_stages)
     require_positive("num_microbatches", num_microbatches)
     require_size(num_stages, num_microbatches)
-    work = [[(stage, m) for m in range(num_microbatches)] for stage in range(num_stages)]
+    by_stage = [[(stage, m) for m in range(num_microbatches)] for stage in range(num_stages)]
     return Schedule(
         name=name,
         num_stages=num_stages,
         num_microbatches=num_microbatches,
         placement=tuple(range(num_stages)),
-        actions=tuple(_alternate(mine, mine, warm_up(g), late(g)) for g, mine in enumerate(work)),
+        actions=tuple(
+            _alternate(items, items, warm_up(g), delay(g)) for g, items in enumerate(by_stage)
+        ),
     )
 
 
@@ -154,20 +156,22 @@ def _alternate(
     forwards: Sequence[tuple[int, int]],
     backwards: Sequence[tuple[int, int]],
     warm_up: int,
-    late: int | None = None,
+    delay: int | None = None,
 ) -> tuple[Action, ...]:
     """Run `warm_up` forwards, then alternate forwards and backwards while there are forwards.
 
-    With `late`, backwards are I, and each is followed by the W of the one `late` before it.
+    With `delay`, backwards are I, and each is followed by the W of the one `delay` before it.
     """
     actions = [Action("F", *item) for item in forwards[:warm_up]]
-    for at, item in enumerate(backwards):
-        actions += [Action("F", *new) for new in forwards[warm_up + at : warm_up + at + 1]]
-        actions.append(Action("B" if late is None else "I", *item))
-        if late is not None and at >= late:
-            actions.append(Action("W", *backwards[at - late]))
-    if late is not None:
-        actions += [Action("W", *item) for item in backwards[max(0, len(backwards) - late) :]]
+    for i, item in enumerate(backwards):
+        actions += [
+            Action("F", *next_item) for next_item in forwards[warm_up + i : warm_up + i + 1]
+        ]
+        actions.append(Action("B" if delay is None else "I", *item))
+        if delay is not None and i >= delay:
+            actions.append(Action("W", *backwards[i - delay]))
+    if delay is not None:
+        actions += [Action("W", *item) for item in backwards[max(0, len(backwards) - delay) :]]
     return tuple(actions)
 
 
@@ -177,9 +181,9 @@ def _alternate(
 def interleaved(num_stages: int, num_microbatches: int, num_groups: int) -> Schedule:
     """Run 1F1B over several stages per group, stage s on group s % groups, as Megatron does.
 
-    Micro-batches go in rounds of about one per group, each round through all of a group's stages.
-    A number of stages that is not a multiple of the groups is padded to one, and the actions of
-    the added last stages are left out, which can only shorten waits.
+    Micro-batches run in rounds of about one per group, each round through all of a group's stages.
+    If the number of stages is not a multiple of the groups, the schedule is built for the next
+    multiple and the actions of the added last stages are dropped, which can only shorten waits.
     """
     require_positive("num_stages", num_stages)
     require_positive("num_microbatches", num_microbatches)
@@ -193,16 +197,21 @@ def interleaved(num_stages: int, num_microbatches: int, num_groups: int) -> Sche
         )
     if num_stages == num_groups:
         return replace(one_f_one_b(num_stages, num_microbatches), name="interleaved")
-    filled = -(-num_stages // num_groups) * num_groups
+    padded = -(-num_stages // num_groups) * num_groups
     rounds = _rounds(num_microbatches, num_groups)
     actions = []
     for group in range(num_groups):
-        mine = range(group, filled, num_groups)
-        forwards = [(stage, m) for turn in rounds for stage in mine for m in turn]
-        backwards = [(stage, m) for turn in rounds for stage in reversed(mine) for m in turn]
-        warm_up = (len(mine) - 1) * len(rounds[0]) + 2 * (num_groups - 1 - group)
-        listed = _alternate(forwards, backwards, warm_up)
-        actions.append(tuple(action for action in listed if action.stage < num_stages))
+        stages = range(group, padded, num_groups)
+        forwards = [(stage, m) for microbatches in rounds for stage in stages for m in microbatches]
+        backwards = [
+            (stage, m)
+            for microbatches in rounds
+            for stage in reversed(stages)
+            for m in microbatches
+        ]
+        warm_up = (len(stages) - 1) * len(rounds[0]) + 2 * (num_groups - 1 - group)
+        alternated = _alternate(forwards, backwards, warm_up)
+        actions.append(tuple(action for action in alternated if action.stage < num_stages))
     return Schedule(
         name="interleaved",
         num_stages=num_stages,
@@ -215,8 +224,8 @@ def interleaved(num_stages: int, num_microbatches: int, num_groups: int) -> Sche
 def _rounds(num_microbatches: int, num_groups: int) -> list[range]:
     """Divide the micro-batches into even rounds of at least `num_groups`, larger ones first."""
     count = max(1, num_microbatches // num_groups)
-    size, larger = divmod(num_microbatches, count)
-    starts = [at * size + min(at, larger) for at in range(count + 1)]
+    size, num_larger = divmod(num_microbatches, count)
+    starts = [i * size + min(i, num_larger) for i in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
@@ -226,9 +235,9 @@ def _rounds(num_microbatches: int, num_groups: int) -> list[range]:
 def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
     """Place two stages on each group, the second half in reverse order (ZB-V).
 
-    No group holds more than `num_stages` forwards (of half a 1F1B stage each) that wait for their
-    weight gradients: 1F1B's memory. With equal times for F, I and W, a group waits little more
-    than for its first input.
+    No group holds more than `num_stages` forwards that wait for their weight gradients. Each is
+    half as large as a stage of 1F1B, so the memory is that of 1F1B. If F, I and W take equally
+    long, a group hardly waits for anything but its first input.
     """
     require_positive("num_stages", num_stages)
     require_positive("num_microbatches", num_microbatches)
@@ -254,41 +263,44 @@ def _slot_by_slot(
 ) -> tuple[int, tuple[tuple[Action, ...], ...]] | None:
     """Plan ZB-V greedily, one slot for each F, I and W; return the number of slots and the lists.
 
-    In each slot each group takes what is ready: I before F before W, then the oldest microbatch,
-    then the later stage. A forward needs room among the `num_stages` held; one of the first half
-    leaves `reserve` places free, so that with one place micro-batches under way always reach their
-    backward. None if every group waits for room.
+    In each slot each group runs the best action that is ready: I before F before W, then the
+    oldest micro-batch, then the later stage. A group stores up to `num_stages` forwards; one of the
+    first half of the stages leaves `reserve` places free, so that with one place the micro-batches
+    under way always reach their backward. Return None if every group waits for a free place.
     """
     lists: list[list[Action]] = [[] for _ in range(num_stages // 2)]
-    held = [0] * len(lists)
+    num_stored = [0] * len(lists)
     counts = {kind: [0] * num_stages for kind in "FIW"}
-    slot, left = 0, 3 * num_stages * num_microbatches
-    while left:
-        before = {kind: tuple(mine) for kind, mine in counts.items()}
-        for group, mine in enumerate(lists):
+    slot, remaining = 0, 3 * num_stages * num_microbatches
+    while remaining:
+        before = {kind: tuple(by_stage) for kind, by_stage in counts.items()}
+        for group, actions in enumerate(lists):
             ready = [
                 ("IFW".index(kind), before[kind][stage], -stage, kind)
                 for stage in (group, num_stages - 1 - group)
                 for kind in "IFW"
                 if before[kind][stage] < _available(kind, stage, before, num_microbatches)
-                and (kind != "F" or held[group] < num_stages - (reserve if stage == group else 0))
+                and (
+                    kind != "F"
+                    or num_stored[group] < num_stages - (reserve if stage == group else 0)
+                )
             ]
             if ready:
                 _, microbatch, minus_stage, kind = min(ready)
-                mine.append(Action(kind, -minus_stage, microbatch))
+                actions.append(Action(kind, -minus_stage, microbatch))
                 counts[kind][-minus_stage] += 1
-                held[group] += (kind == "F") - (kind == "W")
-                left -= 1
-        if before == {kind: tuple(mine) for kind, mine in counts.items()}:
+                num_stored[group] += (kind == "F") - (kind == "W")
+                remaining -= 1
+        if before == {kind: tuple(by_stage) for kind, by_stage in counts.items()}:
             return None
         slot += 1
-    return slot, tuple(tuple(mine) for mine in lists)
+    return slot, tuple(tuple(actions) for actions in lists)
 
 
 def _available(
     kind: str, stage: int, counts: dict[str, tuple[int, ...]], num_microbatches: int
 ) -> int:
-    """Return for how many micro-batches a stage has the inputs of `kind` by now."""
+    """Return the number of micro-batches for which a stage has the inputs of an action."""
     if kind == "W":
         return counts["I"][stage]
     if kind == "F":

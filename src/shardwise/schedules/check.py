@@ -1,12 +1,11 @@
-"""Proves that a schedule is complete and runs through, or says which action is wrong and why.
+"""Prove that a schedule is complete and cannot block, or report the wrong action and the reason.
 
-Enters: a schedule and which stage feeds which. Leaves: `Facts`, or a `ScheduleError`.
-
-Shown, in this order: (1) every action is one of the schedule's stages and micro-batches, in the
-list of its stage's group, once; (2) every stage has, for every microbatch, one F and either one B
-or one I and one W; (3) inside a list nothing comes before what it needs; (4) the groups, each
-running its list in order and sending without waiting, all come to the end. From (1) and (2)
-follows that each send has exactly one receive: both are made by the two ends of one edge.
+The check proves, in this order: (1) every action belongs to one of the schedule's stages and
+micro-batches and occurs once, in the list of its stage's group; (2) every stage has, for every
+micro-batch, one F and either one B or one I and one W; (3) within a list no action precedes one
+that it needs; (4) all groups finish if each runs its list in order and sends without waiting. It
+follows from (1) and (2) that each send has exactly one receive, because both ends of an edge
+derive them from the same actions.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from itertools import chain
 
 from shardwise.schedules.schedule import KINDS, Action, Links, Schedule, ScheduleError, run_in_order
 
-Message = tuple[Action, int]  # a result, and the stage that it is for
+Message = tuple[Action, int]  # a result, and the stage that receives it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What holds for a schedule that passed the check.
+    """Properties of a schedule that passed the check.
 
-    `alive[group]` is the largest number of forwards (stage and microbatch) whose B or I is still
-    to come, 0 for an evaluation; `alive_weights` counts until B or W. `stage_alive` and
+    `alive[group]` is the maximum number of forwards (stage and micro-batch) whose B or I is
+    pending, 0 for an evaluation; `alive_weights` counts until B or W. `stage_alive` and
     `stage_alive_weights` are the same per stage. `sends[group]` and `receives[group]` count the
-    messages to and from other groups: one per edge and microbatch in each direction.
+    messages to and from other groups: one per edge and micro-batch in each direction.
     """
 
     alive: tuple[int, ...]
@@ -45,10 +44,11 @@ def check(
     *,
     backward: bool = True,
 ) -> Facts:
-    """Return the facts of a schedule, or an error that names the action, the group and the reason.
+    """Return the facts of a schedule, or raise an error with the action, the group and the reason.
 
-    `edges` are (producer stage, consumer stage) pairs, by default the chain. `backward=False` is
-    for what `forward_only` gives: every forward and nothing else.
+    `edges` are (producer stage, consumer stage) pairs; by default each stage feeds the next. With
+    `backward=False` the schedule must consist of all forwards and nothing else, as those of
+    `forward_only` do.
     """
     links = Links.of(schedule.num_stages, edges)
     _check_known(schedule)
@@ -66,10 +66,10 @@ def _error(schedule: Schedule, message: str) -> ScheduleError:
 
 
 def _check_known(schedule: Schedule) -> None:
-    """Every action exists, is in its stage's group, and is there once."""
-    for group, mine in enumerate(schedule.actions):
-        seen: dict[Action, int] = {}
-        for at, action in enumerate(mine):
+    """Check that every action exists, is in its stage's group, and occurs once."""
+    for group, actions in enumerate(schedule.actions):
+        positions: dict[Action, int] = {}
+        for at, action in enumerate(actions):
             here = f"group {group} has {action} at position {at}"
             if action.stage >= schedule.num_stages:
                 raise _error(schedule, f"{here}, there are {schedule.num_stages} stages")
@@ -77,15 +77,15 @@ def _check_known(schedule: Schedule) -> None:
                 count = schedule.num_microbatches
                 raise _error(schedule, f"{here}, there are {count} micro-batches")
             if schedule.placement[action.stage] != group:
-                right = schedule.placement[action.stage]
-                raise _error(schedule, f"{here}, stage {action.stage} is on group {right}")
-            if seen.setdefault(action, at) != at:
-                raise _error(schedule, f"{here} and already at position {seen[action]}")
+                owner = schedule.placement[action.stage]
+                raise _error(schedule, f"{here}, stage {action.stage} is on group {owner}")
+            if positions.setdefault(action, at) != at:
+                raise _error(schedule, f"{here} and already at position {positions[action]}")
 
 
 def _check_complete(schedule: Schedule, backward: bool) -> None:
-    """Every stage and microbatch has its forward, and its backward whole or in two parts."""
-    present = {action for mine in schedule.actions for action in mine}
+    """Check that every stage and micro-batch has its forward, and a full or a split backward."""
+    present = set(chain(*schedule.actions))
     stages = {action.stage for action in present}
     for stage, group in enumerate(schedule.placement):
         if stage not in stages:
@@ -93,17 +93,19 @@ def _check_complete(schedule: Schedule, backward: bool) -> None:
         for microbatch in range(schedule.num_microbatches):
             of = {kind: Action(kind, stage, microbatch) for kind in KINDS}
             kinds = "".join(kind for kind in KINDS if of[kind] in present)
-            reason = _incomplete(kinds, of) if backward else _not_forward_only(kinds, of)
+            reason = _incomplete(kinds, of, backward)
             if reason:
                 raise _error(schedule, f"group {group} has {reason}")
 
 
-def _incomplete(kinds: str, of: dict[str, Action]) -> str:
-    """What is wrong with the kinds that a stage and microbatch has; empty where nothing is."""
-    if kinds in ("FB", "FIW"):
+def _incomplete(kinds: str, of: dict[str, Action], backward: bool) -> str:
+    """Describe a missing or superfluous action of a stage and micro-batch; "" if there is none."""
+    if kinds in (("FB", "FIW") if backward else ("F",)):
         return ""
     if "F" not in kinds:
         return f"no {of['F']}, the forward of stage {of['F'].stage}"
+    if not backward:
+        return f"{of[kinds[1]]}, but only forwards are expected"
     reasons = {
         "": f"{of['F']} but no backward of it: {of['B']}, or {of['I']} and {of['W']}",
         "I": f"{of['I']} but no {of['W']}: the weight gradients are never computed",
@@ -115,23 +117,17 @@ def _incomplete(kinds: str, of: dict[str, Action]) -> str:
     return reasons[kinds[1:]]
 
 
-def _not_forward_only(kinds: str, of: dict[str, Action]) -> str:
-    if "F" not in kinds:
-        return f"no {of['F']}, the forward of stage {of['F'].stage}"
-    return f"{of[kinds[1]]}, but only forwards are expected" if kinds != "F" else ""
-
-
 def _check_lists(schedule: Schedule, links: Links) -> None:
-    """Inside one list, nothing comes before what it needs."""
-    for group, mine in enumerate(schedule.actions):
-        position = {action.result: at for at, action in enumerate(mine)}
-        for at, action in enumerate(mine):
+    """Check that within a list no action precedes one that it needs."""
+    for group, actions in enumerate(schedule.actions):
+        position = {action.result: at for at, action in enumerate(actions)}
+        for at, action in enumerate(actions):
             for need in links.needs(action):
                 if position.get(need, -1) > at:
                     later = position[need]
                     raise _error(
                         schedule,
-                        f"group {group} has {action} at position {at}, before {mine[later]} at "
+                        f"group {group} has {action} at position {at}, before {actions[later]} at "
                         f"position {later} whose result it needs",
                     )
 
@@ -148,38 +144,38 @@ def _facts(schedule: Schedule, links: Links, backward: bool) -> Facts:
     sent, received = _messages(schedule, links)
     assert Counter(chain(*sent)) == Counter(chain(*received)), "each send has one receive"
     return Facts(
-        alive=tuple(_peak(mine, "BI", backward) for mine in by_group),
-        alive_weights=tuple(_peak(mine, "BW", backward) for mine in by_group),
-        stage_alive=tuple(_peak(mine, "BI", backward) for mine in by_stage),
-        stage_alive_weights=tuple(_peak(mine, "BW", backward) for mine in by_stage),
-        sends=tuple(len(mine) for mine in sent),
-        receives=tuple(len(mine) for mine in received),
+        alive=tuple(_peak(actions, "BI", backward) for actions in by_group),
+        alive_weights=tuple(_peak(actions, "BW", backward) for actions in by_group),
+        stage_alive=tuple(_peak(actions, "BI", backward) for actions in by_stage),
+        stage_alive_weights=tuple(_peak(actions, "BW", backward) for actions in by_stage),
+        sends=tuple(len(messages) for messages in sent),
+        receives=tuple(len(messages) for messages in received),
     )
 
 
 def _peak(actions: Sequence[Action], ends: str, backward: bool) -> int:
-    """Return the most forwards at once for which none of the kinds `ends` was run yet."""
-    alive = most = 0
+    """Return the maximum number of forwards that wait for an action of the kinds `ends`."""
+    alive = peak = 0
     for action in actions if backward else ():
         alive += (action.kind == "F") - (action.kind in ends)
-        most = max(most, alive)
-    return most
+        peak = max(peak, alive)
+    return peak
 
 
 def _messages(schedule: Schedule, links: Links) -> tuple[list[list[Message]], list[list[Message]]]:
-    """Per group what it sends and what it receives."""
-    place = schedule.placement
+    """Return the messages that each group sends and receives."""
+    placement = schedule.placement
     sent: list[list[Message]] = [[] for _ in schedule.actions]
     received: list[list[Message]] = [[] for _ in schedule.actions]
-    for group, mine in enumerate(schedule.actions):
-        for action in mine:
+    for group, actions in enumerate(schedule.actions):
+        for action in actions:
             if action.kind == "W":
                 continue
             readers = links.consumers if action.kind == "F" else links.producers
             for stage in readers[action.stage]:
-                if place[stage] != group:
+                if placement[stage] != group:
                     sent[group].append((action.result, stage))
             for need in links.needs(action):
-                if place[need.stage] != group:
+                if placement[need.stage] != group:
                     received[group].append((need, action.stage))
     return sent, received

@@ -1,7 +1,9 @@
-"""Schedules as arrays, so that one NumPy operation replays a whole level of independent actions.
+"""Hold a schedule as arrays that can be replayed quickly with many different durations.
 
-The planner replays thousands of schedules. This module is apart from `replay` because importing
-NumPy would slow down `shardwise --help`.
+The level of an action is one more than the highest level of its needs and of the preceding action
+in its list. The actions of one level run side by side, so a replay takes one array operation per
+level instead of one step per action. This module is apart from `replay` because importing NumPy
+would slow down `shardwise --help`.
 """
 
 from __future__ import annotations
@@ -10,9 +12,8 @@ from collections import OrderedDict
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shardwise.arrays import Floats, Ints
+from shardwise.arrays import Bools, Floats, Ints
 from shardwise.schedules.schedule import Action, Links, Schedule, run_in_order
 
 KINDS = "FBIW"
@@ -20,12 +21,12 @@ CACHED = 256
 
 
 class Levels:
-    """The actions of all groups, numbered group by group in list order."""
+    """A schedule as arrays over all actions, numbered group by group in list order."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        actions = [action for mine in schedule.actions for action in mine]
-        self.group = np.repeat(np.arange(schedule.num_groups), [len(m) for m in schedule.actions])
+        actions = [action for row in schedule.actions for action in row]
+        self.group = np.repeat(np.arange(schedule.num_groups), [len(r) for r in schedule.actions])
         self.kind = np.array([KINDS.index(a.kind) for a in actions])
         self.stage = np.array([a.stage for a in actions])
         self.microbatch = np.array([a.microbatch for a in actions])
@@ -36,14 +37,12 @@ class Levels:
         self.rounds = self._rounds()
 
     def _needs(self) -> Ints:
-        """Return the actions that each one waits for, -1 for none: as `Links` says, for all at
-        once.
-        """
+        """Return the up to two actions that each one waits for, as `Links` does; -1 for none."""
         stages, count = self.schedule.num_stages, self.schedule.num_microbatches
-        forward, backward = np.full((2, stages + 2, count), -1)  # stage + 1: there are edges
+        forward, backward = np.full((2, stages + 2, count), -1)  # a margin for both ends
         for table, kinds in ((forward, (0,)), (backward, (1, 2))):
-            mine = np.flatnonzero(np.isin(self.kind, kinds))
-            table[self.stage[mine] + 1, self.microbatch[mine]] = mine
+            actions = np.flatnonzero(np.isin(self.kind, kinds))
+            table[self.stage[actions] + 1, self.microbatch[actions]] = actions
         here, number = self.stage + 1, self.microbatch
         is_forward, is_weight = (self.kind == KINDS.index(kind) for kind in "FW")
         first = np.where(is_forward, forward[here - 1, number], forward[here, number])
@@ -59,147 +58,130 @@ class Levels:
         return list(np.split(order, ends))
 
     def _level(self) -> Ints:
-        """When every action would start if each took one unit of time."""
+        """Return the start of every action if each took one unit of time."""
         unknown, nothing = -2, -1
-        level = [unknown] * len(self.stage) + [nothing]  # the last one: nothing to wait for
+        level = [unknown] * len(self.stage) + [nothing]  # index -1: nothing to wait for
         needs, before = self.needs.tolist(), self.before.tolist()
         starts = np.searchsorted(self.group, np.arange(self.schedule.num_groups + 1)).tolist()
-        at, moved = starts[:-1], True
-        while moved:
-            moved = False
+        at, progress = starts[:-1], True
+        while progress:
+            progress = False
             for group, end in enumerate(starts[1:]):
                 for action in range(at[group], end):
                     ready = [level[need] for need in needs[action]]
                     if unknown in ready:
                         break
                     level[action] = 1 + max(*ready, level[before[action]])
-                    at[group], moved = action + 1, True
+                    at[group], progress = action + 1, True
         if at != starts[1:] or self._lacks():
-            run_in_order(self.schedule.actions, Links.of(self.schedule.num_stages))  # says why
+            # The lists block: the slow replay raises the error that explains why.
+            run_in_order(self.schedule.actions, Links.of(self.schedule.num_stages))
         return np.array(level[:-1])
 
     def _lacks(self) -> bool:
-        """Return whether an action needs a result that no list has."""
+        """Return whether an action needs a result that no list produces."""
         is_forward, is_weight = (self.kind == KINDS.index(kind) for kind in "FW")
         first = ~is_forward | (self.stage > 0)
         second = ~(is_forward | is_weight) & (self.stage < self.schedule.num_stages - 1)
         return bool(((self.needs < 0) & np.stack([first, second], axis=1)).any())
 
-    def play(
+    def simulate(
         self,
         seconds: Floats,
         sends: Floats,
         begins: Floats | None = None,
         occupied: Floats | None = None,
     ) -> tuple[Floats, Floats]:
-        """Start and end of every action.
+        """Return the start and end of every action.
 
-        `seconds` are those of every action; `sends[stage]` those of a message from a stage to the
-        next one, in either direction; `begins` says when each group is ready. A message of a group
-        to another one leaves when the one before has left, `occupied[stage]` seconds after it.
+        `seconds` has the duration of every action, `sends[stage]` that of a message from a stage to
+        the next one in either direction, and `begins` the time at which each group is ready. A
+        message from one group to another occupies the link for `occupied[stage]` seconds, and the
+        next one between the same groups waits until then.
         """
         first = np.zeros(len(self.stage)) if begins is None else begins[self.group]
         before = np.concatenate([[0.0], np.cumsum(sends)])
         stage, needs = self.stage, self.needs
-        here, there = stage[:, None], stage[needs]
-        wire = np.abs(before[here] - before[there])
-        wire = np.where(self.group[:, None] == self.group[needs], 0.0, wire)
+        delay = np.abs(before[stage[:, None]] - before[stage[needs]])
+        delay = np.where(self.group[:, None] == self.group[needs], 0.0, delay)
         missing = needs < 0
-        end = np.zeros(len(stage) + 1)  # the last one stands for nothing to wait for
+        end = np.zeros(len(stage) + 1)  # index -1: nothing to wait for
         start = np.zeros(len(stage))
         if occupied is not None:
-            held = np.where(self.leaves, occupied[self.boundary], 0.0)
-            if held.max(initial=0.0) > seconds[self.leaves].min(initial=np.inf):
-                wire += self._queued(seconds, wire, first, held)
-        for mine in self.rounds:
-            ready = end[needs[mine]] + wire[mine]
-            ready[missing[mine]] = 0.0
-            start[mine] = np.maximum(ready.max(axis=1), end[self.before[mine]])
-            start[mine] = np.maximum(start[mine], first[mine])
-            end[mine] = start[mine] + seconds[mine]
+            link_time = np.where(self.leaves, occupied[self.boundary], 0.0)
+            # Messages queue only if one can occupy the link for longer than the next one computes.
+            if link_time.max(initial=0.0) > seconds[self.leaves].min(initial=np.inf):
+                delay += self._queued(seconds, delay, first, link_time)
+        for level in self.rounds:
+            ready = end[needs[level]] + delay[level]
+            ready[missing[level]] = 0.0
+            start[level] = np.maximum(ready.max(axis=1), end[self.before[level]])
+            start[level] = np.maximum(start[level], first[level])
+            end[level] = start[level] + seconds[level]
         return start, end[:-1]
 
-    def _queued(self, seconds: Floats, wire: Floats, first: Floats, held: Floats) -> Floats:
-        """How long every need's message waits for those before it, on their way to one group."""
+    def _queued(self, seconds: Floats, delay: Floats, first: Floats, link_time: Floats) -> Floats:
+        """Return how long every need's message waits for earlier ones between the same groups."""
         across = self.group[:, None] != self.group[self.needs]
         missing = self.needs < 0
-        end, left = np.zeros((2, len(self.stage) + 1))
+        end, sent = np.zeros((2, len(self.stage) + 1))
         free = np.zeros(int(self.queue.max(initial=0)) + 1)
-        for mine in self.rounds:
-            needs = self.needs[mine]
-            ready = np.where(across[mine], left[needs], end[needs]) + wire[mine]
-            ready[missing[mine]] = 0.0
-            start = np.maximum(ready.max(axis=1), end[self.before[mine]])
-            end[mine] = np.maximum(start, first[mine]) + seconds[mine]
-            queue, sent = self.queue[mine], self.leaves[mine]
-            left[mine] = np.maximum(end[mine], free[queue])
-            free[queue[sent]] = (left[mine] + held[mine])[sent]
-        return np.where(across & ~missing, (left - end)[self.needs], 0.0)
+        for level in self.rounds:
+            needs = self.needs[level]
+            ready = np.where(across[level], sent[needs], end[needs]) + delay[level]
+            ready[missing[level]] = 0.0
+            start = np.maximum(ready.max(axis=1), end[self.before[level]])
+            end[level] = np.maximum(start, first[level]) + seconds[level]
+            queue, leaves = self.queue[level], self.leaves[level]
+            sent[level] = np.maximum(end[level], free[queue])
+            free[queue[leaves]] = (sent[level] + link_time[level])[leaves]
+        return np.where(across & ~missing, (sent - end)[self.needs], 0.0)
 
     @cached_property
     def boundary(self) -> Ints:
-        """The stage before the boundary that an action's result crosses, at the edges any."""
-        to = np.where(self.kind == KINDS.index("F"), self.stage, self.stage - 1)
-        found: Ints = np.clip(to, 0, self.schedule.num_stages - 1)
-        return found
+        """The stage before the boundary that an action's result crosses; arbitrary at the ends."""
+        before = np.where(self.kind == KINDS.index("F"), self.stage, self.stage - 1)
+        return np.asarray(np.clip(before, 0, self.schedule.num_stages - 1))
 
     @cached_property
-    def leaves(self) -> NDArray[np.bool_]:
-        """Whether an action's result goes to another group."""
-        there = self._there()
-        inside = (there >= 0) & (there < self.schedule.num_stages) & (self.kind != KINDS.index("W"))
+    def leaves(self) -> Bools:
+        """Whether an action's result is sent to another group."""
+        target = self._target_stage()
+        valid = (target >= 0) & (target < self.schedule.num_stages)
+        valid &= self.kind != KINDS.index("W")
         placement = np.asarray(self.schedule.placement)
-        found: NDArray[np.bool_] = inside & (placement[np.where(inside, there, 0)] != self.group)
-        return found
+        return np.asarray(valid & (placement[np.where(valid, target, 0)] != self.group))
 
     @cached_property
     def queue(self) -> Ints:
-        """A number for every pair of groups, of the one that sends and the one that receives."""
+        """A number that identifies the pair of groups that send and receive a result."""
         placement = np.asarray(self.schedule.placement)
-        to = placement[np.clip(self._there(), 0, len(placement) - 1)]
-        found: Ints = self.group * self.schedule.num_groups + to
-        return found
+        target = placement[np.clip(self._target_stage(), 0, len(placement) - 1)]
+        return np.asarray(self.group * self.schedule.num_groups + target)
 
-    def _there(self) -> Ints:
-        """Return the stage that an action's result is for."""
+    def _target_stage(self) -> Ints:
+        """Return the stage that receives an action's result."""
         return self.stage + np.where(self.kind == KINDS.index("F"), 1, -1)
 
-    def waiting(self, group: int) -> tuple[Ints, Ints]:
-        """For each action of a group, the micro-batches of each of its stages that wait then.
 
-        Rows are the group's actions, columns its stages in ascending order; counted is what was
-        there before the action.
-        """
-        mine = self.group == group
-        stages = np.unique(self.stage[mine])
-        change = np.zeros((int(mine.sum()), len(stages)), dtype=np.int64)
-        column = np.searchsorted(stages, self.stage[mine])
-        step = np.array([1, -1, 0, -1])[self.kind[mine]]
-        change[np.arange(len(column)), column] = step
-        return np.cumsum(change, axis=0) - change, stages
+def _last_backwards(actions: list[Action]) -> Bools:
+    """Return whether each action completes the gradients of its stage."""
+    last = {action.stage: at for at, action in enumerate(actions) if action.kind in "BW"}
+    is_last = np.zeros(len(actions), dtype=bool)
+    is_last[list(last.values())] = True
+    return is_last
 
 
-def _last_backwards(actions: list[Action]) -> NDArray[np.bool_]:
-    """Return whether an action completes the gradients of its stage."""
-    last: dict[int, int] = {}
-    for at, action in enumerate(actions):
-        if action.kind in "BW":
-            last[action.stage] = at
-    found = np.zeros(len(actions), dtype=bool)
-    found[list(last.values())] = True
-    return found
-
-
-_known: OrderedDict[int, Levels] = OrderedDict()
+_cache: OrderedDict[int, Levels] = OrderedDict()
 
 
 def levels_of(schedule: Schedule) -> Levels:
-    """Return the arrays of a schedule, once per object: comparing lists takes longer
-    than a replay.
-    """
-    found = _known.get(id(schedule))
-    if found is None or found.schedule is not schedule:
-        found = _known[id(schedule)] = Levels(schedule)
-        while len(_known) > CACHED:
-            _known.popitem(last=False)
-    return found
+    """Return the arrays of a schedule, cached by object."""
+    # By identity, because comparing or hashing the lists takes longer than a replay. The cached
+    # value keeps its schedule alive, so that an identity in the cache cannot be reused.
+    levels = _cache.get(id(schedule))
+    if levels is None:
+        levels = _cache[id(schedule)] = Levels(schedule)
+        while len(_cache) > CACHED:
+            _cache.popitem(last=False)
+    return levels

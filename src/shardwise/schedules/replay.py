@@ -1,4 +1,4 @@
-"""Replay a schedule: run every group's actions in order and report when each starts and ends."""
+"""Compute when each action of a schedule runs, given the durations of all actions."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ Durations = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """A replayed schedule: `spans[group]` are its actions in list order, with start and end."""
+    """A replayed schedule; `spans[group]` has the start and end of its actions, in list order."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
 
     @property
     def step_time(self) -> float:
-        """Seconds from the first start to the last end."""
-        return max((mine[-1].end for mine in self.spans if mine), default=0.0)
+        """The seconds from the first start to the last end."""
+        return max((spans[-1].end for spans in self.spans if spans), default=0.0)
 
     @property
     def bubble_fraction(self) -> float:
-        """The part of all groups' time in which they wait."""
+        """The fraction of all groups' time in which they wait."""
         groups = range(len(self.spans))
         return sum(self.group_bubble(group) for group in groups) / len(self.spans)
 
     def busy(self, group: int) -> float:
-        """Seconds in which a group computes."""
+        """Return the seconds in which a group computes."""
         return sum(span.end - span.start for span in self.spans[group])
 
     def group_bubble(self, group: int) -> float:
-        """Return the part of the step in which a group waits."""
+        """Return the fraction of the step in which a group waits."""
         return 1 - self.busy(group) / self.step_time if self.step_time else 0.0
 
     def __str__(self) -> str:
@@ -61,18 +61,19 @@ def replay(
 ) -> Timeline:
     """Run every group's list in order, each action waiting for its inputs.
 
-    `durations` maps (kind, stage, microbatch) or (kind, stage) to seconds, the longer key winning,
-    or is a function of the action. A result reaches another group `transfer` seconds after its
-    end, while both groups go on. The schedule is not checked for being complete: see `check`.
+    `durations` maps `(kind, stage, microbatch)` or `(kind, stage)` to seconds, where the longer key
+    has precedence, or is a function of the action. A result arrives at another group `transfer`
+    seconds after it is computed; both groups continue meanwhile. Use `check` to prove that the
+    schedule is complete.
     """
     seconds = durations if callable(durations) else _lookup(durations)
     if not (math.isfinite(transfer) and transfer >= 0):
-        raise ScheduleError(f"transfer is {transfer!r} seconds, needs 0 or more")
+        raise ScheduleError(f"transfer is {transfer!r} seconds, must be finite and at least 0")
 
     def duration(action: Action) -> float:
         value = seconds(action)
         if not (math.isfinite(value) and value >= 0):
-            raise ScheduleError(f"{action} takes {value!r} seconds, needs 0 or more")
+            raise ScheduleError(f"{action} takes {value!r} seconds, must be finite and at least 0")
         return value
 
     links = Links.of(schedule.num_stages, edges)
@@ -82,12 +83,10 @@ def replay(
 
 def _lookup(durations: Mapping[Any, float]) -> Callable[[Action], float]:
     def seconds(action: Action) -> float:
-        for key in (
-            (action.kind, action.stage, action.microbatch),
-            (action.kind, action.stage),
-        ):
-            if key in durations:
-                return durations[key]
+        key = (action.kind, action.stage, action.microbatch)
+        for lookup in (key, key[:2]):
+            if lookup in durations:
+                return durations[lookup]
         raise ScheduleError(
             f"there is no duration for {action}",
             hint=f"durations[{action.kind!r}, {action.stage}] = seconds",

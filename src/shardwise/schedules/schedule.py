@@ -36,8 +36,8 @@ class ScheduleError(PlanError):
 class Action:
     """One step of a group: a stage's forward or backward of one micro-batch.
 
-    `kind` is "F" (forward), "B" (whole backward), "I" (backward for the inputs only) or "W" (the
-    weight gradients that "I" left for later).
+    `kind` is "F" (forward), "B" (full backward), "I" (backward for the inputs only) or "W" (the
+    weight gradients that "I" deferred).
 
     >>> str(Action("F", 0, 3))
     '0F3'
@@ -51,8 +51,8 @@ class Action:
         if self.kind not in KINDS or self.stage < 0 or self.microbatch < 0:
             raise ScheduleError(
                 f"there is no action of kind {self.kind!r} for stage {self.stage} and "
-                f"microbatch {self.microbatch}",
-                hint="a kind of F B I W, and numbers from 0: Action('F', 0, 3)",
+                f"micro-batch {self.microbatch}",
+                hint="use one of the kinds F B I W and numbers from 0, as in Action('F', 0, 3)",
             )
 
     @staticmethod
@@ -63,14 +63,14 @@ class Action:
             raise ScheduleError(
                 f"{text.strip()!r} is not an action",
                 where=where,
-                hint="stage, then one of F B I W, then microbatch: 0F3",
+                hint="stage, then one of F B I W, then micro-batch: 0F3",
             )
         stage, kind, microbatch = match.groups()
         return Action(kind, int(stage), int(microbatch))
 
     @property
     def result(self) -> Action:
-        """The result that others wait for: of a whole backward, the input gradients, as of "I"."""
+        """The result that other actions wait for; "B" gives the same input gradients as "I"."""
         return Action("I", self.stage, self.microbatch) if self.kind == "B" else self
 
     def __str__(self) -> str:
@@ -116,18 +116,18 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether some backward is done in two parts, I and W."""
-        return any(action.kind in "IW" for mine in self.actions for action in mine)
+        """Whether some backward is split into two actions, I and W."""
+        return any(action.kind in "IW" for actions in self.actions for action in actions)
 
     def stages_of(self, group: int) -> tuple[int, ...]:
         """Return the stages that a group runs."""
-        return tuple(s for s, where in enumerate(self.placement) if where == group)
+        return tuple(s for s, owner in enumerate(self.placement) if owner == group)
 
     # ------------------------------------------------------------ files and text
 
     def to_text(self) -> str:
         """Return one line per group, in the form that torch.distributed.pipelining reads."""
-        return "".join(", ".join(str(action) for action in mine) + "\n" for mine in self.actions)
+        return "".join(", ".join(map(str, actions)) + "\n" for actions in self.actions)
 
     def save(self, path: str | Path) -> None:
         """Write `to_text` to a file."""
@@ -137,7 +137,7 @@ class Schedule:
     def parse_text(text: str, *, name: str = "custom", where: str = "the text") -> Schedule:
         """Parse one line per group, skipping empty lines and `#` comments.
 
-        A stage is placed on the group whose line it is in; the counts are the largest seen.
+        Each stage is placed on the group in whose line it occurs.
         """
         rows: list[tuple[int, tuple[Action, ...]]] = []
         for number, line in enumerate(text.splitlines(), start=1):
@@ -151,9 +151,9 @@ class Schedule:
         return Schedule(
             name=name,
             num_stages=len(placement),
-            num_microbatches=1 + max(a.microbatch for _, mine in rows for a in mine),
+            num_microbatches=1 + max(a.microbatch for _, actions in rows for a in actions),
             placement=placement,
-            actions=tuple(mine for _, mine in rows),
+            actions=tuple(actions for _, actions in rows),
         )
 
     @staticmethod
@@ -171,10 +171,10 @@ class Schedule:
         rows: list[dict[int, Action]]
         try:
             spans = run_in_order(self.actions, Links.of(self.num_stages))
-            rows = [{int(span.start): span.action for span in mine} for mine in spans]
-        except (ScheduleError, IndexError):  # blocked, or a stage that it does not have
+            rows = [{int(span.start): span.action for span in group} for group in spans]
+        except (ScheduleError, IndexError):  # it blocks, or names a stage that does not exist
             head += " (as listed: it blocks)"
-            rows = [dict(enumerate(mine)) for mine in self.actions]
+            rows = [dict(enumerate(actions)) for actions in self.actions]
         slots = range(max((1 + max(row) for row in rows if row), default=0))
         width = max((len(str(action)) for row in rows for action in row.values()), default=1)
         label = len(str(self.num_groups - 1))
@@ -203,26 +203,26 @@ def require_positive(name: str, value: object) -> None:
 
 
 def _placement(rows: Iterable[tuple[int, tuple[Action, ...]]], where: str) -> tuple[int, ...]:
-    """Map each stage to a group, by the line that its actions are in."""
-    seen: dict[int, tuple[int, int, Action]] = {}
-    for group, (number, mine) in enumerate(rows):
-        for action in mine:
-            first = seen.setdefault(action.stage, (group, number, action))
+    """Map each stage to the group in whose line its actions are."""
+    owners: dict[int, tuple[int, int, Action]] = {}
+    for group, (number, actions) in enumerate(rows):
+        for action in actions:
+            first = owners.setdefault(action.stage, (group, number, action))
             if first[0] != group:
                 raise ScheduleError(
                     f"stage {action.stage} is in two lines: {first[2]} in line {first[1]}, "
                     f"{action} in line {number}",
                     where=where,
-                    hint="put all actions of a stage into the line of one group",
+                    hint="put all actions of a stage on the line of one group",
                 )
-    for expected, stage in enumerate(sorted(seen)):
+    for expected, stage in enumerate(sorted(owners)):
         if stage != expected:
             raise ScheduleError(
-                f"stage {expected} has no actions, but stage {stage} has",
+                f"stage {expected} has no actions, but stage {stage} does",
                 where=where,
                 hint="number the stages from 0 without gaps",
             )
-    return tuple(seen[stage][0] for stage in range(len(seen)))
+    return tuple(owners[stage][0] for stage in range(len(owners)))
 
 
 # ---------------------------------------------------------------- running the lists
@@ -230,7 +230,7 @@ def _placement(rows: Iterable[tuple[int, tuple[Action, ...]]], where: str) -> tu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """For each stage: the stages whose output it reads, and the stages that read its output."""
+    """The producers and consumers of each stage: whose output it reads, and who reads its own."""
 
     producers: tuple[tuple[int, ...], ...]
     consumers: tuple[tuple[int, ...], ...]
@@ -242,8 +242,8 @@ class Links:
         for at, (producer, consumer) in enumerate(pairs):
             if not 0 <= producer < consumer < num_stages:
                 raise ScheduleError(
-                    f"the edge {producer} -> {consumer} does not lead to a later one of "
-                    f"{num_stages} stages",
+                    f"the edge {producer} -> {consumer} does not lead to a later stage (there are "
+                    f"{num_stages} stages)",
                     hint="edges=[(producer stage, consumer stage), ...]",
                 )
             if (producer, consumer) in pairs[:at]:
@@ -267,7 +267,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """An action and when it ran, in seconds from the start of the step."""
+    """The start and end of an action, in seconds from the start of the step."""
 
     action: Action
     start: float
@@ -278,37 +278,36 @@ def run_in_order(
     lists: Sequence[Sequence[Action]],
     links: Links,
     duration: Callable[[Action], float] = lambda _: 1.0,
-    transfer: float | Callable[[Action, Action], float] = 0.0,
+    transfer: float = 0.0,
 ) -> tuple[tuple[Span, ...], ...]:
     """Run every list in order with asynchronous sends; return one tuple of spans per group.
 
     An action starts when its group is free and its needs have ended; a need that another group
-    computed arrives `transfer` seconds later, which may depend on the need and on who waits.
+    computes arrives `transfer` seconds later.
     """
-    wire = transfer if callable(transfer) else lambda need, action: transfer
     spans: list[list[Span]] = [[] for _ in lists]
     done: dict[Action, tuple[int, float]] = {}
-    moved = True
-    while moved:
-        moved = False
+    progress = True
+    while progress:
+        progress = False
         for group, actions in enumerate(lists):
-            mine = spans[group]
-            while len(mine) < len(actions):
-                action = actions[len(mine)]
+            ran = spans[group]
+            while len(ran) < len(actions):
+                action = actions[len(ran)]
                 needs = links.needs(action)
                 if not all(need in done for need in needs):
                     break
-                start = mine[-1].end if mine else 0.0
+                start = ran[-1].end if ran else 0.0
                 for need in needs:
-                    maker, end = done[need]
-                    start = max(start, end if maker == group else end + wire(need, action))
-                mine.append(Span(action=action, start=start, end=start + duration(action)))
-                done[action.result] = (group, mine[-1].end)
-                moved = True
-    positions = [len(mine) for mine in spans]
+                    producer, end = done[need]
+                    start = max(start, end if producer == group else end + transfer)
+                ran.append(Span(action=action, start=start, end=start + duration(action)))
+                done[action.result] = (group, ran[-1].end)
+                progress = True
+    positions = [len(ran) for ran in spans]
     if any(at < len(actions) for at, actions in zip(positions, lists, strict=True)):
         raise _blocked(lists, links, positions, done.keys())
-    return tuple(tuple(mine) for mine in spans)
+    return tuple(tuple(ran) for ran in spans)
 
 
 def _blocked(
@@ -317,9 +316,9 @@ def _blocked(
     positions: Sequence[int],
     done: Iterable[Action],
 ) -> ScheduleError:
-    """Return the error for blocked lists: where each group is and what it waits for."""
+    """Return the error for blocked lists, with the position and the missing need of each group."""
     finished = set(done)
-    place = {action.result: (g, action) for g, mine in enumerate(lists) for action in mine}
+    place = {action.result: (g, action) for g, actions in enumerate(lists) for action in actions}
     lines, waits = [], {}
     for group, (at, actions) in enumerate(zip(positions, lists, strict=True)):
         if at == len(actions):
@@ -333,16 +332,16 @@ def _blocked(
             for need in missing
         ]
         lines.append(f"group {group} is at {actions[at]} and waits for {' and '.join(names)}")
-        known = [place[need][0] for need in missing if need in place]
-        if len(known) == len(missing):
-            waits[group] = known[0]
+        owners = [place[need][0] for need in missing if need in place]
+        if len(owners) == len(missing):
+            waits[group] = owners[0]
     total = sum(len(actions) for actions in lists)
     text = "\n".join(f"  {line}" for line in [*lines, *_cycle(waits)])
     return ScheduleError(f"the lists block after {sum(positions)} of {total} actions\n{text}")
 
 
 def _either(need: Action) -> str:
-    """Name the actions that would give a result."""
+    """Name the actions that would produce a result."""
     if need.kind == "I":
         return f"{Action('B', need.stage, need.microbatch)} or {need}"
     return str(need)

@@ -295,7 +295,7 @@ class _Layout:
         seconds = self._column("seconds")
         roots = np.array([group.root_gather_s for group in self.times.groups])
         sends, on_link = np.array([(s.send_s, s.send_link_s) for s in stages]).T
-        starts, ends = levels.play(seconds, sends, roots, on_link)
+        starts, ends = levels.simulate(seconds, sends, roots, on_link)
         groups = len(self.times.groups)
         busy = np.bincount(levels.group, weights=seconds, minlength=groups)
         reduced, computed_by, causes = [], [], []

@@ -33,7 +33,7 @@ SHAPES = [(1, 1), (1, 3), (2, 1), (2, 5), (3, 3), (4, 8), (5, 3), (8, 16)]
 
 
 @pytest.mark.parametrize(("stages", "num_microbatches"), SHAPES)
-def test_1f1b_warms_up_and_holds_as_many_as_there_are_stages_after_it(
+def test_1f1b_warms_up_with_one_micro_batch_per_later_stage(
     stages: int, num_microbatches: int
 ) -> None:
     schedule = one_f_one_b(stages, num_microbatches)
@@ -46,13 +46,13 @@ def test_1f1b_warms_up_and_holds_as_many_as_there_are_stages_after_it(
 
 
 @pytest.mark.parametrize(("stages", "num_microbatches"), SHAPES)
-def test_gpipe_holds_every_microbatch(stages: int, num_microbatches: int) -> None:
+def test_gpipe_keeps_every_micro_batch_alive(stages: int, num_microbatches: int) -> None:
     assert check(gpipe(stages, num_microbatches)).alive == (num_microbatches,) * stages
 
 
 @pytest.mark.parametrize(("stages", "num_microbatches"), SHAPES)
 @pytest.mark.parametrize("make_schedule", [gpipe, one_f_one_b])
-def test_the_bubble_of_gpipe_and_1f1b_is_the_known_one(
+def test_gpipe_and_1f1b_have_the_textbook_bubble(
     make_schedule: Callable[[int, int], Schedule], stages: int, num_microbatches: int
 ) -> None:
     expected = (stages - 1) / (num_microbatches + stages - 1)
@@ -60,21 +60,23 @@ def test_the_bubble_of_gpipe_and_1f1b_is_the_known_one(
 
 
 @pytest.mark.parametrize(("stages", "num_microbatches"), SHAPES)
-def test_zb_h1_keeps_1f1bs_memory_with_a_smaller_bubble(stages: int, num_microbatches: int) -> None:
-    schedule, whole = (
+def test_zb_h1_has_the_memory_of_1f1b_and_a_smaller_bubble(
+    stages: int, num_microbatches: int
+) -> None:
+    schedule, baseline = (
         zero_bubble_h1(stages, num_microbatches),
         one_f_one_b(stages, num_microbatches),
     )
     facts = check(schedule)
-    assert facts.alive == check(whole).alive
-    assert max(facts.alive_weights) == max(check(whole).alive)
-    assert stages == 1 or bubble(schedule) < bubble(whole)
+    assert facts.alive == check(baseline).alive
+    assert max(facts.alive_weights) == max(check(baseline).alive)
+    assert stages == 1 or bubble(schedule) < bubble(baseline)
     if num_microbatches >= stages:
         assert replay(schedule, seconds).step_time == 3 * num_microbatches + stages - 1
 
 
 @pytest.mark.parametrize("groups", range(1, 10))
-def test_zb_v_waits_for_little_more_than_the_first_input(groups: int) -> None:
+def test_zb_v_hardly_waits_after_the_first_input(groups: int) -> None:
     for num_microbatches in (2 * groups, 2 * groups + 1, 3 * groups + 2):
         schedule = zero_bubble_v(2 * groups, num_microbatches)
         assert max(check(schedule).alive_weights) <= 2 * groups
@@ -84,7 +86,7 @@ def test_zb_v_waits_for_little_more_than_the_first_input(groups: int) -> None:
     assert bubble(zero_bubble_v(2 * groups, 4 * groups)) < 0.05
 
 
-def test_zb_v_places_stages_forth_and_back() -> None:
+def test_zb_v_places_stages_in_a_v() -> None:
     assert zero_bubble_v(6, 2).placement == (0, 1, 2, 2, 1, 0)
 
 
@@ -101,19 +103,19 @@ def test_interleaved_divides_the_bubble_by_the_stages_per_group(
         assert check(schedule).alive[-1] <= (per_group - 1) * (2 * groups - 1) + 1
 
 
-def test_interleaved_with_stages_that_do_not_divide() -> None:
+def test_interleaved_stages_need_not_divide_evenly() -> None:
     schedule = interleaved(7, 10, 3)
     assert schedule.placement == (0, 1, 2, 0, 1, 2, 0)
     check(schedule)
-    filled = interleaved(9, 10, 3)
-    assert replay(schedule, seconds).step_time <= replay(filled, seconds).step_time
+    padded = interleaved(9, 10, 3)
+    assert replay(schedule, seconds).step_time <= replay(padded, seconds).step_time
 
 
 def test_interleaved_with_one_stage_per_group_is_1f1b() -> None:
     assert interleaved(3, 5, 3).actions == one_f_one_b(3, 5).actions
 
 
-def test_the_smallest_schedules_in_full() -> None:
+def test_exact_lists_of_small_schedules() -> None:
     assert zero_bubble_h1(2, 3).to_text() == (
         "0F0, 0F1, 0I0, 0W0, 0F2, 0I1, 0W1, 0I2, 0W2\n1F0, 1I0, 1F1, 1I1, 1W0, 1F2, 1I2, 1W1, 1W2\n"
     )
@@ -138,12 +140,12 @@ def test_make_by_name(name: str) -> None:
     check(schedule)
 
 
-def test_zero_bubble_takes_the_variant_of_the_number_of_stages() -> None:
+def test_zero_bubble_depends_on_the_stages_per_group() -> None:
     assert make("zero_bubble", num_groups=2, num_microbatches=4).name == "zb_h1"
     assert make("zero_bubble", num_groups=2, num_microbatches=4, num_stages=4).name == "zb_v"
 
 
-def test_make_says_what_is_wrong() -> None:
+def test_make_rejects_invalid_requests() -> None:
     with pytest.raises(ScheduleError, match="did you mean 'interleaved'"):
         make("interleave", num_groups=2, num_microbatches=2)
     with pytest.raises(ScheduleError, match="1f1b on 2 groups needs 2 stages, not 3"):

@@ -44,12 +44,12 @@ FIRST, SECOND = "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"
         (("0F0 0F1 0B0 0W1 0I1", SECOND), "group 0 has 0W1 at position 3, before 0I1 at position"),
     ],
 )
-def test_the_wrong_action_is_named(rows: tuple[str, ...], message: str) -> None:
+def test_errors_name_the_action(rows: tuple[str, ...], message: str) -> None:
     with pytest.raises(ScheduleError, match=re.escape(message)):
         check(edited(TWO, *rows))
 
 
-def test_lists_that_wait_for_each_other_are_shown_with_the_cycle() -> None:
+def test_a_deadlock_is_reported_with_its_cycle() -> None:
     with pytest.raises(ScheduleError) as caught:
         check(edited(TWO, "0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"))
     assert str(caught.value) == (
@@ -61,7 +61,7 @@ def test_lists_that_wait_for_each_other_are_shown_with_the_cycle() -> None:
     )
 
 
-def test_a_group_outside_the_cycle_is_not_in_it() -> None:
+def test_groups_outside_the_cycle_are_not_part_of_it() -> None:
     three = one_f_one_b(3, 2)
     rows = ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "2F0 2F1 2B0 2B1"]
     with pytest.raises(ScheduleError) as caught:
@@ -70,25 +70,25 @@ def test_a_group_outside_the_cycle_is_not_in_it() -> None:
     assert "cycle: group 1 -> group 2 -> group 1" in str(caught.value)
 
 
-def test_two_stages_of_one_group_keep_their_order_inside_the_list() -> None:
+def test_dependencies_within_a_group_order_its_list() -> None:
     schedule = Schedule.parse_text("1F0 0F0 1B0 0B0")
     message = "group 0 has 1F0 at position 0, before 0F0 at position 1 whose result it needs"
     with pytest.raises(ScheduleError, match=message):
         check(schedule)
 
 
-def test_skips_and_several_consumers() -> None:
+def test_skip_connections_and_several_consumers() -> None:
     schedule = one_f_one_b(4, 3)
     facts = check(schedule, [(0, 1), (0, 2), (1, 3), (2, 3)])
     assert facts.sends == (6, 6, 6, 6)
     assert facts.receives == (6, 6, 6, 6)
     assert facts.alive == (3, 3, 2, 1)
-    # Without edges the stages are independent: any order of them runs.
-    alone = edited(TWO, "0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
-    assert check(alone, []).sends == (0, 0)
+    # Without edges the stages are independent, and any order works.
+    independent = edited(TWO, "0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
+    assert check(independent, []).sends == (0, 0)
 
 
-def test_a_skip_alone_is_waited_for() -> None:
+def test_a_stage_waits_for_its_producers_only() -> None:
     schedule = Schedule.parse_text("0F0 0B0\n1F0 1B0\n2F0 2B0")
     check(schedule, [(0, 2)])
     late = Schedule.parse_text("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n2F1 2F0 2B0 2B1")
@@ -105,7 +105,7 @@ def test_a_skip_alone_is_waited_for() -> None:
         ([(0, 1), (0, 1)], "the edge 0 -> 1 is given twice"),
     ],
 )
-def test_edges_that_are_none(edges: list[tuple[int, int]], message: str) -> None:
+def test_invalid_edges_are_rejected(edges: list[tuple[int, int]], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         check(TWO, edges)
 
@@ -120,7 +120,7 @@ def test_facts_per_stage_and_group() -> None:
     assert facts.sends == facts.receives == (4, 4)
 
 
-def test_whole_and_split_backwards_may_be_mixed() -> None:
+def test_full_and_split_backwards_may_be_mixed() -> None:
     mixed = edited(TWO, "0F0 0F1 0I0 0W0 0B1", SECOND)
     assert mixed.splits_backward
     check(mixed)
@@ -137,6 +137,6 @@ def test_an_evaluation_has_forwards_only() -> None:
         check(edited(TWO, "0F0 0F1", "1F0"), backward=False)
 
 
-def test_no_group_sends_where_there_is_one() -> None:
+def test_a_single_group_sends_nothing() -> None:
     assert check(gpipe(1, 3)).sends == (0,)
     assert check(zero_bubble_h1(1, 3)).receives == (0,)

@@ -1,4 +1,4 @@
-"""Schedules as arrays replay exactly as lists do."""
+"""Array replays of schedules equal list replays."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shardwise.schedules.levels import KINDS, Levels, levels_of
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"])
 @given(groups=st.integers(2, 5), rounds=st.integers(1, 3), seed=st.integers(0, 999))
 @settings(max_examples=12, deadline=None)
-def test_arrays_replay_as_lists_do(name: str, groups: int, rounds: int, seed: int) -> None:
+def test_arrays_and_lists_replay_equally(name: str, groups: int, rounds: int, seed: int) -> None:
     schedule = make(name, num_groups=groups, num_microbatches=rounds * groups)
     random = np.random.default_rng(seed)
     seconds = random.random((4, schedule.num_stages))
     levels = Levels(schedule)
-    starts, ends = levels.play(
+    starts, ends = levels.simulate(
         seconds[levels.kind, levels.stage], np.full(schedule.num_stages, 0.3)
     )
     durations = {
@@ -42,27 +42,20 @@ def test_messages_to_a_group_leave_one_after_the_other(
     random = np.random.default_rng(seed)
     levels = Levels(schedule)
     seconds = random.random((4, schedule.num_stages))[levels.kind, levels.stage]
-    held = 3 * random.random(schedule.num_stages)
-    sends = held + 0.1
-    starts, ends = levels.play(seconds, sends, None, held)
-    _, free_ends = levels.play(seconds, sends)
+    link_time = 3 * random.random(schedule.num_stages)
+    sends = link_time + 0.1
+    starts, ends = levels.simulate(seconds, sends, None, link_time)
+    _, free_ends = levels.simulate(seconds, sends)
     assert (ends >= free_ends - 1e-12).all()
-    for queue in np.unique(levels.queue[levels.leaves]):  # all must pass before the last is used
-        mine = np.flatnonzero(levels.leaves & (levels.queue == queue))
-        waiting = np.flatnonzero(np.isin(levels.needs, mine).any(axis=1))
-        waiting = waiting[levels.group[waiting] != levels.group[mine[0]]]
-        passed = ends[mine].min() + held[levels.boundary[mine]].sum() + 0.1
+    # All messages of a queue must pass before the last one can be used.
+    for queue in np.unique(levels.queue[levels.leaves]):
+        senders = np.flatnonzero(levels.leaves & (levels.queue == queue))
+        waiting = np.flatnonzero(np.isin(levels.needs, senders).any(axis=1))
+        waiting = waiting[levels.group[waiting] != levels.group[senders[0]]]
+        passed = ends[senders].min() + link_time[levels.boundary[senders]].sum() + 0.1
         assert starts[waiting].max() >= passed - 1e-9
 
 
-def test_waiting_counts_micro_batches_of_every_stage() -> None:
-    levels = levels_of(make("1f1b", num_groups=3, num_microbatches=6))
-    waiting, stages = levels.waiting(0)
-    assert stages.tolist() == [0]
-    assert waiting.max() == 3  # as many as there are groups
-    assert waiting[0].tolist() == [0]
-
-
-def test_the_arrays_of_a_schedule_are_made_once() -> None:
+def test_arrays_of_a_schedule_are_cached() -> None:
     schedule = make("gpipe", num_groups=2, num_microbatches=2)
     assert levels_of(schedule) is levels_of(schedule)

@@ -9,7 +9,7 @@ UNIT = {("F", stage): 1.0 for stage in range(2)} | {("B", stage): 2.0 for stage 
 
 def test_start_and_end_of_each_action_in_list_order() -> None:
     timeline = replay(one_f_one_b(2, 2), UNIT, transfer=0.5)
-    spans = [[(str(s.action), s.start, s.end) for s in mine] for mine in timeline.spans]
+    spans = [[(str(s.action), s.start, s.end) for s in row] for row in timeline.spans]
     assert spans == [
         [("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 5, 7), ("0B1", 8, 10)],
         [("1F0", 1.5, 2.5), ("1B0", 2.5, 4.5), ("1F1", 4.5, 5.5), ("1B1", 5.5, 7.5)],
@@ -24,29 +24,29 @@ def test_start_and_end_of_each_action_in_list_order() -> None:
     )
 
 
-def test_a_result_stays_in_its_group_without_a_transfer() -> None:
+def test_results_within_a_group_need_no_transfer() -> None:
     schedule = Schedule.parse_text("0F0 1F0 1B0 0B0")
     assert replay(schedule, UNIT, transfer=100).step_time == 6
 
 
-def test_a_single_microbatch_may_take_longer() -> None:
+def test_durations_may_depend_on_the_micro_batch() -> None:
     schedule = one_f_one_b(1, 3)
     assert replay(schedule, {**UNIT, ("F", 0, 1): 5.0}).step_time == 13
     assert replay(schedule, lambda action: float(action.microbatch)).step_time == 6
 
 
-def test_edges_are_taken_into_account() -> None:
+def test_edges_determine_dependencies() -> None:
     schedule = Schedule.parse_text("0F0 0B0\n1F0 1B0\n2F0 2B0")
     assert replay(schedule, lambda _: 1.0).step_time == 6
     assert replay(schedule, lambda _: 1.0, edges=[(0, 2)]).step_time == 4
     assert replay(schedule, lambda _: 1.0, edges=[]).step_time == 2
 
 
-def test_no_time_at_all_is_no_bubble() -> None:
+def test_an_empty_step_has_no_bubble() -> None:
     assert replay(one_f_one_b(2, 2), lambda _: 0.0).bubble_fraction == 0
 
 
-def test_durations_that_are_missing_or_wrong() -> None:
+def test_missing_and_invalid_durations_are_rejected() -> None:
     with pytest.raises(ScheduleError) as caught:
         replay(one_f_one_b(2, 1), {("F", 0): 1.0, ("F", 1): 1.0})
     assert "there is no duration for 1B0" in str(caught.value)

@@ -8,7 +8,7 @@ from shardwise.errors import PlanError
 from shardwise.schedules import Action, Schedule, ScheduleError, one_f_one_b, zero_bubble_v
 
 
-def test_an_action_is_written_as_torch_writes_it() -> None:
+def test_actions_have_the_text_form_of_torch() -> None:
     action = Action("W", 12, 3)
     assert str(action) == "12W3"
     assert Action.parse(" 12W3 ") == action
@@ -16,12 +16,12 @@ def test_an_action_is_written_as_torch_writes_it() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "F3", "0F", "0X3", "0f3", "0UNSHARD", "-1F0", "0F3F", "٣F0"])
-def test_what_is_not_an_action_is_refused(text: str) -> None:
+def test_malformed_actions_are_rejected(text: str) -> None:
     with pytest.raises(ScheduleError, match="is not an action"):
         Action.parse(text)
 
 
-def test_an_action_of_no_kind_is_refused() -> None:
+def test_unknown_kinds_and_negative_stages_are_rejected() -> None:
     with pytest.raises(ScheduleError, match="no action of kind 'X'"):
         Action("X", 0, 0)
     with pytest.raises(ScheduleError, match="for stage -1"):
@@ -36,7 +36,7 @@ def test_the_table_has_a_row_per_group_and_a_column_per_slot() -> None:
     )
 
 
-def test_the_table_of_lists_that_block_is_the_lists() -> None:
+def test_the_table_of_a_blocked_schedule_shows_its_lists() -> None:
     text = "0F0 0B0\n1B0 1F0\n"
     assert str(Schedule.parse_text(text)) == (
         "custom: 2 stages on 2 groups, 1 micro-batches (as listed: it blocks)\n"
@@ -46,10 +46,10 @@ def test_the_table_of_lists_that_block_is_the_lists() -> None:
 
 
 def test_a_file_may_have_comments_spaces_and_empty_cells(tmp_path: Path) -> None:
-    path = tmp_path / "mine.csv"
+    path = tmp_path / "custom.csv"
     path.write_text("# by hand\n\n0F0,0F1,, 0B0 0B1  # group 0\n,1F0 1B0,1F1,1B1\n")
     schedule = Schedule.load(path)
-    assert (schedule.name, schedule.num_stages, schedule.num_microbatches) == ("mine", 2, 2)
+    assert (schedule.name, schedule.num_stages, schedule.num_microbatches) == ("custom", 2, 2)
     assert schedule.placement == (0, 1)
     assert schedule.to_text() == "0F0, 0F1, 0B0, 0B1\n1F0, 1B0, 1F1, 1B1\n"
 
@@ -78,14 +78,14 @@ def test_torch_reads_the_same_text() -> None:
         ("# nothing\n", ["one line per group"]),
     ],
 )
-def test_a_mistake_in_a_text_is_named(text: str, parts: list[str]) -> None:
+def test_errors_in_a_text_are_located(text: str, parts: list[str]) -> None:
     with pytest.raises(ScheduleError) as caught:
         Schedule.parse_text(text)
     for part in parts:
         assert part in str(caught.value)
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match=r"there is no schedule file .*none\.csv"):
         Schedule.load(tmp_path / "none.csv")
     with pytest.raises(ScheduleError, match="is a folder, not a schedule"):

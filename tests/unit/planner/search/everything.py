@@ -245,7 +245,7 @@ class Least:
         )
         kinds = np.stack([forward, backward, backward - weight, weight])  # as levels.KINDS
         sends = np.array([*self._sends(execution), 0.0])
-        _, ends = levels.play(kinds[levels.kind, levels.stage], sends)
+        _, ends = levels.simulate(kinds[levels.kind, levels.stage], sends)
         found = 0.0
         for group in range(len(execution.groups)):
             numel = self._sum(self.numel[:, layout, None], bounds, execution.placement, group)
