@@ -16,10 +16,10 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cache
 from statistics import median
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -254,7 +254,18 @@ def measure_updates(sizes: Iterable[int], device: Device) -> OpTable:
     return table
 
 
-def measure_job(job: Mapping[str, Any]) -> OpTable:
+class TimingJob(TypedDict):
+    """What a process measures, as JSON: encoded calls and sizes of updates, for one device."""
+
+    name: str
+    kind: str
+    memory_bytes: float
+    calls: list[Any]
+    updates: list[int]
+    budget_s: float
+
+
+def measure_job(job: TimingJob) -> OpTable:
     """Measure the calls and updates of a job on one thread of this process."""
     torch.set_num_threads(1)
     device = Device(  # rates play no part in measuring

@@ -1,9 +1,9 @@
 """`time_compute`: run a plan's programs on this machine without communication.
 
-The sum of the times of single calls is not the time of a program: operands have left the caches,
-ranks wait for the slowest, Python runs between the calls. As many ranks as a node has run at the
-same time, each in its own process, and start every step together. The time that a rank spends to
-fake the answers of others does not count.
+A program takes longer than the sum of its calls: operands have left the caches, ranks wait for the
+slowest one, and Python runs between the calls. All ranks of a node therefore run at the same time,
+each in its own process, and start every step together. The time spent on faking the messages of
+other ranks is subtracted.
 """
 
 from __future__ import annotations
@@ -50,104 +50,106 @@ def time_compute(graph: Graph, plan: Plan, cluster: Cluster) -> ComputeTimes:
     program = compile(graph, plan)
     kind = cluster.device(0).kind
 
-    def steps(rank: int, meet: Callable[[], object]) -> Samples:
-        return _steps(
-            SingleRank(program, rank, torch.device(kind), transport=UninitializedTransport), meet
-        )
+    def steps(rank: int, barrier: Callable[[], object]) -> Samples:
+        device = torch.device(kind)
+        return _steps(SingleRank(program, rank, device, transport=UninitializedTransport), barrier)
 
     if kind == "cpu":
-        found = fork_ranks(steps, len(cluster.nodes[0].devices))
+        samples = fork_ranks(steps, len(cluster.nodes[0].devices))
     else:
-        found = [_here(steps, torch.device(kind))]
-    training, update = ([_at_speed(s[i], cluster, r) for r, s in enumerate(found)] for i in (0, 1))
+        samples = [_here(steps, torch.device(kind))]
+    # Devices of one kind may differ in speed; this machine is taken as speed 1.
+    speeds = [cluster.device(rank).speed for rank in range(len(samples))]
+    training, update = (
+        [[s / speed for s in sample[i]] for sample, speed in zip(samples, speeds, strict=True)]
+        for i in (0, 1)
+    )
     return ComputeTimes(training_s=_by_group(training, plan), update_s=_by_group(update, plan))
 
 
 def _here(steps: Callable[[int, Callable[[], object]], Samples], device: torch.device) -> Samples:
     """Run rank 0 in this process, and free everything that it allocated."""
     grow_segments(device)
-    failed = ""
+    failure = ""
     try:
         return steps(0, lambda: None)
     except Exception as error:  # a model's own operators may fail in any way
-        failed = f"{type(error).__name__}: {error}"
+        failure = f"{type(error).__name__}: {error}"
     finally:
-        gc.collect()  # modules and hooks hold each other
+        gc.collect()  # modules and hooks refer to each other
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    raise RankError(f"rank 0 cannot run here: {failed}")
-
-
-def _at_speed(seconds: Sequence[float], cluster: Cluster, rank: int) -> list[float]:
-    """Scale seconds measured here to the speed of a rank's device."""
-    return [s / cluster.device(rank).speed for s in seconds]
+    raise RankError(f"rank 0 cannot run here: {failure}")
 
 
 def _by_group(samples: Sequence[Sequence[float]], plan: Plan) -> dict[int, float]:
     """Return the median over steps of the slowest rank's seconds, for groups with a rank here."""
-    found = {}
-    for group, ranks in enumerate(plan.groups):
-        mine = [samples[rank] for rank in ranks if rank < len(samples)]
-        if mine:
-            found[group] = median(map(max, zip(*mine, strict=True)))
-    return found
+    local = {
+        group: [samples[rank] for rank in ranks if rank < len(samples)]
+        for group, ranks in enumerate(plan.groups)
+    }
+    return {
+        group: median(map(max, zip(*members, strict=True)))
+        for group, members in local.items()
+        if members
+    }
 
 
-def _steps(alone: SingleRank, meet: Callable[[], object]) -> Samples:
+def _steps(single_rank: SingleRank, barrier: Callable[[], object]) -> Samples:
     """Return the seconds of training and of the optimizer, step by step."""
-    fill(alone)
-    batch = batch_of(alone)
-    adamw = optimizer(alone.module, torch.optim.AdamW, lr=0.0)
+    fill(single_rank)
+    batch = batch_of(single_rank)
+    adamw = optimizer(single_rank.module, torch.optim.AdamW, lr=0.0)
     training, update = [], []
     for _ in range(WARM_UPS + STEPS):
-        meet()
-        began = _now(alone)
-        alone.module.train_step(batch)
-        trained = _now(alone)
+        barrier()
+        began = _now(single_rank)
+        single_rank.module.train_step(batch)
+        trained = _now(single_rank)
         adamw.step()
         adamw.zero_grad()
         training.append(trained - began)
-        update.append(_now(alone) - trained)
+        update.append(_now(single_rank) - trained)
     return training[WARM_UPS:], update[WARM_UPS:]
 
 
-def fill(alone: SingleRank) -> None:
-    """Fill parameters with values of usual magnitude: uninitialized memory may hold denormals.
+def fill(single_rank: SingleRank) -> None:
+    """Fill parameters with values of a usual magnitude: uninitialized memory may hold denormals.
 
-    Values that several ranks store are the same on each of them.
+    Values that several ranks store are the same on all of them.
     """
-    store = alone.store
-    held = [(str(at), group.shard) for at, group in enumerate(store.groups)]
-    held += [(e.spec.name, t) for e in store.entries for t in (e.leaf, e.piece)]
-    held += store.buffers.items()
-    numbers = torch.Generator(alone.device)
+    store = single_rank.store
+    tensors = [(str(index), group.shard) for index, group in enumerate(store.groups)]
+    tensors += [(e.spec.name, t) for e in store.entries for t in (e.leaf, e.piece)]
+    tensors += store.buffers.items()
+    generator = torch.Generator(single_rank.device)
     with torch.no_grad():
-        for name, tensor in held:
+        for name, tensor in tensors:
             if not tensor.untyped_storage().size():  # gathered when it is used
                 continue
             if tensor.is_floating_point():
-                numbers.manual_seed(zlib.crc32(name.encode()))
-                tensor.normal_(0.0, WEIGHT, generator=numbers)
+                generator.manual_seed(zlib.crc32(name.encode()))
+                tensor.normal_(0.0, WEIGHT, generator=generator)
             else:
                 tensor.zero_()
 
 
-def batch_of(alone: SingleRank) -> dict[str, Tensor]:
+def batch_of(single_rank: SingleRank) -> dict[str, Tensor]:
     """Return a random batch, the same on all ranks; integers are 0, an index valid in any table."""
-    numbers = torch.Generator(alone.device).manual_seed(0)
+    device = single_rank.device
+    generator = torch.Generator(device).manual_seed(0)
 
-    def made(kind: TensorType) -> Tensor:
+    def tensor(kind: TensorType) -> Tensor:
         if kind.dtype.is_floating_point:
-            made = torch.randn(kind.shape, device=alone.device, generator=numbers)
-            return made.to(kind.dtype)
-        return torch.zeros(kind.shape, dtype=kind.dtype, device=alone.device)
+            return torch.randn(kind.shape, device=device, generator=generator).to(kind.dtype)
+        return torch.zeros(kind.shape, dtype=kind.dtype, device=device)
 
-    return {name: made(kind) for name, kind in alone.batch_types().items()}
+    return {name: tensor(kind) for name, kind in single_rank.batch_types().items()}
 
 
-def _now(alone: SingleRank) -> float:
-    """Wait for the work so far and return the time, without what fake answers took."""
-    if alone.device.type == "cuda":
-        torch.cuda.synchronize(alone.device)
-    assert isinstance(alone.transport, UninitializedTransport)
-    return time.perf_counter() - alone.transport.seconds
+def _now(single_rank: SingleRank) -> float:
+    """Wait for all issued work and return the time, without the time spent on fake messages."""
+    if single_rank.device.type == "cuda":
+        torch.cuda.synchronize(single_rank.device)
+    assert isinstance(single_rank.transport, UninitializedTransport)
+    return time.perf_counter() - single_rank.transport.seconds

@@ -1,10 +1,10 @@
 """`race_plans`: run plans against each other on this machine, with all their communication.
 
 Predictions that differ by a few percent do not say which plan is faster. If all ranks of the
-cluster fit on this machine, they are forked from this process and connected by gloo. They hold all
-plans at once, without weights, and take turns step by step, in another order every round, so that
-other load on the machine affects all plans equally. The race has heats: after each one, plans that
-are behind drop out, and the few that remain run longest.
+cluster fit on this machine, they are forked from this process and connected by gloo. Every rank
+loads all plans, without weights, and runs one step of each in turn, in another order every round,
+so that other load on the machine affects all plans equally. After each heat, plans that are behind
+drop out, and the few that remain run longest.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def plans_that_fit(plans: Sequence[Plan], cluster: Cluster) -> list[Plan]:
 
 
 def race_plans(graph: Graph, plans: Sequence[Plan], cluster: Cluster) -> list[float]:
-    """Return the median seconds of a step of every plan, with its optimizer."""
+    """Return the median seconds of a step of every plan, including the optimizer step."""
     programs = [compile(graph, plan) for plan in plans]
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
 
-        def race(rank: int, meet: Callable[[], object]) -> list[float]:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+        def race(rank: int, barrier: Callable[[], object]) -> list[float]:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
             dist.init_process_group(
                 "gloo",
                 init_method=f"file://{folder}/store",
@@ -74,70 +74,67 @@ def race_plans(graph: Graph, plans: Sequence[Plan], cluster: Cluster) -> list[fl
                 world_size=cluster.num_ranks,
                 timeout=timedelta(seconds=TIMEOUT_S),
             )
-            meet()
+            barrier()
             return _race([_Runner(program, rank) for program in programs])
 
         return fork_ranks(race, cluster.num_ranks, timeout_s=TRIAL_S)[0]
 
 
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-
-
 def _race(runners: Sequence[_Runner]) -> list[float]:
     """Return the seconds of a step of every plan.
 
-    For one that dropped out, that is its last ratio to the fastest plan times the fastest step.
+    A plan that dropped out takes its last ratio to the fastest plan times the fastest step.
     """
     order = random.Random(0)  # the same on every rank
     running = list(range(len(runners)))
     times: list[list[float]] = [[] for _ in runners]
-    behind, fastest = [1.0] * len(runners), 0.0
-    until = time.monotonic() + RACE_S
-    for at in range(WARM_UPS):
-        if at and _is_late(until):
+    ratios, fastest = [1.0] * len(runners), 0.0
+    deadline = time.monotonic() + RACE_S
+    for warm_up in range(WARM_UPS):
+        if warm_up and _is_late(deadline):
             break
         for number in running:
             runners[number].seconds()
     for rounds, slowest in HEATS:
-        running = [number for number in running if behind[number] <= slowest]
+        running = [number for number in running if ratios[number] <= slowest]
         for _ in range(rounds):
-            if times[running[0]] and _is_late(until):
+            if times[running[0]] and _is_late(deadline):
                 break
             for number in order.sample(running, len(running)):
                 times[number].append(runners[number].seconds())
         medians = _as_rank_0([median(times[number]) for number in running])
         fastest = min(medians)
         for number, seconds in zip(running, medians, strict=True):
-            behind[number] = seconds / fastest
-    return [fastest * ratio for ratio in behind]
+            ratios[number] = seconds / fastest
+    return [fastest * ratio for ratio in ratios]
 
 
-def _is_late(until: float) -> bool:
-    return _as_rank_0([float(time.monotonic() > until)]) == [1.0]
+def _is_late(deadline: float) -> bool:
+    return _as_rank_0([float(time.monotonic() > deadline)]) == [1.0]
 
 
 def _as_rank_0(numbers: Sequence[float]) -> list[float]:
     """Return the numbers of rank 0, so that all ranks decide the same."""
     values = torch.tensor(numbers, dtype=torch.float64)
     dist.broadcast(values, 0)
-    of_rank_0: list[float] = values.tolist()
-    return of_rank_0
+    broadcast: list[float] = values.tolist()
+    return broadcast
 
 
 class _Runner:
     """Run steps of one plan on this rank."""
 
     def __init__(self, program: Program | PipelineProgram, rank: int) -> None:
-        self.rank_run = SingleRank(program, rank, torch.device("cpu"), mesh=_mesh(program.plan))
-        fill(self.rank_run)
-        self.batch = batch_of(self.rank_run)
-        self.adamw = optimizer(self.rank_run.module, torch.optim.AdamW, lr=0.0)
+        self.single_rank = SingleRank(program, rank, torch.device("cpu"), mesh=_mesh(program.plan))
+        fill(self.single_rank)
+        self.batch = batch_of(self.single_rank)
+        self.adamw = optimizer(self.single_rank.module, torch.optim.AdamW, lr=0.0)
 
     def seconds(self) -> float:
         """Time a step with its optimizer; barriers make it the time of all ranks."""
         dist.barrier()
         began = time.perf_counter()
-        self.rank_run.module.train_step(self.batch)
+        self.single_rank.module.train_step(self.batch)
         self.adamw.step()
         self.adamw.zero_grad()
         dist.barrier()

@@ -26,18 +26,18 @@ from shardwise.tuning.measurement_server import (
 )
 from shardwise.tuning.race import can_race, plans_that_fit
 
-KINDS: tuple[dict[str, int], ...] = (  # from the simplest
+KINDS: tuple[dict[str, int], ...] = (  # kinds of plans, the simplest first
     {"pp": 1, "tp": 1, "num_microbatches": 1},
     {"pp": 1, "tp": 1},
     {"pp": 1},
     {},
 )
 ROUNDS = 3  # of timing a plan's compute and planning again with the result
-MARGIN = 0.03  # of the step: the error between predictions of two kinds of plans
-ZEROS = (0, 1, 2)  # levels raced of a kind: they differ by less than predictions err
+MARGIN = 0.03  # fraction of the step: the error between predictions of two kinds of plans
+ZEROS = (0, 1, 2)  # levels that are raced, since they differ by less than predictions err
 FAR = 1.5  # times the best prediction: slower plans are not raced
 MAX_RACED = 12  # plans
-EQUAL = 0.01  # of the step: noise of the medians of a race
+EQUAL = 0.01  # fraction of the step: noise of the medians of a race
 FITS, FITTED = 12, 0.005  # corrections of a prediction to a measured step, and their tolerance
 
 
@@ -60,40 +60,36 @@ def tune(
     `plan`. Times measured on the way are added to `table`; `progress` prints every candidate.
     """
     table = OpTable() if table is None else table
-    found = OpTable()
-    found.merge(table)
+    measured = OpTable()
+    measured.merge(table)
     with measurement_server(graph, cluster) as server:
-        report = _print_line if progress else _ignore
+
+        def report(text: str) -> None:
+            if progress:
+                sys.stderr.write(f"{text}\n")
+
         tuning = _Tuning(server, {**options, "progress": progress, "all_devices": True}, report)
         for kind in KINDS:
             if not all(options.get(name, value) == value for name, value in kind.items()):
                 continue
             try:
-                found = tuning.rounds(found, kind)
+                measured = tuning.rounds(measured, kind)
             except InfeasiblePlan:
                 if kind:  # more kinds of parallelism may fit
                     continue
                 raise
-        best = tuning.raced(found) or tuning.predicted()
-    made = tuning.reported(best, found.with_programs(best.programs))
-    table.merge(found)
+        best = tuning.raced(measured) or tuning.predicted()
+    tuned = tuning.reported(best, measured.with_programs(best.programs))
+    table.merge(measured)
     table.programs = list(best.programs)
-    return made
-
-
-def _print_line(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-
-
-def _ignore(text: str) -> None:
-    pass
+    return tuned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
     """A plan, its predicted or measured step, and its programs' times relative to their calls.
 
-    `cluster` is the one that it was made for: the given one, or the same without shared memory.
+    `cluster` is the user's, or the same without shared memory where the plan does not use it.
     """
 
     plan: Plan
@@ -108,8 +104,8 @@ class _Candidate:
 
     @property
     def what(self) -> str:
-        ways = dict.fromkeys(choice.uses for choice in self.plan.collectives)
-        return ", ".join([self.plan.figures.best.what, *(f"{way} collectives" for way in ways)])
+        backends = dict.fromkeys(choice.uses for choice in self.plan.collectives)
+        return ", ".join([self.plan.figures.best.what, *(f"{b} collectives" for b in backends)])
 
 
 class _Tuning:
@@ -129,18 +125,18 @@ class _Tuning:
         """Add plans of one kind, each the best by the measured times of the one before it."""
         programs = table.programs
         for _ in range(ROUNDS):
-            made, table = self._measured_plan(table.with_programs(programs), kind)
-            if any(_same(made, candidate.plan) for candidate in self.candidates):
+            best, table = self._measured_plan(table.with_programs(programs), kind)
+            if any(_same(best, candidate.plan) for candidate in self.candidates):
                 break
-            programs = self._add(made, table).programs
+            programs = self._add(best, table).programs
         return table
 
-    def _add(self, made: Plan, table: OpTable) -> _Candidate:
+    def _add(self, plan: Plan, table: OpTable) -> _Candidate:
         num_notes = len(table.notes)
-        programs = compute_factors(self.server, made, table)
-        own = simulate(self.graph, made, self.cluster, table=table.with_programs(programs))
+        programs = compute_factors(self.server, plan, table)
+        step = simulate(self.graph, plan, self.cluster, table=table.with_programs(programs))
         candidate = _Candidate(
-            plan=made, cluster=self.cluster, seconds=own.step_time_s, programs=programs
+            plan=plan, cluster=self.cluster, seconds=step.step_time_s, programs=programs
         )
         self.report(f"{candidate.what}: {candidate.seconds * 1e3:.3g} ms predicted")
         for note in table.notes[num_notes:]:
@@ -152,22 +148,21 @@ class _Tuning:
         """Return the best plan by measured times of the calls of a first one."""
         options = {**self.options, **kind}
         first = plan(self.graph, self.cluster, table=table, **options)
-        server = self.server
-        measured = measure_plan(self.graph, first, self.cluster, table=table, server=server)
-        if len(measured.entries) == len(table.entries):
+        measured = measure_plan(self.graph, first, self.cluster, table=table, server=self.server)
+        if len(measured.entries) == len(table.entries):  # nothing was new
             return first, measured
         return plan(self.graph, self.cluster, table=measured, **options), measured
 
-    def known(self) -> list[_Candidate]:
+    def timed(self) -> list[_Candidate]:
         """Return the candidates whose compute was timed, or all if none could be.
 
-        A candidate that failed looks faster than it is: it counts only the sum of its calls.
+        A candidate that failed looks faster than it is, since only its calls were timed.
         """
         return [c for c in self.candidates if c.programs] or self.candidates
 
     def predicted(self) -> _Candidate:
         """Return the candidate with the best prediction."""
-        best, *others = self.known()
+        best, *others = self.timed()
         for candidate in others:
             limit = best.seconds if candidate.kind == best.kind else (1 - MARGIN) * best.seconds
             best = candidate if candidate.seconds < limit else best
@@ -179,14 +174,14 @@ class _Tuning:
         """Return the winner of a race here; None if plans cannot run here, or there is only one."""
         if not can_race(self.cluster):
             return None
-        known = [*self.known()]
+        entrants = [*self.timed()]
         for variant in self._variants(table):
-            if not any(_same(variant.plan, candidate.plan) for candidate in known):
-                known.append(variant)
-        known += [self._by_library(c, table) for c in known if c.plan.collectives]
-        fastest = min(c.seconds for c in known)
-        entered = _in_turns([c for c in known if c.seconds <= FAR * fastest])[:MAX_RACED]
-        plans = plans_that_fit([c.plan for c in entered], self.cluster)
+            if not any(_same(variant.plan, candidate.plan) for candidate in entrants):
+                entrants.append(variant)
+        entrants += [self._by_library(c, table) for c in entrants if c.plan.collectives]
+        fastest = min(c.seconds for c in entrants)
+        entrants = _in_turns([c for c in entrants if c.seconds <= FAR * fastest])[:MAX_RACED]
+        plans = plans_that_fit([c.plan for c in entrants], self.cluster)
         if len(plans) < 2:
             return None
         try:
@@ -194,66 +189,68 @@ class _Tuning:
         except RankError as error:
             self.report(f"plans were not raced: {error.message}")
             return None
-        finished = [replace(c, seconds=s) for c, s in zip(entered, seconds, strict=False)]
+        # The last entrants may not have fitted in memory beside the others.
+        finished = [replace(c, seconds=s) for c, s in zip(entrants, seconds, strict=False)]
         for candidate in finished:
             self.report(f"{candidate.what}: {candidate.seconds * 1e3:.3g} ms measured")
         best = _fastest(finished)
         return replace(best, programs=self._fitted(best, table))
 
     def _variants(self, table: OpTable) -> Iterator[_Candidate]:
-        """Yield the simplest and the most promising kind with each ZeRO level, if that is free.
+        """Yield the simplest and the most promising kind with each ZeRO level that is allowed.
 
-        Their programs compute the same as the best of their kind, so that they are not timed.
+        They compute the same as the best plan of their kind, so their compute is not timed again.
         """
         zero = self.options.get("zero")
         levels = ZEROS if zero is None else (zero,)
         simplest = tuple(KINDS[0].values())
         kinds = dict.fromkeys((simplest, self.predicted().kind))
         for kind, level in product(kinds, levels):
-            same_kind = [c for c in self.known() if c.kind == kind]
+            same_kind = [c for c in self.timed() if c.kind == kind]
             if not same_kind:
                 continue
             best = min(same_kind, key=lambda c: c.seconds)
-            own = table.with_programs(best.programs)
+            times = table.with_programs(best.programs)
             options = {**self.options, **dict(zip(KINDS[0], kind, strict=True)), "zero": level}
             try:
-                made = plan(self.graph, self.cluster, table=own, **options)
+                variant = plan(self.graph, self.cluster, table=times, **options)
             except InfeasiblePlan:
                 continue
-            yield self._predicted(best, made, self.cluster, own)
+            yield self._predicted(best, variant, self.cluster, times)
 
     def _by_library(self, candidate: _Candidate, table: OpTable) -> _Candidate:
         """Return the same plan with the library's collectives."""
-        own = table.with_programs(candidate.programs)
-        made = candidate.plan.with_(collectives=())
-        return self._predicted(candidate, made, _without_shared_memory(self.cluster), own)
+        times = table.with_programs(candidate.programs)
+        variant = candidate.plan.with_(collectives=())
+        return self._predicted(candidate, variant, _without_shared_memory(self.cluster), times)
 
     def _predicted(
-        self, like: _Candidate, made: Plan, cluster: Cluster, table: OpTable
+        self, original: _Candidate, variant: Plan, cluster: Cluster, table: OpTable
     ) -> _Candidate:
-        own = simulate(self.graph, made, self.cluster, table=table)
-        return replace(like, plan=made, cluster=cluster, seconds=own.step_time_s)
+        step = simulate(self.graph, variant, self.cluster, table=table)
+        return replace(original, plan=variant, cluster=cluster, seconds=step.step_time_s)
 
     def _fitted(self, best: _Candidate, table: OpTable) -> list[tuple[str, float, float]]:
         """Return factors of the programs with which the prediction equals the measured step.
 
-        They account for what compute alone does not show: contention of messages, and ranks that
-        wait for each other.
+        They account for contention of messages and for ranks that wait for each other, which the
+        timing of compute alone does not show.
         """
         programs = best.programs or [(self.cluster.device(0).name, 1.0, 1.0)]
         for _ in range(FITS):
-            known = table.with_programs(programs)
-            predicted = simulate(self.graph, best.plan, self.cluster, table=known).step_time_s
-            ratio = best.seconds / predicted
+            times = table.with_programs(programs)
+            predicted = simulate(self.graph, best.plan, self.cluster, table=times)
+            ratio = best.seconds / predicted.step_time_s
             if abs(ratio - 1) < FITTED:
                 break
             programs = [(device, ratio * t, ratio * u) for device, t, u in programs]
         return programs
 
     def reported(self, best: _Candidate, table: OpTable) -> Plan:
-        """Return the same plan with the figures of a search by measured times.
+        """Return the best plan with the figures of a search by measured times.
 
-        If its settings lead to another plan by these times, it has no runners-up.
+        If a search with its configuration finds another plan, the plan is simulated by itself and
+        has no runners-up.
         """
         config = best.plan.figures.best.config
         assert config is not None
@@ -262,12 +259,12 @@ class _Tuning:
         fixed = {n: v for n in names if (v := getattr(config, n)) not in (None, "")}
         again = plan(self.graph, best.cluster, table=table, **{**self.options, **fixed})
         if _same(again, best.plan):
-            found = again.figures
-            cluster = replace(found.cluster, fingerprint=self.cluster.fingerprint)
-            return again.with_(search=replace(found, cluster=cluster))
-        made = with_figures(self.graph, best.plan, self.cluster, table)
-        named = replace(made.figures.best, what=best.plan.figures.best.what, config=config)
-        return made.with_(search=replace(made.figures, best=named))
+            figures = again.figures
+            cluster = replace(figures.cluster, fingerprint=self.cluster.fingerprint)
+            return again.with_(search=replace(figures, cluster=cluster))
+        simulated = with_figures(self.graph, best.plan, self.cluster, table)
+        named = replace(simulated.figures.best, what=best.plan.figures.best.what, config=config)
+        return simulated.with_(search=replace(simulated.figures, best=named))
 
 
 def _in_turns(candidates: Sequence[_Candidate]) -> list[_Candidate]:
@@ -276,11 +273,11 @@ def _in_turns(candidates: Sequence[_Candidate]) -> list[_Candidate]:
     Predictions of one kind err in the same direction: a kind that looks too fast must not take all
     places of the race.
     """
-    before: Counter[tuple[int, ...]] = Counter()
+    num_faster: Counter[tuple[int, ...]] = Counter()  # candidates of each kind
     turns: list[tuple[int, _Candidate]] = []
     for candidate in sorted(candidates, key=lambda c: c.seconds):
-        turns.append((before[candidate.kind], candidate))
-        before[candidate.kind] += 1
+        turns.append((num_faster[candidate.kind], candidate))
+        num_faster[candidate.kind] += 1
     return [candidate for _, candidate in sorted(turns, key=lambda turn: turn[0])]
 
 
@@ -292,7 +289,7 @@ def _fastest(candidates: Sequence[_Candidate]) -> _Candidate:
 
 
 def _without_shared_memory(cluster: Cluster) -> Cluster:
-    """Return the same cluster with ranks that exchange everything as messages."""
+    """Return the cluster with ranks that exchange everything as messages."""
     nodes = tuple(
         replace(node, link=replace(node.link, shared=())) if node.link else node
         for node in cluster.nodes

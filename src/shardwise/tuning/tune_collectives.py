@@ -41,14 +41,14 @@ def tune(
             hint="sw.collectives.tune(plan, num_bytes=2**24, rounds=3, timeout_s=60.0)",
         )
     trials = [list(_trials(choice)) for choice in plan.collectives]
-    if all(len(each) < 2 for each in trials):
+    if all(len(variants) < 2 for variants in trials):
         return plan
     with starting(timeout_s) as agree:
         require_ranks(plan.num_ranks)
         agree(f"tune {num_bytes} {rounds} {plan.collectives}")
     tuner = _Tuner(plan, num_bytes, rounds, timeout_s)
-    made = [_best(each, tuner.seconds(each)) if len(each) > 1 else each[0] for each in trials]
-    return plan.with_(collectives=tuple(made))
+    choices = [_best(v, tuner.seconds(v)) if len(v) > 1 else v[0] for v in trials]
+    return plan.with_(collectives=tuple(choices))
 
 
 def _trials(choice: CollectiveChoice) -> Iterator[CollectiveChoice]:
@@ -64,12 +64,12 @@ def _trials(choice: CollectiveChoice) -> Iterator[CollectiveChoice]:
 
 
 def _best(trials: Sequence[CollectiveChoice], seconds: Sequence[float]) -> CollectiveChoice:
-    """Return the fastest with the measured times, or the library if that saves too little."""
-    *others, library = zip(trials, seconds, strict=True)
-    choice, fastest = min(others, key=lambda pair: pair[1])
-    taken = choice if saves_enough(library[1], fastest) else library[0]
-    measured = {"library measured": library[1], f"{choice.uses} measured": fastest}
-    return replace(taken, predicted_s={**choice.predicted_s, **measured})
+    """Return the fastest trial with the measured times, or the library if that saves too little."""
+    *solved, (library, library_s) = zip(trials, seconds, strict=True)
+    fastest, fastest_s = min(solved, key=lambda pair: pair[1])
+    best = fastest if saves_enough(library_s, fastest_s) else library
+    measured = {"library measured": library_s, f"{fastest.uses} measured": fastest_s}
+    return replace(best, predicted_s={**fastest.predicted_s, **measured})
 
 
 class _Tuner:
@@ -85,35 +85,31 @@ class _Tuner:
         from shardwise.collectives.solver.derive import derive
 
         rank, groups = dist.get_rank(), trials[0].groups
-        mine = next((ranks for ranks in groups if rank in ranks), None)
-        ways = []
+        local = next((ranks for ranks in groups if rank in ranks), None)
+        backends = []
         for trial in trials:
             self.transport.use([replace(trial, min_bytes=0)], derive)
-            ways.append(self.transport.backends)
+            backends.append(self.transport.backends)
         samples = torch.zeros(self.rounds + 1, len(trials), dtype=torch.float64)
         for turn in range(self.rounds + 1):  # the first makes programs and connections
-            for number, way in enumerate(ways):
-                self.transport.backends = way
+            for number, backend in enumerate(backends):
+                self.transport.backends = backend
                 dist.barrier()
-                if mine is not None:
-                    group = Group(mine, mine.index(rank))
-                    samples[turn, number] = _timed(self._call(trials[0].operation, group))
+                if local is not None:
+                    call = self._call(trials[0].operation, Group(local, local.index(rank)))
+                    began = time.perf_counter()
+                    call()
+                    samples[turn, number] = time.perf_counter() - began
         dist.all_reduce(samples, dist.ReduceOp.MAX)
         return [median(column) for column in samples[1:].T.tolist()]
 
     def _call(self, operation: str, group: Group) -> Callable[[], object]:
-        whole = torch.ones(self.numel)
+        full = torch.ones(self.numel)
         ends = [self.numel * i // group.size for i in range(group.size + 1)]
         sizes = [b - a for a, b in pairwise(ends)]
         if operation == "all_reduce":
-            return lambda: self.transport.all_reduce(whole, "sum", group).wait()
+            return lambda: self.transport.all_reduce(full, "sum", group).wait()
         if operation == "reduce_scatter":
-            return lambda: self.transport.reduce_scatter(whole, sizes, group).wait()
+            return lambda: self.transport.reduce_scatter(full, sizes, group).wait()
         part = torch.ones(sizes[group.index])
-        return lambda: self.transport.all_gather(part, sizes, group, whole).wait()
-
-
-def _timed(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
+        return lambda: self.transport.all_gather(part, sizes, group, full).wait()
