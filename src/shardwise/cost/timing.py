@@ -259,7 +259,7 @@ class TimingJob(TypedDict):
 
     name: str
     kind: str
-    memory_bytes: float
+    memory_bytes: int
     calls: list[Any]
     updates: list[int]
     budget_s: float

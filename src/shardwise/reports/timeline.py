@@ -25,7 +25,7 @@ from shardwise.reports.document import (
 from shardwise.schedules.levels import KINDS as LETTERS
 from shardwise.schedules.levels import Levels, levels_of
 from shardwise.simulation import Estimate
-from shardwise.simulation.costs import Span
+from shardwise.simulation.step import Span
 from shardwise.simulation.step import KINDS
 
 MAX_CLASSES = 32

@@ -1,4 +1,4 @@
-"""The time that the workload of every node takes on a rank of a cluster, for one micro-batch."""
+"""The time that every node's workload takes on a rank of a cluster, for one micro-batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from shardwise.arrays import Floats, Ints
+from shardwise.arrays import Floats, Ints, float_arrays
 from shardwise.cluster import Cluster, Device, Mesh
 from shardwise.collectives.messages.choice import Chooser
 from shardwise.cost import OpTable, adamw, call_seconds, kernel_seconds
@@ -22,17 +22,15 @@ from shardwise.simulation.workload import BACKWARD, FORWARD, WEIGHT, Workload
 
 @dataclass(frozen=True, kw_only=True)
 class NodeTimes:
-    """Seconds of every node: of computing, and of waiting for collectives (`…_comm`)."""
+    """Seconds that every node computes, and that it waits for collectives (`…_comm`)."""
 
     forward: Floats
-    backward: Floats  # with `weight`
+    backward: Floats  # includes `weight`
     weight: Floats
     forward_comm: Floats
     backward_comm: Floats
     recompute: Floats  # forward without products, which selective recomputation repeats
     device: Device
-
-    NAMES = ("forward", "backward", "weight", "forward_comm", "backward_comm", "recompute")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,23 +52,20 @@ class Group:
         """Return the groups of ranks that communicate along these axes, one per row."""
         key = tuple(axes)
         if key not in self._along:
-            self._along[key] = self._find(key)
+            names = list(self.mesh.names)
+            along = [a for a in key if a in names]
+            grid = self.array.reshape(self.mesh.shape or (1,))
+            order = [names.index(a) for a in (*(n for n in names if n not in along), *along)]
+            size = int(np.prod([dict(self.mesh.axes)[a] for a in along], dtype=np.int64))
+            rows = grid.transpose(order).reshape(-1, size) if names else grid.reshape(-1, 1)
+            self._along[key] = rows
         return self._along[key]
-
-    def _find(self, axes: tuple[str, ...]) -> np.ndarray:
-        wanted = [a for a in axes if a in self.mesh.names]
-        grid = self.array.reshape(self.mesh.shape or (1,))
-        names = list(self.mesh.names)
-        order = [names.index(a) for a in names if a not in wanted]
-        order += [names.index(a) for a in wanted]
-        size = int(np.prod([dict(self.mesh.axes)[a] for a in wanted], dtype=np.int64))
-        return grid.transpose(order).reshape(-1, size) if names else grid.reshape(-1, 1)
 
 
 class ClusterCosts:
-    """Times on one cluster; the model of a collective is made once for every set of groups.
+    """Times on one cluster; the cost model of a collective is cached for every set of groups.
 
-    `choose` selects the implementation of each collective; None is the library's.
+    `choose` selects the implementation of each collective; with None, the library's is used.
     """
 
     def __init__(
@@ -80,7 +75,7 @@ class ClusterCosts:
         self._collectives: dict[tuple[str, bytes, int], CollectiveModel] = {}
 
     def collective(self, op: str, groups: np.ndarray) -> CollectiveModel:
-        """Return the model of a collective that all rows of `groups` run at the same time."""
+        """Return the cost model of a collective that all rows of `groups` run at the same time."""
         key = (op, groups.tobytes(), groups.shape[-1])
         if key not in self._collectives:
             model = collective_model(self.cluster, op, groups)
@@ -100,8 +95,8 @@ class ClusterCosts:
     def update(self, device: Device, numel: float, piece: float, tensors: float) -> float | None:
         """Return the seconds of AdamW for `numel` elements in parameters of about `piece` each.
 
-        On a CPU it is a sequence of operators for each parameter. A GPU updates all parameters at
-        once: None unless that was measured.
+        A CPU runs a sequence of operators for each parameter. A GPU updates all parameters at once,
+        for which the result is None unless it was measured.
         """
         if not numel:
             return 0.0
@@ -116,7 +111,7 @@ class ClusterCosts:
     def node_times(self, work: Workload, device: Device, group: Group) -> NodeTimes:
         """Return the times of a rank with this device, in this group."""
         count = len(work.saved)
-        times = {name: np.zeros(count) for name in NodeTimes.NAMES}
+        times = {name: np.zeros(count) for name in float_arrays(NodeTimes)}
         if self.table is None:
             self._compute(work, device, times)
         else:
@@ -150,27 +145,14 @@ class ClusterCosts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
-    """Something that takes time on one lane of one group of ranks."""
-
-    group: int
-    lane: str  # "compute" or "communication"
-    name: str
-    start: float
-    end: float
-    kind: str  # "forward", "backward", "weight", "sync", "gather", "optimizer"
-    detail: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
     """How a step runs: groups of ranks, the stages that they run, and memory savings.
 
-    `cuts` are the positions at which stages begin, the first at 0; `placement` says which group
-    runs each. `zero` is the level of all parameters, `zeros` that of those that match a glob; the
-    last match wins. With `prefetch`, updated parameters (zero 1 and 2) are gathered while the next
-    forward already runs; with `whole_units`, a unit's parameters are one message whatever their
-    size. Other frameworks do both; `published` predicts their times.
+    `cuts` are the positions at which stages begin, the first at 0; `placement` is the group that
+    runs each stage. `zero` is the ZeRO level of all parameters; `zeros` overrides it for parameters
+    that match a glob, and the last match wins. With `prefetch`, updated parameters (zero 1 and 2)
+    are gathered while the next forward already runs; with `whole_units`, a unit's parameters are
+    one message of any size. Other frameworks do both; `published` predicts their times.
     """
 
     groups: tuple[Group, ...]
@@ -194,15 +176,16 @@ class ExecutionConfig:
                 zero = level
         return zero
 
-    def wire_size(self, item_bytes: int) -> int:
-        """Return the bytes of a gradient's element while it is summed, given its parameter's."""
+    def reduced_item_bytes(self, item_bytes: int) -> int:
+        """Return the bytes of a gradient's element while it is reduced, given its parameter's."""
         precision = self.precision
         return itemsize(precision.reduce or precision.gradients or precision.master, item_bytes)
 
     @property
-    def sums(self) -> object:
-        """The part of the config that decides how parameters and gradients are sent."""
-        return (self.zero, tuple(self.zeros.items()), self.wire_size(0), self.whole_units)
+    def message_key(self) -> object:
+        """The part of the config that determines how parameters and gradients are sent."""
+        item_bytes = self.reduced_item_bytes(0)
+        return (self.zero, tuple(self.zeros.items()), item_bytes, self.whole_units)
 
     @property
     def num_ranks(self) -> int:

@@ -1,6 +1,6 @@
 """The predicted step of a model under an execution config: its time, its memory, and their parts.
 
-An `Evaluator` remembers what the configs of one model share: the planner asks for thousands.
+An `Evaluator` caches what the configs of one model share, since the planner evaluates thousands.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Estimate:
 
     timeline: Timeline
     memory: tuple[MemoryUse, ...]  # of the fullest rank of every group
-    stages: tuple[StageCost, ...] = ()  # not of a stored one
+    stages: tuple[StageCost, ...] = ()  # empty in a stored estimate
     rows: int  # of the batch
     num_ranks: int
     notes: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class Estimate:
 
     @property
     def peak(self) -> MemoryUse:
-        """The group nearest to its limit."""
+        """The memory of the group that is closest to its limit."""
         return peak_of(self.memory)
 
     @property
@@ -96,7 +96,7 @@ class _Class:
 
     device: Device
     rows: float
-    max_rows: float  # rows of the largest micro-batch
+    max_rows: float  # of the largest micro-batch
 
 
 _Ranks = tuple[_Class, Layers, Layers]  # of a typical and of the largest micro-batch
@@ -146,10 +146,10 @@ class Evaluator:
             self._cost(stage, by_group[number], execution)
             for stage, number in enumerate(execution.placement)
         ]
-        slowest = [
-            max(classes, key=lambda c: c[0].rows / c[0].device.speed)[0] for classes in by_group
+        devices = [
+            max((ranks for ranks, _, _ in classes), key=lambda r: r.rows / r.device.speed).device
+            for classes in by_group
         ]
-        devices = [kind.device for kind in slowest]
         tied = tied_bytes([classes[0][1] for classes in by_group], execution)
         schedule = self._scheduled(execution)
         times = step_times(stages, execution, schedule, devices, self.costs, tied)
@@ -175,12 +175,13 @@ class Evaluator:
                 stages = {
                     stage: max(
                         self._memories(stage, classes, execution),
-                        key=lambda m: m.need("B", "middle").total,
+                        key=lambda m: m.peak("B", "middle").total,
                     )
                     for stage, group in enumerate(execution.placement)
                     if group == number
                 }
-                tightest = min((kind.device for kind, _, _ in classes), key=_usable_bytes)
+                devices = [ranks.device for ranks, _, _ in classes]
+                tightest = min(devices, key=lambda device: device.usable_bytes)
                 uses.append(group_memory(number, stages, schedule, tightest))
         return tuple(uses)
 
@@ -209,12 +210,12 @@ class Evaluator:
         group = execution.groups[number]
         workload = workload_on(workloads, group.mesh)
         classes = []
-        for kind in self._classes(group, workload, execution.num_microbatches):
-            typical = self._layer(workload, kind.rows, kind.device, group, execution)
-            largest = typical
-            if kind.max_rows != kind.rows:
-                largest = self._layer(workload, kind.max_rows, kind.device, group, execution)
-            classes.append((kind, typical, largest))
+        for ranks in self._classes(group, workload, execution.num_microbatches):
+            typical, largest = (
+                self._layer(workload, rows, ranks.device, group, execution)
+                for rows in (ranks.rows, ranks.max_rows)
+            )
+            classes.append((ranks, typical, largest))
         return classes
 
     def group_layers(
@@ -234,14 +235,11 @@ class Evaluator:
         group: Group,
         execution: ExecutionConfig,
     ) -> Layers:
-        where = self._signature(group)
-        key = (id(workloads), rows, device, where)
-        if key in self._times and (key, execution.recompute) in self._layers:
-            return self._layers[key, execution.recompute]
-        work = workloads.at(rows, exact=self.costs.table is not None)
-        if key not in self._times:
-            self._times[key] = self.costs.node_times(work, device, group)
+        key = (id(workloads), rows, device, self._signature(group))
         if (key, execution.recompute) not in self._layers:
+            work = workloads.at(rows, exact=self.costs.table is not None)
+            if key not in self._times:
+                self._times[key] = self.costs.node_times(work, device, group)
             self._layers[key, execution.recompute] = Layers(
                 self.fold, work, self._times[key], execution, self._shared
             )
@@ -255,16 +253,19 @@ class Evaluator:
             workload = workload_on(workloads, group.mesh)
             bounds = [*execution.cuts, self.fold.size]
             stages = [s for s, g in enumerate(execution.placement) if g == number]
-            here = {n for s in stages for n in self.fold.order[bounds[s] : bounds[s + 1]]}
-            for kind in self._classes(group, workload, execution.num_microbatches):
-                for node, call, _ in workload.at(kind.rows, exact=True).calls:
-                    if node in here:
-                        yield kind.device, call
+            local = {n for s in stages for n in self.fold.order[bounds[s] : bounds[s + 1]]}
+            for ranks in self._classes(group, workload, execution.num_microbatches):
+                for node, call, _ in workload.at(ranks.rows, exact=True).calls:
+                    if node in local:
+                        yield ranks.device, call
 
     def _signature(self, group: Group) -> object:
-        """Return what the times of a group depend on: its devices, its nodes and their links."""
-        known = self._signatures.get(id(group))
-        if known is None or known[0] is not group:
+        """Return a key of what a group's times depend on: its devices, its nodes and their links.
+
+        Groups are cached by id, with the group itself so that its id is not reused.
+        """
+        entry = self._signatures.get(id(group))
+        if entry is None or entry[0] is not group:
             nodes = self.node[group.array]
             signature: object = (
                 group.mesh,
@@ -272,45 +273,41 @@ class Evaluator:
                 (nodes - nodes[0]).tobytes(),
                 self.cluster.topology.figures(group.array),
             )
-            known = self._signatures[id(group)] = (group, signature)
-        return known[1]
+            entry = self._signatures[id(group)] = (group, signature)
+        return entry[1]
 
     def _classes(
         self, group: Group, workloads: WorkloadModel, num_microbatches: int
     ) -> list[_Class]:
         """Return the distinct devices and shares among a group's ranks."""
         key = (id(group), *workloads.batch, workloads.rows, num_microbatches)
-        known = self._classed.get(key)
-        if known is None or known[0] is not group:
-            known = self._classed[key] = (
-                group,
-                self._find_classes(group, workloads, num_microbatches),
-            )
-        return known[1]
+        entry = self._classed.get(key)
+        if entry is None or entry[0] is not group:
+            classes = self._find_classes(group, workloads, num_microbatches)
+            entry = self._classed[key] = (group, classes)
+        return entry[1]
 
     def _find_classes(
         self, group: Group, workloads: WorkloadModel, num_microbatches: int
     ) -> list[_Class]:
-        shares = _shares(group.mesh, workloads.batch)
-        total = float(shares.sum()) or 1.0
+        mesh, batch = group.mesh, workloads.batch
+        shares = _shares(mesh, batch)
+        of_ranks = np.broadcast_to(shares, mesh.shape).ravel() if mesh.axes else [1.0]
+        pairs = np.stack([self.kind[group.array], of_ranks], axis=1)
+        num_ranks = int(np.prod([int(n) for a, n in mesh.axes if a in batch], dtype=np.int64))
+        is_even = len(set(shares.ravel().tolist())) == 1
         rows = workloads.rows / num_microbatches
-        wide = np.broadcast_to(shares, group.mesh.shape).ravel() if group.mesh.axes else [1.0]
-        pairs = np.stack([self.kind[group.array], wide], axis=1)
-        distinct = [(int(kind), float(share)) for kind, share in np.unique(pairs, axis=0)]
-        ranks = _batch_ranks(group.mesh, workloads.batch)
-        even = len(set(shares.ravel().tolist())) == 1
+        largest = -(-workloads.rows // num_microbatches)
         classes = []
-        for kind, share in distinct:
-            typical_rows = rows * share / total if not even else rows / ranks
-            typical = max(typical_rows, 1.0) if workloads.batch else float(workloads.rows)
-            max_rows = (
-                float(-(-int(-(-workloads.rows // num_microbatches)) // ranks))
-                if even
-                else typical_rows
-            )
-            if not workloads.batch:
-                max_rows = typical
-            classes.append(_Class(self.devices[kind], typical, max(typical, max_rows)))
+        for kind, share in np.unique(pairs, axis=0).tolist():
+            if not batch:
+                typical = max_rows = float(workloads.rows)
+            elif is_even:
+                typical, max_rows = rows / num_ranks, float(-(-largest // num_ranks))
+            else:
+                typical = max_rows = rows * share / (float(shares.sum()) or 1.0)
+            typical = max(typical, 1.0) if batch else typical
+            classes.append(_Class(self.devices[int(kind)], typical, max(typical, max_rows)))
         return classes
 
     def _cost(self, stage: int, classes: Sequence[_Ranks], execution: ExecutionConfig) -> StageCost:
@@ -325,7 +322,8 @@ class Evaluator:
         offloaded = self._memories(stage, classes, execution)[at].offloaded
         if not offloaded:
             return costs[at]
-        return with_offload(costs[at], offloaded / classes[at][0].device.host_bytes_per_s)
+        device = classes[at][0].device
+        return with_offload(costs[at], offloaded / device.host_bytes_per_s)
 
     def _memories(
         self, stage: int, classes: Sequence[_Ranks], execution: ExecutionConfig
@@ -334,8 +332,8 @@ class Evaluator:
         first, end = self._positions(stage, execution)
         group = execution.groups[execution.placement[stage]]
         return [
-            stage_memory(first, end, largest, group, execution, cuda=kind.device.kind == "cuda")
-            for kind, _, largest in classes
+            stage_memory(first, end, largest, group, execution, cuda=ranks.device.kind == "cuda")
+            for ranks, _, largest in classes
         ]
 
     def _positions(self, stage: int, execution: ExecutionConfig) -> tuple[int, int]:
@@ -343,24 +341,16 @@ class Evaluator:
         return execution.cuts[stage], self.fold.size if last else execution.cuts[stage + 1]
 
 
-def _usable_bytes(device: Device) -> float:
-    return device.usable_bytes
-
-
 def _shares(mesh: Mesh, batch: Sequence[str]) -> np.ndarray:
-    """Return the share of the batch at every place of the mesh, along its batch axes."""
+    """Return the share of the batch at every coordinate of the mesh, along its batch axes."""
     shares = np.ones([1] * max(1, len(mesh.axes)))
-    for at, (axis, size) in enumerate(mesh.axes):
-        weights = getattr(size, "weights", None) or (1,) * int(size)
+    for index, (axis, size) in enumerate(mesh.axes):
         if axis in batch:
+            weights = getattr(size, "weights", None) or (1,) * int(size)
             shape = [1] * len(mesh.axes)
-            shape[at] = int(size)
+            shape[index] = int(size)
             shares = shares * np.array(weights, dtype=np.float64).reshape(shape)
     return shares
-
-
-def _batch_ranks(mesh: Mesh, batch: Sequence[str]) -> int:
-    return int(np.prod([int(n) for a, n in mesh.axes if a in batch], dtype=np.int64))
 
 
 # ------------------------------------------------------------ plans
@@ -396,7 +386,7 @@ def check_cluster(plan: Plan, cluster: Cluster) -> Cluster:
         raise PlanError(
             f"the plan {plan.name!r} is for {plan.num_ranks} ranks, {cluster.name} has "
             f"{cluster.num_ranks}",
-            hint="a cluster file of as many devices, or a new plan: shardwise plan",
+            hint=f"a cluster file with {plan.num_ranks} devices, or a new plan: shardwise plan",
         )
     return used
 
@@ -433,7 +423,7 @@ def as_run(graph: Graph, plan: Plan) -> Graph:
 
 
 def in_parts(graph: Graph) -> Graph:
-    """Return the graph that micro-batches run: with a 16-bit mean loss, sums are in 32 bits."""
+    """Return the graph that micro-batches run: a 16-bit mean loss is summed in 32 bits."""
     if graph.loss is None or graph.values[graph.loss].dtype.itemsize > 2:
         return graph
     separated = separate_means(with_keys(graph))
@@ -443,7 +433,7 @@ def in_parts(graph: Graph) -> Graph:
 def _on_mesh(plan: Plan, mesh: Mesh, num_microbatches: int) -> Plan:
     """Return the plan on a mesh that has a batch axis wherever rows are sharded.
 
-    `WorkloadModel` has one axis for data-parallel ranks and micro-batches together.
+    `WorkloadModel` uses one axis for data-parallel ranks and micro-batches together.
     """
     restricted = plan.on_mesh(mesh)
     if num_microbatches == 1 or "batch" in restricted.roles.values():
@@ -474,11 +464,11 @@ def fold_plan(fold: FoldedGraph, plan: Plan, choices: Mapping[str, Mapping[str, 
 
 def execution_of(plan: Plan, fold: FoldedGraph) -> ExecutionConfig:
     """Return the execution config of a plan."""
-    at = {place: index for index, place in enumerate(fold.places)}
-    groups = [Group(mesh=_mesh(plan, ranks), ranks=ranks) for ranks in plan.groups]
+    position = {place: index for index, place in enumerate(fold.places)}
+    meshes = {stage.ranks: stage.mesh for stage in plan.all_stages}
     return ExecutionConfig(
-        groups=tuple(groups),
-        cuts=tuple(at[stage.first] if stage.first else 0 for stage in plan.all_stages),
+        groups=tuple(Group(mesh=mesh, ranks=ranks) for ranks, mesh in meshes.items()),
+        cuts=tuple(position[stage.first] if stage.first else 0 for stage in plan.all_stages),
         placement=tuple(plan.groups.index(stage.ranks) for stage in plan.all_stages),
         schedule=plan_schedule(plan),
         num_microbatches=plan.num_microbatches,
@@ -487,10 +477,6 @@ def execution_of(plan: Plan, fold: FoldedGraph) -> ExecutionConfig:
         offload=plan.offload,
         precision=plan.precision,
     )
-
-
-def _mesh(plan: Plan, ranks: tuple[int, ...]) -> Mesh:
-    return next(stage.mesh for stage in plan.all_stages if stage.ranks == ranks)
 
 
 # ------------------------------------------------------------ stored estimates
@@ -515,7 +501,7 @@ def memory_figures(use: MemoryUse, *, over_time: bool = False) -> MemoryFigures:
 
 
 def memory_over_time(use: MemoryUse) -> list[float]:
-    """Return bytes over time: the peak of each interval; the optimizer's last, if highest."""
+    """Return the peak bytes of each interval, then the optimizer's if that is the highest."""
     sizes = [size for _, size in use.over_time]
     return [*_sampled(sizes), *([use.peak_bytes] if use.when == "optimizer" else [])]
 
@@ -533,14 +519,14 @@ def stored_estimate(plan: Plan) -> Estimate:
     figures = plan.figures
     if plan.is_edited:
         raise PlanError(
-            f"the plan {plan.name!r} was changed after it was made: its figures are another plan's",
+            f"the plan {plan.name!r} was changed after it was made, so its figures do not apply",
             hint="shardwise simulate plan.json model.py:build --cluster c.yaml",
         )
     figures.verify(len(plan.all_stages), len(plan.groups))
     schedule = plan_schedule(plan)
     levels = levels_of(schedule)
-    known = {(KINDS.index(p.kind), p.stage, p.last) for p in figures.step.passes if p.kind in KINDS}
-    if not known.issuperset(zip(levels.kind, levels.stage, levels.last, strict=True)):
+    timed = {(KINDS.index(p.kind), p.stage, p.last) for p in figures.step.passes if p.kind in KINDS}
+    if not timed.issuperset(zip(levels.kind, levels.stage, levels.last, strict=True)):
         raise PlanError(
             "the figures of the plan are damaged: the times of some actions are missing",
             where="search.step.passes",

@@ -1,7 +1,7 @@
 """A model with its repeated layers folded: the small graph of its distinct nodes.
 
-Costs and decisions are worked out on the small graph; `order` says which of its nodes stands at
-every position of the model.
+Costs and decisions are computed on the small graph; `order` maps every position of the model to the
+node of the small graph that represents it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.ir import Graph, node_keys
 from shardwise.ir.blocks import ConstraintKey, fold_blocks, node_blocks
 
-GONE = -1  # the position of a node that nothing in the small graph stands for
+GONE = -1  # marks a position that no node of the small graph represents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,25 +34,25 @@ class FoldedGraph:
     def of(
         graph: Graph, keep: Collection[str] = (), constraint_key: ConstraintKey | None = None
     ) -> FoldedGraph:
-        """Fold a whole graph; see `drop_blocks` for `keep` and `constraint_key`."""
-        small, _, stands = fold_blocks(graph, keep, constraint_key)
+        """Fold a full graph; see `drop_blocks` for `keep` and `constraint_key`."""
+        small, _, representatives = fold_blocks(graph, keep, constraint_key)
         index = {node.name: i for i, node in enumerate(small.nodes)}
         keys = node_keys(graph)
         return FoldedGraph(
             graph=small,
-            order=tuple(index.get(stands.get(n.name, n.name), GONE) for n in graph.nodes),
+            order=tuple(index.get(representatives.get(n.name, n.name), GONE) for n in graph.nodes),
             places=tuple(keys[n.name] for n in graph.nodes),
             blocks=_blocks(graph),
         )
 
     @staticmethod
     def repeated(graph: Graph, layers: int) -> FoldedGraph:
-        """Return a model of `layers` equal blocks, of which `graph` has the first two or more."""
+        """Return a model of `layers` equal blocks, given a graph with the first two or more."""
         blocks = _blocks(graph)
         paths = list(dict.fromkeys(path for path in blocks if path))
         if not paths or layers < 1:
             raise ShardwiseError(
-                f"{graph.name} has {len(paths)} blocks, asked for are {layers} layers",
+                f"cannot make {layers} layers of the {len(paths)} blocks of {graph.name}",
                 hint="numbered modules are blocks: nn.ModuleList",
             )
         at = {path: [i for i, b in enumerate(blocks) if b == path] for path in paths}
@@ -81,13 +81,13 @@ class FoldedGraph:
 
     @cached_property
     def index(self) -> Ints:
-        """`order` as an array; what is gone points behind the last node."""
+        """`order` as an array, in which `GONE` points behind the last node."""
         order = np.array(self.order, dtype=np.int64)
         return np.where(order == GONE, len(self.graph.nodes), order)
 
     @cached_property
     def copies(self) -> Ints:
-        """How many positions each node of the small graph stands for."""
+        """The number of positions that each node of the small graph represents."""
         count = len(self.graph.nodes)
         return np.bincount(self.index, minlength=count + 1)[:count]
 

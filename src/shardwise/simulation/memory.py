@@ -1,7 +1,7 @@
 """The peak memory of a rank of every group over a step, and the memory that its device has.
 
-A micro-batch's forward saves what its backward needs; the backward frees it node by node while
-gradients of values come and go (`liveness`), and gradients of parameters appear (`pass_memory`).
+A micro-batch's forward saves tensors for its backward, which frees them node by node while
+gradients of values come and go (`liveness`) and gradients of parameters appear (`pass_memory`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from shardwise.cluster import Device
 from shardwise.schedules import Action, Schedule
@@ -24,21 +25,22 @@ __all__ = ["PARTS", "MemoryUse", "StageMemory", "group_memory", "peak_of", "stag
 # communicators, and the gaps that torch's allocator leaves between tensors. A plan fits if its
 # predicted peak is within `limit_bytes`.
 
-# Of NCCL, on each device, for every further communicator: 24 channels, each with three connections
-# of 4 MiB (NCCL_BUFFSIZE) + 4.7 MiB (LL128) + 0.5 MiB (LL). Measured by others on A100:
+# NCCL's buffers on each device for every further communicator: 24 channels, each with three
+# connections of 4 MiB (NCCL_BUFFSIZE) + 4.7 MiB (LL128) + 0.5 MiB (LL). Others measured on A100:
 # 544 MB for two devices, 688 MB for more (github.com/NVIDIA/nccl/issues/964).
 COMMUNICATOR_BYTES = 24 * 3 * int(9.2 * 2**20)
 
-# Of cuBLAS and cuBLASLt, as torch gives it to them on Hopper, the most of all; measured: 62 MiB.
+# Workspaces of cuBLAS and cuBLASLt, as torch sets them on Hopper, where they are largest; 62 MiB
+# were measured.
 WORKSPACE_BYTES = 2 * (32 << 20)
 
-# What the allocator needs beyond its tensors where segments grow (`runtime.offload`), as a part
-# of them. Of 15 ranks on one H200 that were given 3% more than the predicted peak, 13 ran through
-# (`benchmarks.memory`); of the others one was predicted 2.7% too low, one needed a little more.
-# What is left over does not shrink with the plan: two ranks of 5.5 and 5.8 GiB did not run in 5%
-# more than their predicted peak, and do with half a GiB besides; with room to spare they took 0.61
-# and 0.75 GiB more.
-LEFT_OVER, LEAST_LEFT_OVER_BYTES = 0.05, 512 << 20
+# Memory that the allocator needs beyond its tensors with expandable segments (`runtime.offload`):
+# a fraction of the tensors, and a constant. Of 15 ranks on one H200 that were given 3% more than
+# the predicted peak, 13 ran through (`benchmarks.memory`); of the others, one was predicted 2.7%
+# too low, one needed a little more. The constant is there because the gaps do not shrink with the
+# plan: two ranks of 5.5 and 5.8 GiB did not run in 5% more than their predicted peak, but do with
+# another half GiB; with room to spare they took 0.61 and 0.75 GiB more.
+ALLOCATOR_FRACTION, ALLOCATOR_BYTES = 0.05, 512 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,50 +50,52 @@ class Budget:
     memory_bytes: float
     reserved_bytes: float
     communicators_bytes: float = 0.0
-    left_over: float = 0.0  # as a part of what tensors take
-    least_left_over_bytes: float = 0.0  # and besides
+    allocator_fraction: float = 0.0  # of the tensors' bytes, for gaps between them
+    allocator_bytes: float = 0.0  # for gaps, in addition
 
     @classmethod
     def of(cls, device: Device, communicators: int = 1) -> Budget:
         """Return the budget of a rank on `device` with this many communicators."""
-        if device.kind != "cuda":  # gloo's buffers are small, and the system's allocator is another
+        if (
+            device.kind != "cuda"
+        ):  # gloo's buffers are small, and the system's allocator is not ours
             return cls(memory_bytes=device.memory_bytes, reserved_bytes=device.reserved_bytes)
         return cls(
             memory_bytes=device.memory_bytes,
             reserved_bytes=device.reserved_bytes + WORKSPACE_BYTES,
             communicators_bytes=float(max(0, communicators - 1) * COMMUNICATOR_BYTES),
-            left_over=LEFT_OVER,
-            least_left_over_bytes=LEAST_LEFT_OVER_BYTES,
+            allocator_fraction=ALLOCATOR_FRACTION,
+            allocator_bytes=ALLOCATOR_BYTES,
         )
 
     @property
     def limit_bytes(self) -> float:
-        """The most bytes that tensors may take."""
+        """The maximum bytes of tensors."""
         free = self.memory_bytes - self.reserved_bytes - self.communicators_bytes
-        return max(free - self.least_left_over_bytes, 1.0) / (1 + self.left_over)
+        return max(free - self.allocator_bytes, 1.0) / (1 + self.allocator_fraction)
 
     def taken(self, peak_bytes: float) -> float:
         """Return the bytes that the allocator reserves for this many bytes of tensors."""
-        return peak_bytes * (1 + self.left_over) + self.least_left_over_bytes
+        return peak_bytes * (1 + self.allocator_fraction) + self.allocator_bytes
 
     def others(self) -> dict[str, float]:
         """Return the bytes of the device that are not for tensors, by their owner."""
         return {
             "process": self.reserved_bytes,
             "communicators": self.communicators_bytes,
-            "allocator": self.limit_bytes * self.left_over + self.least_left_over_bytes,
+            "allocator": self.limit_bytes * self.allocator_fraction + self.allocator_bytes,
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """The bytes of one rank's tensors at their peak, what they are for, and what its device has.
+    """The bytes of one rank's tensors at their peak, by purpose, and the limit of its device.
 
     `simulate(...).memory` estimates the fullest rank of every group of ranks; a compiled program's
     `memory(rank)` runs that rank without data. `parts` are parameters, gradients, optimizer,
-    activations and temporary. `activations_peak_bytes` is the most that is kept for backward at any
-    time, which may not be when the sum is highest. `others` is memory of the device that is not for
-    tensors (`budget`).
+    activations and temporary. `activations_peak_bytes` is the maximum that is saved for backward at
+    any time, which need not be when the total is highest. `others` is memory of the device that is
+    not for tensors (`Budget`).
     """
 
     group: int
@@ -134,7 +138,7 @@ class MemoryUse:
         return "\n".join([*lines, *(f"  {n:20} {s / 2**20:>8,.1f} MiB" for n, s in rows)])
 
     def to_json(self) -> dict[str, object]:
-        """Return the figures; of a rank that was run without data, no limits are known."""
+        """Return the figures, without limits for a rank that was run without data."""
         if self.rank is not None:
             names = ("rank", "peak_bytes", "parts", "activations_peak_bytes", "when")
             return {name: getattr(self, name) for name in names}
@@ -155,56 +159,53 @@ def group_memory(
     schedule: Schedule,
     device: Device,
 ) -> MemoryUse:
-    """Return the peak of a group's rank over its actions and the optimizer's step."""
-    memory = _RankMemory(stages, schedule.actions[number])
-    best: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    """Return the peak of a group's rank over its actions and the optimizer step."""
+    actions = schedule.actions[number]
+    memory = _RankMemory(stages, actions)
+    peak: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     when = ""
     over_time: list[tuple[str, float]] = []
-    actions = schedule.actions[number]
     host: dict[str, float] = {}
-    most_activations = 0.0
-    for index, action in enumerate(actions):
-        following = actions[index + 1] if index + 1 < len(actions) else None
+    activations_peak = 0.0
+    for action, following in zip_longest(actions, actions[1:]):
         parts = memory.at(action, following)
         memory.after(action)
         if memory.uses_host:
             host = max(host, memory.on_host(), key=lambda parts: sum(parts.values()))
-        most_activations = max(most_activations, parts["activations"])
+        activations_peak = max(activations_peak, parts["activations"])
         total = sum(parts.values())
         over_time.append((str(action), total))
-        if total > sum(best.values()):
-            best, when = parts, str(action)
+        if total > sum(peak.values()):
+            peak, when = parts, str(action)
     parts = memory.updating(device)
-    if sum(parts.values()) > sum(best.values()):
-        best, when = parts, "optimizer"
+    if sum(parts.values()) > sum(peak.values()):
+        peak, when = parts, "optimizer"
     budget = Budget.of(device, num_communicators(stages.values(), schedule, number))
     return MemoryUse(
         group=number,
-        peak_bytes=sum(best.values()),
+        peak_bytes=sum(peak.values()),
         limit_bytes=budget.limit_bytes,
-        parts=best,
-        activations_peak_bytes=most_activations,
+        parts=peak,
+        activations_peak_bytes=activations_peak,
         when=when,
         over_time=tuple(over_time),
         others=budget.others(),
         host_bytes=sum(host.values()),
         host_parts=host,
-        host_limit_bytes=float(device.host_memory_bytes) or math.inf,  # 0: not said
+        host_limit_bytes=float(device.host_memory_bytes) or math.inf,  # 0 means unknown
     )
 
 
 def num_communicators(stages: Iterable[StageMemory], schedule: Schedule, number: int) -> int:
     """Count a rank's communicators: of mesh axes, of all ranks, and with neighbouring groups."""
-    axes: set[tuple[str, ...]] = set()
-    for stage in stages:
-        axes |= stage.communicating_axes
-    beside = {
+    axes = {axes for stage in stages for axes in stage.communicating_axes}
+    neighbours = {
         schedule.placement[at + step]
         for at, group in enumerate(schedule.placement)
         for step in (-1, 1)
         if group == number and 0 <= at + step < len(schedule.placement)
     }
-    return 1 + len(axes) + len(beside - {number})
+    return 1 + len(axes) + len(neighbours - {number})
 
 
 class _RankMemory:
@@ -215,17 +216,17 @@ class _RankMemory:
         self.flying = dict.fromkeys(stages, 0)  # micro-batches between forward and backward
         self.waiting = dict.fromkeys(stages, 0)  # between the halves of backward
         self.begun: set[int] = set()  # stages with gradients of parameters
-        self.done: set[int] = set()  # stages whose gradients are summed
+        self.done: set[int] = set()  # stages whose gradients are reduced
         self.split = any(a.kind == "I" for a in actions)
         self.last = {a.stage: a for a in actions if a.kind in "BW"}
         self.sent = 0.0
         self.always = {
-            part: sum(s.static[part] for s in stages.values())
-            for part in ("parameters", "optimizer")
+            "parameters": sum(s.static.parameters for s in stages.values()),
+            "optimizer": sum(s.static.optimizer for s in stages.values()),
         }
         self.between = max((s.batch for s in stages.values()), default=0.0)
         self.fixed = self.between + sum(s.root for s in stages.values())
-        self.uses_host = any(s.static["host"] or s.offloaded for s in stages.values())
+        self.uses_host = any(s.static.host or s.offloaded for s in stages.values())
         self._known: dict[object, dict[str, float]] = {}
 
     def at(self, action: Action, following: Action | None) -> dict[str, float]:
@@ -242,29 +243,27 @@ class _RankMemory:
         saved = sum(n * self.stages[s].saved for s, n in self.flying.items())
         saved += sum(n * self.stages[s].waiting for s, n in self.waiting.items())
         gradients = sum(self._gradients(s) for s in self.stages if s != action.stage)
-        if action.kind == "F":
-            need, gradients = stage.need("F"), gradients + self._gradients(action.stage)
-        elif action.kind == "I":
-            saved -= stage.saved
-            need, gradients = stage.need("I"), gradients + self._gradients(action.stage)
-        else:
+        if action.kind != "F":
             saved -= stage.waiting if action.kind == "W" else stage.saved
-            need = self._backward(action, stage)
+        if action.kind in "FI":
+            peak, gradients = stage.peak(action.kind), gradients + self._gradients(action.stage)
+        else:
+            peak = self._backward(action, stage)
         return {
             **self.always,
-            "gradients": gradients + need.gradients,
-            "activations": saved + need.saved,
-            "temporary": self.fixed + need.rest + passing,
+            "gradients": gradients + peak.gradients,
+            "activations": saved + peak.saved,
+            "temporary": self.fixed + peak.rest + passing,
         }
 
     def _backward(self, action: Action, stage: StageMemory) -> PassPeak:
-        """Return the peak of a backward: gradients may exist before it, and be summed after it."""
-        final = self._is_last(action)
+        """Return the peak of a backward: gradients may exist before it, and be reduced in it."""
+        is_last = self._is_last(action)
         begun = action.stage in self.begun
-        kind = ("last" if final else "middle") if begun else ("only" if final else "first")
+        kind = ("last" if is_last else "middle") if begun else ("only" if is_last else "first")
         if action.kind == "B" and self.split:
-            return max(stage.need("I"), stage.need("W", kind), key=lambda need: need.total)
-        return stage.need(action.kind, kind)
+            return max(stage.peak("I"), stage.peak("W", kind), key=lambda peak: peak.total)
+        return stage.peak(action.kind, kind)
 
     def _is_last(self, action: Action) -> bool:
         """Return whether an action completes the gradients of its stage."""
@@ -273,8 +272,8 @@ class _RankMemory:
     def _gradients(self, stage: int) -> float:
         static = self.stages[stage].static
         if stage in self.done:
-            return static["summed"]
-        return static["gradients"] if stage in self.begun else 0.0
+            return static.reduced
+        return static.gradients if stage in self.begun else 0.0
 
     def _arriving(self, action: Action) -> float:
         """Return the bytes that are received ahead of an action."""
@@ -300,7 +299,7 @@ class _RankMemory:
     def on_host(self) -> dict[str, float]:
         """Return the bytes in host memory between actions."""
         return {
-            "states": sum(s.static["host"] for s in self.stages.values()),
+            "states": sum(s.static.host for s in self.stages.values()),
             "activations": sum(n * self.stages[s].offloaded for s, n in self.flying.items()),
         }
 
@@ -311,12 +310,12 @@ class _RankMemory:
         there), on CPUs two copies of one tensor after the other.
         """
         if device.kind == "cuda":
-            copies = sum(s.static["updated"] for s in self.stages.values())
+            copies = sum(s.static.updated for s in self.stages.values())
         else:
-            copies = 2 * max((s.static["largest"] for s in self.stages.values()), default=0.0)
+            copies = 2 * max((s.static.largest for s in self.stages.values()), default=0.0)
         return {
             **self.always,
-            "gradients": sum(s.static["summed"] for s in self.stages.values()),
+            "gradients": sum(s.static.reduced for s in self.stages.values()),
             "activations": 0.0,
             "temporary": copies + self.between,
         }

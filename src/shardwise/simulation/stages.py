@@ -8,22 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from shardwise.arrays import Bools, Floats, Ints
+from shardwise.arrays import Bools, Floats, Ints, float_arrays
 from shardwise.runtime.parameters import BUCKET_BYTES, FIRST_BUCKET_BYTES, SINGLE_BYTES
 from shardwise.simulation.costs import ClusterCosts, ExecutionConfig, Group, NodeTimes
 from shardwise.simulation.folded_graph import FoldedGraph
 from shardwise.simulation.workload import Workload
 
-Key = tuple[tuple[str, ...], int, int]  # mesh axes of the gradient's sum, zero level, item bytes
-Run = tuple[str, int, int]  # a unit: its name, and the positions that it has
+Key = tuple[tuple[str, ...], int, int]  # mesh axes of the reduction, ZeRO level, item bytes
+Run = tuple[str, int, int]  # a unit: its name, its first position and its end
 Parcel = tuple[int, int, float]  # the number of a run, a position in the stage, elements there
 
-# Why messages are sent: gradients are summed; blocks are gathered for each pass, parameters outside
-# of blocks once a step (zero 3); new parameters go to all ranks (zero 1 and 2).
+# Purposes of messages: "reduce" gradients; "gather" the parameters of blocks for each pass, and
+# "root", those outside of blocks, once a step (zero 3); "update" gathers new parameters (zero 1
+# and 2).
 PURPOSES = ("reduce", "gather", "root", "update")
 
 
@@ -33,21 +35,17 @@ class ParamClass:
 
     numel: Floats
     tensors: Floats
-    arrives: Floats  # as numel, where a gradient first appears: at the last use
-    squares: Floats  # of the elements of each: a large parameter counts by its own size
-    single: Floats  # parameters whose gradients are messages of their own
-    bucketed: Floats  # elements of the others
-    flat: Floats  # parameters that are flat groups of their own
-    joined: Floats  # elements of the others
+    arrives: Floats  # numel at the last use, where backward first makes a gradient
+    squares: Floats  # of numel: their mean size weighs large parameters by their elements
+    single: Floats  # parameters whose gradients are separate messages
+    bucketed: Floats  # elements of all other parameters
+    flat: Floats  # parameters that are separate flat groups
+    joined: Floats  # elements of all other parameters
     itemsize: int
-
-    ARRAYS = (
-        "numel", "tensors", "arrives", "squares", "single", "bucketed", "flat", "joined",
-    )  # fmt: skip
 
 
 def shares(fold: FoldedGraph, work: Workload, execution: ExecutionConfig) -> dict[Key, ParamClass]:
-    """Return the trained parameters by how their gradients are summed and shared."""
+    """Group the trained parameters by how their gradients are reduced and sharded."""
     count = len(fold.graph.nodes)
     classes: dict[Key, dict[str, Floats]] = {}
     for parameter in work.parameters:
@@ -58,23 +56,20 @@ def shares(fold: FoldedGraph, work: Workload, execution: ExecutionConfig) -> dic
             execution.level(parameter.name) if parameter.sync else 0,
             parameter.itemsize,
         )
-        own = classes.setdefault(key, {name: np.zeros(count) for name in ParamClass.ARRAYS})
-        last = max((parameter.node, *parameter.others))
-        seen = last if fold.copies[last] == fold.copies[parameter.node] else parameter.node
-        own["numel"][parameter.node] += parameter.numel
-        own["tensors"][parameter.node] += 1
-        own["arrives"][seen] += parameter.numel
-        own["squares"][parameter.node] += float(parameter.numel) ** 2
-        is_large = parameter.numel * execution.wire_size(parameter.itemsize) >= SINGLE_BYTES
-        is_flat = not execution.whole_units and parameter.numel * parameter.itemsize >= SINGLE_BYTES
-        for large, counted, others in (
-            (is_large, "single", "bucketed"),
-            (is_flat, "flat", "joined"),
-        ):
-            own[counted if large else others][parameter.node] += 1 if large else parameter.numel
+        arrays = classes.setdefault(key, {n: np.zeros(count) for n in float_arrays(ParamClass)})
+        node, numel = parameter.node, parameter.numel
+        last = max((node, *parameter.others))
+        arrays["numel"][node] += numel
+        arrays["tensors"][node] += 1
+        arrays["arrives"][last if fold.copies[last] == fold.copies[node] else node] += numel
+        arrays["squares"][node] += float(numel) ** 2
+        is_large = numel * execution.reduced_item_bytes(parameter.itemsize) >= SINGLE_BYTES
+        is_flat = not execution.whole_units and numel * parameter.itemsize >= SINGLE_BYTES
+        arrays["single" if is_large else "bucketed"][node] += 1 if is_large else numel
+        arrays["flat" if is_flat else "joined"][node] += 1 if is_flat else numel
     return {
-        key: ParamClass(itemsize=key[2], **{n: before(fold.spread(a)) for n, a in own.items()})
-        for key, own in classes.items()
+        key: ParamClass(itemsize=key[2], **{n: before(fold.spread(a)) for n, a in arrays.items()})
+        for key, arrays in classes.items()
     }
 
 
@@ -85,9 +80,9 @@ def before(values: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """One kind of message: what of it each unit of a stage sends."""
+    """The messages of one kind that each unit of a stage sends."""
 
-    purpose: str  # of PURPOSES
+    purpose: str  # one of PURPOSES
     op: str
     axes: tuple[str, ...]
     num_bytes: Floats  # of all messages of the unit
@@ -110,7 +105,7 @@ def sent(
     inside = np.array([bool(name) or execution.whole_units for name, _, _ in runs])
     summed: dict[tuple[tuple[str, ...], int], list[ParamClass]] = {}
     for (axes, zero, itemsize), share in classes.items():
-        size = execution.wire_size(itemsize)
+        size = execution.reduced_item_bytes(itemsize)
         if zero < 2:
             summed.setdefault((axes, size), []).append(share)
         if zero == 0:
@@ -138,7 +133,7 @@ def _groups(
 ) -> tuple[Floats, Floats]:
     """Return elements and messages of every run in flat groups.
 
-    The runs of a unit have groups together: what is outside of blocks lies before and behind them.
+    All runs of a unit share groups; parameters outside of blocks have runs before and after them.
     """
     numel, single, small = (_inside(a, runs) for a in (share.numel, share.flat, share.joined))
     units: dict[str, list[int]] = {}
@@ -149,7 +144,7 @@ def _groups(
 
 
 def _inside(sums: Floats, runs: Sequence[Run]) -> Floats:
-    """Return what every position of the stage has."""
+    """Return the values at every position of the stage, given their sums."""
     return np.diff(sums[runs[0][1] : runs[-1][2] + 1])
 
 
@@ -163,7 +158,7 @@ def _bucketed(
 ) -> tuple[Floats, Floats]:
     """Return elements and messages of every run, where small tensors of a unit share buckets.
 
-    A message is sent by the run that completes it. With an item size of 0 a unit is one bucket.
+    The run that completes a bucket sends it. With an item size of 0 a unit is one bucket.
     """
     edges = np.array([*(first for _, first, _ in runs), runs[-1][2]]) - runs[0][1]
     messages = np.diff(before(single)[edges])  # whole numbers: differences of sums are exact
@@ -185,7 +180,7 @@ def _bucketed(
 
 
 def _filled(parcels: Sequence[Parcel], formed: int, itemsize: int) -> Iterator[Parcel]:
-    """Yield buckets in backward order: the run and place that complete each, its elements."""
+    """Yield the run and place that complete each bucket, and its elements, in backward order."""
     full, first = (b / itemsize if itemsize else np.inf for b in (BUCKET_BYTES, FIRST_BUCKET_BYTES))
     limit, filled = first, 0.0
     for run, place, size in parcels:
@@ -204,7 +199,7 @@ def _filled(parcels: Sequence[Parcel], formed: int, itemsize: int) -> Iterator[P
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCost:
-    """Seconds of one unit for one micro-batch; `reduce` once a step."""
+    """Seconds of one unit for one micro-batch; `reduce` happens once a step."""
 
     name: str
     first: int
@@ -214,24 +209,24 @@ class UnitCost:
     weight: float
     forward_comm: float  # waiting for collectives between nodes
     backward_comm: float
-    recompute: float  # of backward: computing forward again
-    gather: float = 0.0  # parameters of a block, before forward and before backward (zero 3)
-    reduce: float = 0.0  # gradients, in the last backward
+    recompute: float  # part of backward
+    gather: float = 0.0  # of a block's parameters, before forward and before backward (zero 3)
+    reduce: float = 0.0  # of gradients, in the last backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """The units of a stage on its group's slowest rank, and the bytes that it passes on."""
+    """The units of a stage on its group's slowest rank, and the bytes that it sends."""
 
     index: int
     group: int
     units: tuple[UnitCost, ...]
     send_bytes: float  # to the next stage, for one micro-batch; a gradient comes back
-    numel: float  # parameters that the optimizer of a rank updates, and
-    tensors: int  # in how many pieces
-    update_gather: float  # seconds to give all ranks the new parameters (zero 1 and 2)
+    numel: float  # elements that the optimizer of a rank updates
+    tensors: int  # that hold these elements
+    update_gather: float  # seconds to gather updated parameters (zero 1 and 2)
     root_gather: float = 0.0  # seconds for parameters outside of blocks, before a step (zero 3)
-    update_s: float | None = None  # of the optimizer, where more is known than `numel`
+    update_s: float | None = None  # seconds of the optimizer, where `numel` alone does not tell
 
     @property
     def forward(self) -> float:
@@ -265,7 +260,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tied:
-    """A parameter of one position that is used at others, too, as a rank holds it."""
+    """A rank's part of a parameter that several positions use."""
 
     numel: float
     num_bytes: float
@@ -273,7 +268,10 @@ class Tied:
 
 
 class Layers:
-    """What every position of a model costs on one rank: sums over any range are differences."""
+    """The costs of every position of a model on one rank, as sums of which ranges are differences.
+
+    `shared` caches what all layers with the same parameters have in common.
+    """
 
     def __init__(
         self,
@@ -284,24 +282,22 @@ class Layers:
         shared: dict[object, Any] | None = None,
     ) -> None:
         self.fold, self.work, self.device = fold, work, times.device
-        again = _again(fold, work, times, execution)
+        recompute = _recompute_seconds(fold, work, times, execution)
         spread = fold.spread
-        forward = spread(times.forward + times.forward_comm)
-        backward = spread(times.backward + times.backward_comm) + again
         self.sums = {
-            "forward": before(forward),
-            "backward": before(backward),
+            "forward": before(spread(times.forward + times.forward_comm)),
+            "backward": before(spread(times.backward + times.backward_comm) + recompute),
             "weight": before(spread(times.weight)),
             "forward_comm": before(spread(times.forward_comm)),
             "backward_comm": before(spread(times.backward_comm)),
-            "recompute": before(again),
+            "recompute": before(recompute),
         }
-        self._shared = {} if shared is None else shared  # of all that have these parameters
-        self.passes: dict[object, Any] = {}  # what `passes` remembers
+        self._shared = {} if shared is None else shared
+        self.cache: dict[object, Any] = {}  # arrays and stages, also those of `pass_memory`
 
     def parameters(self, execution: ExecutionConfig) -> dict[Key, ParamClass]:
-        """Return the trained parameters by how their gradients are summed and shared."""
-        key = (id(self.work.parameters), execution.sums)
+        """Return the trained parameters, grouped by how their gradients are reduced and sharded."""
+        key = (id(self.work.parameters), execution.message_key)
         if key not in self._shared:
             self._shared[key] = shares(self.fold, self.work, execution)
         classes: dict[Key, ParamClass] = self._shared[key]
@@ -309,7 +305,7 @@ class Layers:
 
     def sent(self, first: int, end: int, execution: ExecutionConfig) -> tuple[Traffic, ...]:
         """Return the messages of parameters and gradients of the units of positions `first:end`."""
-        key = (id(self.work.parameters), execution.sums, first, end)
+        key = (id(self.work.parameters), execution.message_key, first, end)
         if key not in self._shared:
             runs = self.fold.runs(first, end)
             self._shared[key] = tuple(sent(self.parameters(execution), runs, execution))
@@ -318,31 +314,33 @@ class Layers:
 
     def at_positions(self, name: str) -> Floats:
         """Return an array of the workload, spread over the positions of the model."""
-        key = ("whole", name)
-        if key not in self.passes:
-            self.passes[key] = self.fold.spread(getattr(self.work, name))
-        array: Floats = self.passes[key]
+        key = ("positions", name)
+        if key not in self.cache:
+            self.cache[key] = self.fold.spread(getattr(self.work, name))
+        array: Floats = self.cache[key]
         return array
 
-    @property
+    @cached_property
     def tied(self) -> list[Tied]:
-        """The trained parameters that are used at several positions."""
-        if "tied" not in self.passes:
-            self.passes["tied"] = [
-                Tied(
-                    numel=float(parameter.numel),
-                    num_bytes=float(parameter.numel * parameter.itemsize),
-                    users=np.flatnonzero(
-                        np.isin(self.fold.index, (parameter.node, *parameter.others))
-                    ),
-                )
-                for parameter in self.work.parameters
-                if parameter.others
-                and parameter.requires_grad
-                and self.fold.copies[parameter.node] == 1
-            ]
-        tied: list[Tied] = self.passes["tied"]
-        return tied
+        """The trained parameters that several positions use."""
+        return [
+            Tied(
+                numel=float(p.numel),
+                num_bytes=float(p.numel * p.itemsize),
+                users=np.flatnonzero(np.isin(self.fold.index, (p.node, *p.others))),
+            )
+            for p in self.work.parameters
+            if p.others and p.requires_grad and self.fold.copies[p.node] == 1
+        ]
+
+    @cached_property
+    def frozen_bytes(self) -> Floats:
+        """Bytes of parameters that are not trained, before every position."""
+        sizes = np.zeros(len(self.fold.graph.nodes))
+        for parameter in self.work.parameters:
+            if not parameter.requires_grad:
+                sizes[parameter.node] += parameter.numel * parameter.itemsize
+        return before(self.fold.spread(sizes))
 
     def total(self, name: str, first: int, end: int) -> float:
         """Return the sum over positions `first:end`."""
@@ -350,7 +348,7 @@ class Layers:
         return float(sums[end] - sums[first])
 
 
-def _again(
+def _recompute_seconds(
     fold: FoldedGraph, work: Workload, times: NodeTimes, execution: ExecutionConfig
 ) -> Floats:
     """Return the seconds that backward spends on recomputing forward, at every position."""
@@ -367,7 +365,7 @@ def _again(
 
 
 def _repeated(fold: FoldedGraph, work: Workload) -> Bools:
-    """Return the positions of each block up to the last result that its own backward needs.
+    """Mark the positions of each block up to the last result that its own backward needs.
 
     The second forward ends there (torch's checkpoint stops early): the last product of a block,
     and the collective after it, are not repeated.
@@ -375,14 +373,14 @@ def _repeated(fold: FoldedGraph, work: Workload) -> Bools:
     repeated = np.zeros(fold.size, dtype=bool)
     needed = fold.spread(work.saved - work.saved_full) > 0
     for name, first, end in fold.runs(0, fold.size):
-        here = np.flatnonzero(needed[first:end])
-        if name and here.size:
-            repeated[first : first + int(here[-1]) + 1] = True
+        needed_here = np.flatnonzero(needed[first:end])
+        if name and needed_here.size:
+            repeated[first : first + int(needed_here[-1]) + 1] = True
     return repeated
 
 
 def _under(module: str, glob: str) -> bool:
-    """Return whether a module or one around it matches."""
+    """Return whether a module or a module that contains it matches."""
     pieces = module.split(".")
     return any(fnmatchcase(".".join(pieces[: i + 1]), glob) for i in range(len(pieces)))
 
@@ -419,13 +417,12 @@ def stage_cost(
         numel += stage_numel / (ranks if zero else 1)
         tensors += float(share.tensors[end] - share.tensors[first])
         squares += float(share.squares[end] - share.squares[first]) / (ranks**2 if zero else 1)
-    last = index + 1 == len(execution.cuts)
-    crossing = 0.0 if last else float(layers.at_positions("crossing")[end])
+    is_last = index + 1 == len(execution.cuts)
     return StageCost(
         index=index,
         group=execution.placement[index],
         units=tuple(units),
-        send_bytes=crossing,
+        send_bytes=0.0 if is_last else float(layers.at_positions("crossing")[end]),
         numel=numel,
         tensors=round(tensors),
         update_gather=sum(seconds["update"]),
@@ -441,16 +438,14 @@ def tied_bytes(
 
     The owner is the group whose stage uses a parameter first.
     """
-    shared: dict[tuple[int, int], float] = {}
-    if len(layers) < 2:
-        return shared
-    for number, tied in enumerate(layers[0].tied):
+    totals: dict[tuple[int, int], float] = {}
+    for number, tied in enumerate(layers[0].tied if len(layers) > 1 else ()):
         stages = np.searchsorted(execution.cuts, tied.users, side="right") - 1
-        home, *others = dict.fromkeys(execution.placement[stage] for stage in stages.tolist())
-        for other in others:
-            num_bytes = layers[home].tied[number].num_bytes
-            shared[home, other] = shared.get((home, other), 0.0) + num_bytes
-    return shared
+        owner, *replicas = dict.fromkeys(execution.placement[stage] for stage in stages.tolist())
+        for replica in replicas:
+            num_bytes = layers[owner].tied[number].num_bytes
+            totals[owner, replica] = totals.get((owner, replica), 0.0) + num_bytes
+    return totals
 
 
 def with_offload(cost: StageCost, seconds: float) -> StageCost:
@@ -480,9 +475,8 @@ def _messages(
     execution: ExecutionConfig,
     costs: ClusterCosts,
 ) -> dict[str, list[float]]:
-    """Return the seconds of every unit's messages, by their purpose."""
-    runs = layers.fold.runs(first, end)
-    seconds = {purpose: [0.0] * len(runs) for purpose in PURPOSES}
+    """Return the seconds of every unit's messages, by purpose."""
+    seconds = {purpose: [0.0] * len(layers.fold.runs(first, end)) for purpose in PURPOSES}
     for kind in layers.sent(first, end, execution):
         rows = group.along(kind.axes)
         if rows.shape[-1] < 2:

@@ -1,12 +1,13 @@
 """One simulated training step: durations of all actions, laid out in the order of a schedule.
 
-`step_times` computes the durations from the costs of all stages; plans store them. `lay_out` gives
-the `Timeline`: every action with its start and end, communication meanwhile, the optimizer step.
+`step_times` computes the durations from the costs of all stages; plans store them. `lay_out` makes
+the `Timeline` of them: when every action starts and ends, and the communication and the optimizer
+step that follow.
 
-A result reaches another group after the time of its message; a group's last backward starts its
-gradient reductions, and what of them is left when it ends is waited for. All groups begin by
-gathering parameters outside of blocks (zero 3), and end with the optimizer and the gathering of
-updated parameters.
+A result reaches another group after the time of its message. A group's last backward starts its
+gradient reductions, and the group waits for those that outlast it. All groups begin by gathering
+parameters outside of blocks (zero 3), and end with the optimizer and the gathering of updated
+parameters.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,9 +34,23 @@ from shardwise.plans.search_result import (
 from shardwise.schedules import Action, Schedule
 from shardwise.schedules.levels import KINDS as ORDER
 from shardwise.schedules.levels import levels_of
-from shardwise.simulation.costs import ClusterCosts, ExecutionConfig, Span
+from shardwise.simulation.costs import ClusterCosts, ExecutionConfig
 from shardwise.simulation.memory import MemoryUse
 from shardwise.simulation.stages import StageCost, UnitCost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Something that takes time on one lane of one group of ranks."""
+
+    group: int
+    lane: str  # "compute" or "communication"
+    name: str
+    start: float
+    end: float
+    kind: str  # "forward", "backward", "weight", "sync", "gather", "optimizer"
+    detail: Mapping[str, float] = field(default_factory=dict)
+
 
 # ------------------------------------------------------------ one pass
 #
@@ -43,73 +58,54 @@ from shardwise.simulation.stages import StageCost, UnitCost
 # gradients are reduced as soon as they are complete, one message after the other.
 
 
-@dataclass(frozen=True, slots=True)
-class PassTime:
-    """Seconds of a forward or backward, of which `waiting` for parameters."""
+class PassTime(NamedTuple):
+    """Seconds of a pass, of its waits for parameters, and of the reductions that outlast it."""
 
     seconds: float
-    waiting: float
-    left: float = 0.0  # communication after the last computation
-    talking: float = 0.0  # all communication, except collectives that nodes wait for
+    waiting: float = 0.0
+    left: float = 0.0
 
 
-def simulate_forward(
-    units: Sequence[UnitCost], loss: float = 0.0, shared: bool = False
+def simulate_pass(
+    units: Sequence[UnitCost], kind: str, *, last: bool, loss: float = 0.0, shared: bool = False
 ) -> PassTime:
-    """Return the time of a forward.
+    """Return the time of a forward (F), a backward (B), or its input (I) or weight (W) half.
 
-    Computing is slowed by the fraction `loss` of the time in which messages are sent. Where the
-    same cores do both (`shared`), messages are slowed by as much.
+    The `last` backward of a step reduces gradients. Computing is slowed by the fraction `loss` of
+    the time in which messages are sent. Where the same cores do both (`shared`), messages are
+    slowed by as much.
     """
-    return _overlap([(u.forward, u.gather, 0.0) for u in units], loss, shared)
-
-
-def simulate_backward(
-    units: Sequence[UnitCost],
-    *,
-    reduce: bool,
-    weight: bool = True,
-    loss: float = 0.0,
-    shared: bool = False,
-) -> PassTime:
-    """Return the time of a backward: the last of a step if `reduce`, of inputs if not `weight`."""
-    rows = [
-        (u.backward - (0.0 if weight else u.weight), u.gather, u.reduce if reduce else 0.0)
-        for u in reversed(units)
-    ]
-    return _overlap(rows, loss, shared)
-
-
-def simulate_weight(
-    units: Sequence[UnitCost], *, reduce: bool, loss: float = 0.0, shared: bool = False
-) -> PassTime:
-    """Return the time of the second half of a backward: the gradients of parameters."""
-    rows = [(u.weight, 0.0, u.reduce if reduce else 0.0) for u in reversed(units)]
+    if kind == "F":
+        return _overlap([(u.forward, u.gather, 0.0) for u in units], loss, shared)
+    rows = []
+    for unit in reversed(units):
+        compute = unit.weight if kind == "W" else unit.backward
+        compute -= unit.weight if kind == "I" else 0.0
+        gather = 0.0 if kind == "W" else unit.gather
+        rows.append((compute, gather, unit.reduce if last else 0.0))
     return _overlap(rows, loss, shared)
 
 
 def _overlap(rows: Sequence[tuple[float, float, float]], loss: float, shared: bool) -> PassTime:
     """Overlap units with their communication, given seconds of compute, gather and reduction."""
     if not any(gather or reduce for _, gather, reduce in rows):
-        return PassTime(sum(compute for compute, _, _ in rows), 0.0)
-    now = link = waiting = 0.0  # when computing and the link are free
-    here = rows[0][1]  # when the parameters of the next unit have arrived
-    link = here
-    for at, (compute, _, reduce) in enumerate(rows):
-        start = max(now, here)
+        return PassTime(sum(compute for compute, _, _ in rows))
+    now = waiting = 0.0  # when computing is free
+    link = gathered = rows[0][1]  # when the link is free, and the next unit's parameters are there
+    for index, (compute, _, reduce) in enumerate(rows):
+        start = max(now, gathered)
         waiting += start - now
-        gather = rows[at + 1][1] if at + 1 < len(rows) else 0.0
+        gather = rows[index + 1][1] if index + 1 < len(rows) else 0.0
         if gather:
             link = max(link, start) + gather
         lost = loss * min(compute, max(0.0, link - start))
         now = start + compute + lost
         link += lost if shared else 0.0
         if gather:
-            here = link
+            gathered = link
         if reduce:
             link = max(link, now) + reduce
-    talking = sum(gather + reduce for _, gather, reduce in rows)
-    return PassTime(now, waiting, max(0.0, link - now), talking)
+    return PassTime(now, waiting, max(0.0, link - now))
 
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
@@ -118,20 +114,20 @@ EXPOSED = ("collectives", "parameters", "gradients", "update")
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """When every group of ranks does what: the actions of its schedule, and what follows them."""
+    """When every group of ranks runs the actions of its schedule, and what follows them."""
 
     step_time_s: float
     causes: Mapping[str, float]  # seconds of the group that ends last, by cause
-    by_group: tuple[Mapping[str, float], ...] = field(repr=False)  # the same of every group
+    by_group: tuple[Mapping[str, float], ...] = field(repr=False)  # the causes of every group
     busy: tuple[float, ...]  # seconds in which each group computes
     bubble_fraction: float
     schedule: Schedule = field(repr=False)
     starts: Floats = field(repr=False, compare=False)  # of all actions, group by group
     ends: Floats = field(repr=False, compare=False)
-    after: tuple[Span, ...] = field(repr=False, default=())  # sums of gradients, the optimizer, …
-    waits: Floats = field(repr=False, compare=False)  # of all actions, for parameters
-    collectives: Floats = field(repr=False, compare=False)  # of all actions, in collectives
-    recompute: Floats = field(repr=False, compare=False)  # of all actions, recomputing forward
+    after: tuple[Span, ...] = field(repr=False, default=())  # gradient reductions, the optimizer, …
+    waits: Floats = field(repr=False, compare=False)  # seconds of all actions for parameters
+    collectives: Floats = field(repr=False, compare=False)  # seconds of all actions in collectives
+    recompute: Floats = field(repr=False, compare=False)  # seconds of all actions in recomputation
     times: StepTimes = field(repr=False, compare=False)
 
     @cached_property
@@ -156,7 +152,7 @@ class Timeline:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds of communication that nothing hides, of the group that ends last."""
+        """Seconds of communication that nothing hides, in the group that ends last."""
         return sum(self.causes[name] for name in EXPOSED)
 
     def to_json(self) -> dict[str, object]:
@@ -169,7 +165,7 @@ class Timeline:
         }
 
     def trace(self, memory: Sequence[MemoryUse] = ()) -> dict[str, object]:
-        """Return events as chrome://tracing and Perfetto read them, with the memory of groups."""
+        """Return events for chrome://tracing and Perfetto, with the memory of groups."""
         return {"traceEvents": trace_events(self, memory), "displayTimeUnit": "ms"}
 
 
@@ -181,10 +177,10 @@ def step_times(
     costs: ClusterCosts,
     tied: Mapping[tuple[int, int], float],
 ) -> StepTimes:
-    """Return the durations of a step; `devices` are those of the slowest rank of each group.
+    """Return the durations of a step; `devices` has the slowest rank's device of each group.
 
-    `tied` are the bytes of parameters that two groups share: gradients are sent to the owner, new
-    values back, once a step.
+    `tied` has the bytes of parameters that two groups share: once a step, gradients are sent to the
+    owner and new values back.
     """
     sends = _sends(stages, execution, costs)
     transfers = []
@@ -217,7 +213,7 @@ def step_times(
 def _sends(
     stages: Sequence[StageCost], execution: ExecutionConfig, costs: ClusterCosts
 ) -> list[tuple[float, float]]:
-    """Return the seconds of each stage's message to the next: in total, and on the link only."""
+    """Return the seconds of each stage's message to the next: in total, and on the link alone."""
     sends = [(0.0, 0.0)] * len(stages)
     for stage, following in pairwise(stages):
         here, there = execution.groups[stage.group], execution.groups[following.group]
@@ -233,21 +229,17 @@ def _passes(
 ) -> Iterator[PassTimes]:
     """Yield the times of every kind of action of every stage; equal stages are simulated once."""
     levels, count = levels_of(schedule), len(stages)
-    same: dict[object, PassTime] = {}
+    simulated: dict[object, PassTime] = {}
     for key in np.unique((levels.kind * count + levels.stage) * 2 + levels.last).tolist():
         kind, number, last = ORDER[key // 2 // count], key // 2 % count, bool(key % 2)
         stage = stages[number]
         units, device = stage.units, devices[stage.group]
-        figures = (kind, last, id(device), tuple(map(_figures, units)))
-        if figures not in same:
-            lost = {"loss": device.overlap_loss, "shared": device.kind == "cpu"}
-            if kind == "F":
-                same[figures] = simulate_forward(units, **lost)
-            elif kind == "W":
-                same[figures] = simulate_weight(units, reduce=last, **lost)
-            else:
-                same[figures] = simulate_backward(units, reduce=last, weight=kind == "B", **lost)
-        spent = same[figures]
+        figures = tuple((u.forward, u.backward, u.weight, u.gather, u.reduce) for u in units)
+        equal_key = (kind, last, id(device), figures)
+        if equal_key not in simulated:
+            loss, shared = device.overlap_loss, device.kind == "cpu"
+            simulated[equal_key] = simulate_pass(units, kind, last=last, loss=loss, shared=shared)
+        spent = simulated[equal_key]
         yield PassTimes(
             kind=kind,
             stage=number,
@@ -279,7 +271,7 @@ def lay_out(times: StepTimes, schedule: Schedule) -> Timeline:
 
 
 class _Layout:
-    """The actions of all groups in time, and what follows them."""
+    """Place the actions of all groups in time, and what follows them."""
 
     def __init__(self, times: StepTimes, schedule: Schedule) -> None:
         self.times, self.levels = times, levels_of(schedule)
@@ -329,7 +321,7 @@ class _Layout:
         )
 
     def _column(self, name: str) -> Floats:
-        """Return one figure of the pass of every action."""
+        """Return a field of `PassTimes` for every action."""
         by_key = np.zeros(len(ORDER) * len(self.times.stages) * 2)
         for key, spent in self.passes.items():
             by_key[key] = getattr(spent, name)
@@ -342,13 +334,13 @@ class _Layout:
         numbers, counts = np.unique(keys, return_counts=True)
         for key, times in zip(numbers.tolist(), counts.tolist(), strict=True):
             spent = self.passes[key]
-            rest = spent.seconds - spent.waiting
+            compute = spent.seconds - spent.waiting
             causes["parameters"] += times * spent.waiting
             if spent.kind != "W":
                 causes["collectives"] += times * spent.collectives
                 causes["recompute"] += times * spent.recompute
-                rest -= spent.collectives + spent.recompute
-            causes["compute"] += times * max(0.0, rest)
+                compute -= spent.collectives + spent.recompute
+            causes["compute"] += times * max(0.0, compute)
         return causes
 
     def _reductions(self, group: int, actions: Ints, ends: Floats, computed: float) -> float:
@@ -368,7 +360,7 @@ class _Layout:
         computed: Sequence[float],
         causes: Sequence[dict[str, float]],
     ) -> list[float]:
-        """Return when every group ends, after tied gradients, the optimizer and new values."""
+        """Return when every group ends: after tied gradients, the optimizer and new values."""
         ready = self._exchanged(reduced, "gradients of shared parameters", "sync")
         updated = []
         for group, (start, spent) in enumerate(zip(ready, causes, strict=True)):
@@ -404,15 +396,8 @@ class _Layout:
         self.after.append(Span(group=group, lane=lane, name=name, start=start, end=end, kind=kind))
 
 
-def _figures(unit: UnitCost) -> tuple[float, ...]:
-    return (unit.forward, unit.backward, unit.weight, unit.gather, unit.reduce)
-
-
 def update_seconds(stage: StageCost, execution: ExecutionConfig, device: Device) -> float:
-    """Return the time of the optimizer's step.
-
-    Where its state is in host memory, it travels to the device and back.
-    """
+    """Return the time of the optimizer step, and of moving its state if that is in host memory."""
     size = 8 if execution.precision.master == "float64" else adamw.WORD_BYTES
     if stage.update_s is not None:
         seconds = stage.update_s
@@ -426,11 +411,11 @@ def update_seconds(stage: StageCost, execution: ExecutionConfig, device: Device)
 
 
 def pairs(here: Ints, there: Ints) -> Ints:
-    """Return pairs of sender and receiver, also of groups of different sizes."""
+    """Return pairs of sender and receiver; groups may have different sizes."""
     numbers = np.arange(max(len(here), len(there)))
-    left = here[numbers * len(here) // len(numbers)]
-    right = there[numbers * len(there) // len(numbers)]
-    return np.stack([left, right], axis=1)
+    senders = here[numbers * len(here) // len(numbers)]
+    receivers = there[numbers * len(there) // len(numbers)]
+    return np.stack([senders, receivers], axis=1)
 
 
 # ------------------------------------------------------------ traces
@@ -445,12 +430,11 @@ Event = dict[str, Any]
 
 def trace_events(timeline: Timeline, memory: Sequence[MemoryUse] = ()) -> list[Event]:
     """Return all events: names, then spans, then memory."""
-    groups = range(len(timeline.busy))
+    lanes = {"compute": COMPUTE, "communication": AFTER}
     return [
-        *(event for group in groups for event in _names(group)),
+        *(event for group in range(len(timeline.busy)) for event in _names(group)),
         *(
             _span(s.name, s.kind, s.group, lanes[s.lane], s.start, s.end, s.detail)
-            for lanes in ({"compute": COMPUTE, "communication": AFTER},)
             for s in timeline.spans
         ),
         *_collectives(timeline),
@@ -501,7 +485,7 @@ def _collectives(timeline: Timeline) -> Iterator[Event]:
 
 
 def _message(timeline: Timeline, action: Action, group: int) -> tuple[int, float]:
-    """Return the stage on another group that receives an action's result, and the seconds."""
+    """Return the stage that receives an action's result, and the seconds to another group."""
     placement = timeline.schedule.placement
     there = action.stage + (1 if action.kind == "F" else -1)
     if action.kind == "W" or not 0 <= there < len(placement) or placement[there] == group:

@@ -1,7 +1,7 @@
 """The workload of one rank for one micro-batch, node by node: kernels, collectives and bytes.
 
-`costs` turns it into times on a cluster. A workload is read from a lowered program. Since nearly
-everything is linear in the rows of a micro-batch, `WorkloadModel` lowers a few programs and
+A workload is read from a lowered program, and `costs` turns it into times on a cluster. Since
+nearly everything is linear in the rows of a micro-batch, `WorkloadModel` lowers a few programs and
 interpolates between them.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from shardwise.arrays import Floats
+from shardwise.arrays import Floats, float_arrays
 from shardwise.cluster import Mesh
 from shardwise.cost import CallCost, Kernel, Signature, call_signature, cost_of
 from shardwise.ir import Graph, Ref
@@ -29,7 +29,7 @@ from shardwise.shares import Shares, part
 from shardwise.simulation.folded_graph import FoldedGraph
 from shardwise.simulation.liveness import DEFERRED, Liveness, Moment, is_cheap
 
-FORWARD, BACKWARD, WEIGHT = 0, 1, 2  # phases; WEIGHT is what only gradients of parameters need
+FORWARD, BACKWARD, WEIGHT = 0, 1, 2  # phases; WEIGHT is the part of backward for parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Launch:
     node: int
     phase: int
     kernel: Kernel
-    product: bool = False  # its result is kept by selective recomputation
+    product: bool = False  # selective recomputation saves its result
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class NodeCollective:
 
 @dataclass(frozen=True, slots=True)
 class LocalParameter:
-    """A parameter as a rank holds it; `node` is the first that uses it, `others` the rest."""
+    """A rank's part of a parameter; `node` is the first that uses it, `others` are all later."""
 
     name: str
     node: int
@@ -68,51 +68,48 @@ class LocalParameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Arrays have one entry per node of the small graph, in bytes."""
+    """The work of a rank for a micro-batch; arrays have the bytes of every node of the small graph.
+
+    Arrays that end in `_full` and `_selective` are for blocks that are recomputed, entirely or
+    except for their products.
+    """
 
     rows: float
     launches: tuple[Launch, ...]
-    calls: tuple[tuple[int, Signature, bool], ...]  # node, call, whether a product: to look up
+    calls: tuple[tuple[int, Signature, bool], ...]  # node, call, whether it is a product
     collectives: tuple[NodeCollective, ...]
     parameters: tuple[LocalParameter, ...]
-    saved: Floats  # made here and kept for backward
-    saved_full: Floats  # the same where blocks are recomputed
-    saved_selective: Floats  # the same where blocks keep their products only
-    freed: Floats  # the same bytes at the first node that needs them, whose backward frees them
+    saved: Floats  # made here and saved for backward
+    saved_full: Floats
+    saved_selective: Floats
+    freed: Floats  # saved bytes at the first node that needs them, whose backward frees them
     freed_full: Floats
     freed_selective: Floats
-    entering: Floats  # of these, what comes from another block
+    entering: Floats  # the part of `freed` that comes from another block
     entering_full: Floats
     entering_selective: Floats
-    unsaved: Floats  # alive after this node without being kept
+    unsaved: Floats  # alive after this node without being saved
     unsaved_full: Floats
     unsaved_selective: Floats
-    shared: Floats  # kept before and after this node, of the batch alone: each stage has its own
+    shared: Floats  # saved across this node and computed from the batch alone, by every stage
     gradients: Floats  # of values, alive when the node's backward begins
-    forward_extra: Floats  # results and memory of its own while the node runs
+    forward_extra: Floats  # results and temporary memory while the node runs
     backward_extra: Floats
-    waiting: Floats  # of operands and gradients that gradients of weights wait for
-    crossing: Floats  # made before this node, used by it or later: what a cut here would send
+    waiting: Floats  # operands and gradients that deferred weight gradients need
+    crossing: Floats  # made before this node, used by it or later: what a boundary here would send
     buffers: Floats  # buffers and constants that are first used here
     inputs_bytes: float  # the rank's part of the batch
-    batch_bytes: float  # the whole batch
+    batch_bytes: float  # the full batch
     notes: tuple[str, ...] = ()
-
-    ARRAYS = (
-        "saved", "saved_full", "saved_selective", "freed", "freed_full", "freed_selective",
-        "entering", "entering_full", "entering_selective",
-        "unsaved", "unsaved_full", "unsaved_selective", "shared", "gradients", "forward_extra",
-        "backward_extra", "waiting", "crossing",
-    )  # fmt: skip
 
     @property
     def flops(self) -> float:
-        """Of all kernels, forward and backward."""
+        """The floating-point operations of all kernels, forward and backward."""
         return sum(launch.kernel.flops for launch in self.launches)
 
     @property
     def moved_bytes(self) -> float:
-        """That all kernels read and write."""
+        """The bytes that all kernels read and write."""
         return sum(launch.kernel.bytes for launch in self.launches)
 
     def between(self, other: Workload, rows: float) -> Workload:
@@ -122,7 +119,10 @@ class Workload:
         def line(a: float, b: float) -> float:
             return max(a + (b - a) * share, 0.0)
 
-        arrays: dict[str, Any] = {name: self._array(other, name, share) for name in self.ARRAYS}
+        def array(name: str) -> Any:
+            low, high = getattr(self, name), getattr(other, name)
+            return np.maximum(low + (high - low) * share, 0.0)
+
         return replace(
             self,
             rows=rows,
@@ -135,21 +135,17 @@ class Workload:
                 replace(a, num_bytes=line(a.num_bytes, b.num_bytes))
                 for a, b in zip(self.collectives, other.collectives, strict=True)
             ),
-            **arrays,
+            **{name: array(name) for name in float_arrays(Workload)},
         )
 
-    def _array(self, other: Workload, name: str, share: float) -> Floats:
-        low, high = getattr(self, name), getattr(other, name)
-        array: Floats = np.maximum(low + (high - low) * share, 0.0)
-        return array
-
     def has_same_calls(self, other: Workload) -> bool:
-        """Return whether both have the same kernels and collectives, in other sizes."""
-        return [(x.node, x.phase, x.kernel.op, len(x.kernel.shape)) for x in self.launches] == [
-            (x.node, x.phase, x.kernel.op, len(x.kernel.shape)) for x in other.launches
-        ] and [(t.node, t.op, t.axes) for t in self.collectives] == [
-            (t.node, t.op, t.axes) for t in other.collectives
-        ]
+        """Return whether both have the same kernels and collectives, possibly of other sizes."""
+        return self._calls == other._calls
+
+    @property
+    def _calls(self) -> object:
+        kernels = [(x.node, x.phase, x.kernel.op, len(x.kernel.shape)) for x in self.launches]
+        return kernels, [(c.node, c.op, c.axes) for c in self.collectives]
 
 
 def _between(a: Kernel, b: Kernel, line: Callable[[float, float], float]) -> Kernel:
@@ -157,19 +153,14 @@ def _between(a: Kernel, b: Kernel, line: Callable[[float, float], float]) -> Ker
     return replace(a, flops=line(a.flops, b.flops), bytes=line(a.bytes, b.bytes), shape=shape)
 
 
-def work_of(program: RankProgram, graph: Graph, blocks: Sequence[str], rows: float) -> Workload:
-    """Return the work of a rank's program, for a micro-batch of `rows`."""
-    return _Reader(program, graph, blocks).read(rows)
-
-
 class _Reader:
-    """One pass over the steps of a program."""
+    """Read the workload of a rank's program in one pass over its steps."""
 
     def __init__(self, program: RankProgram, graph: Graph, blocks: Sequence[str]) -> None:
         self.program, self.graph, self.blocks = program, graph, blocks
         self.index = {node.name: i for i, node in enumerate(graph.nodes)}
         self.parameters = {p.value for p in graph.parameters}
-        self.root: dict[str, str] = {}  # a view -> what has the memory
+        self.root: dict[str, str] = {}  # a view -> the value that owns its memory
         self.made: dict[str, int] = {}  # memory -> the node that makes it
         self.used: dict[str, list[int]] = {}  # memory -> nodes that use it
         self.moments: list[Moment] = []
@@ -194,16 +185,13 @@ class _Reader:
             collectives=tuple(self.collectives),
             parameters=tuple(self._parameters()),
             inputs_bytes=float(sum(self._bytes(i.value) for i in self.graph.inputs)),
-            batch_bytes=float(sum(self._whole_bytes(i.value) for i in self.graph.inputs)),
+            batch_bytes=float(sum(self.graph.values[i.value].num_bytes for i in self.graph.inputs)),
             notes=tuple(self.notes),
             **self._memory(),
         )
 
     def _bytes(self, name: str) -> int:
         return self.program.values[name].type.num_bytes
-
-    def _whole_bytes(self, name: str) -> int:
-        return self.graph.values[name].num_bytes
 
     def _has_grad(self, name: str) -> bool:
         return self.program.values[name].value in self.program.carries_grad
@@ -222,10 +210,10 @@ class _Reader:
         for phase, op in ((FORWARD, move.forward.collective), (BACKWARD, move.backward.collective)):
             if op and (phase == FORWARD or self._has_grad(source)):
                 self.collectives.append(NodeCollective(at, phase, op, step.axes, size))
-        gave, back = move.forward.copies, move.backward.copies
+        copies, grad_copies = move.forward.copies, move.backward.copies
         if step.fn in ("rt.shard", "rt.take") and self._is_outermost(step):
-            gave = 0  # a view of the full value
-        if not gave:
+            copies = 0  # a view of the full value
+        if not copies:
             self.root[target] = self.root.get(source, source)
             del self.made[target]
         size, from_size = float(self._bytes(target)), float(self._bytes(source))
@@ -234,9 +222,11 @@ class _Reader:
                 node=at,
                 operands=(source,),
                 results=((target, self.root.get(target, target)),),
-                made_bytes=size * min(gave, 1) + max(size, from_size) * max(gave - 1, 0),
-                gradients=((source, from_size * min(back, 1)),) if self._has_grad(source) else (),
-                backward_temporary_bytes=max(size, from_size) * max(back - 1, 0),
+                made_bytes=size * min(copies, 1) + max(size, from_size) * max(copies - 1, 0),
+                gradients=((source, from_size * min(grad_copies, 1)),)
+                if self._has_grad(source)
+                else (),
+                backward_temporary_bytes=max(size, from_size) * max(grad_copies - 1, 0),
                 is_move=True,
                 passing=True,
             )
@@ -267,13 +257,13 @@ class _Reader:
 
     def _moment(self, step: Step, cost: CallCost, roots: Sequence[str], at: int) -> Moment:
         memory = [self.root.get(out, out) for out in step.outputs]
-        keeps: set[str] = set()
+        saves: set[str] = set()
         own: list[float] = []
         for saved in cost.saved:
             if saved.operand is not None:
-                keeps.add(roots[saved.operand])
+                saves.add(roots[saved.operand])
             elif saved.result is not None:
-                keeps.add(memory[saved.result])
+                saves.add(memory[saved.result])
             else:
                 own.append(float(saved.num_bytes))
         made = sum(self._bytes(o) for o, m in zip(step.outputs, memory, strict=True) if o == m)
@@ -282,14 +272,14 @@ class _Reader:
             node=at,
             operands=step.inputs,
             results=tuple(zip(step.outputs, memory, strict=True)),
-            keeps=frozenset(keeps),
+            saves=frozenset(saves),
             own_bytes=sum(own),
             result_bytes=own[0] if own else 0.0,
             made_bytes=made + sum(own) + cost.forward_temporary_bytes,
             gradients=tuple((n, size) for n, size in trained if n not in self.parameters),
             backward_temporary_bytes=float(cost.backward_temporary_bytes),
             product=any(k.kind != "memory" and not is_cheap(k) for k in cost.forward),
-            waits=bool(cost.weight) and step.fn.split(".")[1] in DEFERRED,
+            defers=bool(cost.weight) and step.fn.split(".")[1] in DEFERRED,
             passing="::".join(step.fn.split(".")[:2]) in PASSING,
         )
 
@@ -310,7 +300,7 @@ class _Reader:
         )
 
     def _define(self, step: Step, cost: CallCost, roots: Sequence[str], at: int) -> None:
-        """Record which results of a call have memory of their own, and which are views."""
+        """Record which results of a call are new memory, and which are views."""
         for index, out in enumerate(step.outputs):
             alias = cost.aliases[index] if index < len(cost.aliases) else None
             if alias is not None:
@@ -352,11 +342,11 @@ class _Reader:
         fixed = [b.value for b in self.graph.buffers] + [c.value for c in self.graph.constants]
         for value in fixed:
             if users := self.used.get(value):
-                arrays["buffers"][min(users)] += self._whole_bytes(value)
+                arrays["buffers"][min(users)] += self.graph.values[value].num_bytes
         return arrays
 
     def _original(self) -> Mapping[str, int]:
-        """Return values that the graph's nodes make and later nodes use, with their last use."""
+        """Return the last use of every value that one node makes and another uses."""
         last: dict[str, int] = {}
         for index, node in enumerate(self.graph.nodes):
             for name in node.inputs:
@@ -369,12 +359,11 @@ class _Reader:
         for storage in self.program.parameters:
             users = sorted(set(self.used.get(storage.value, ())))
             if users:
-                numel = int(np.prod(storage.local_shape, dtype=np.int64))
                 yield LocalParameter(
                     name=storage.name,
                     node=users[0],
                     others=tuple(users[1:]),
-                    numel=numel,
+                    numel=int(np.prod(storage.local_shape, dtype=np.int64)),
                     itemsize=storage.dtype.itemsize,
                     sync=storage.sync,
                     requires_grad=storage.requires_grad,
@@ -397,9 +386,9 @@ TOLERANCE = 0.02  # relative, of flops and bytes, up to which a workload counts 
 
 
 class WorkloadModel:
-    """The workload of a rank by rows of its micro-batch.
+    """The workload of a rank as a function of the rows of its micro-batch.
 
-    `assignments` hold for every number of ranks along batch axes.
+    `assignments` are valid for every number of ranks along batch axes.
     """
 
     def __init__(
@@ -417,15 +406,15 @@ class WorkloadModel:
         self._line: tuple[Workload, Workload] | None = None
 
     def with_rows(self, rows: int) -> WorkloadModel:
-        """Return the model for a batch of fewer rows, of which each has the same workload."""
+        """Return the model for a batch of fewer rows, each with the same workload."""
         smaller = copy(self)
         smaller.rows = rows if self.batch else self.rows
         return smaller
 
     def at(self, rows: float, *, exact: bool = False) -> Workload:
-        """Return the work of a rank whose micro-batch has `rows` of the batch.
+        """Return the workload of a rank whose micro-batch has `rows` of the batch.
 
-        `exact` lowers a program for them, so that every call has its shapes.
+        With `exact`, a program is lowered for these rows, so that every call has its real shapes.
         """
         if not self.batch or self._graph_rows <= 1 or rows >= self._graph_rows:
             return self._lowered(1)
@@ -434,18 +423,18 @@ class WorkloadModel:
         if self._line is None:
             self._line = self._find_line()
         low, high = self._line
-        if low is high:  # not linear: other axes shard the rows as well
+        if low is high:  # not linear, because other axes shard the rows as well
             return self._lowered(max(1, min(self._graph_rows, round(self._graph_rows / rows))))
         if rows not in self._between:
             self._between[rows] = low.between(high, rows)
         return self._between[rows]
 
     def _find_line(self) -> tuple[Workload, Workload]:
-        """Return two programs of few rows if a third is on their line, else one program twice."""
+        """Return workloads of two small batches that larger ones are in line with, or one twice."""
         if self._graph_rows < 4:
             one, more = self._lowered(self._graph_rows), self._lowered(1)
             return one, more if one.rows < more.rows and one.has_same_calls(more) else one
-        for fewest in (2, 1, 4):  # one row alone may be a view where more need a copy
+        for fewest in (2, 1, 4):  # a single row may be a view where more rows need a copy
             one, two, more = (
                 self._lowered(-(-self._graph_rows // (fewest * k))) for k in (1, 2, 4)
             )
@@ -461,18 +450,18 @@ class WorkloadModel:
     def _division(self, rows: int) -> int:
         """Return a division of the batch whose first part has `rows`."""
         parts = -(-self._graph_rows // rows)
-        return (
-            parts
-            if -(-self._graph_rows // parts) == rows
-            else Shares.of([rows, self._graph_rows - rows])
-        )
+        is_even = -(-self._graph_rows // parts) == rows
+        return parts if is_even else Shares.of([rows, self._graph_rows - rows])
 
     def _lowered(self, parts: int) -> Workload:
         if parts not in self._exact:
             rows = part(self._graph_rows, parts, 0)[1] if self.batch else self._graph_rows
             program = lower_place(self._resolved(parts), 0)
-            blocks = _small_blocks(self.fold)
-            self._exact[parts] = work_of(program, self.fold.graph, blocks, rows)
+            blocks = [""] * len(self.fold.graph.nodes)  # of every node of the small graph
+            for node, block in zip(self.fold.order, self.fold.blocks, strict=True):
+                if node >= 0 and not blocks[node]:
+                    blocks[node] = block
+            self._exact[parts] = _Reader(program, self.fold.graph, blocks).read(rows)
         return self._exact[parts]
 
     def _resolved(self, parts: int) -> Resolved:
@@ -504,7 +493,7 @@ def workload_on(workloads: Workloads, mesh: Mesh) -> WorkloadModel:
 
 
 def _on_line(one: Workload, two: Workload, other: Workload) -> bool:
-    """Return whether a third program's flops and bytes are on the line through two."""
+    """Return whether a third workload's flops and bytes are on the line through two."""
     line = one.between(two, other.rows)
     return all(
         abs(getattr(line, name) - getattr(other, name)) <= TOLERANCE * getattr(other, name)
@@ -516,12 +505,3 @@ def batch_rows(graph: Graph) -> int:
     """Return the rows of the batch: the most common first size of the inputs."""
     sizes = [graph.values[i.value].shape[0] for i in graph.inputs if graph.values[i.value].shape]
     return max(set(sizes), key=lambda s: (sizes.count(s), s), default=1)
-
-
-def _small_blocks(fold: FoldedGraph) -> list[str]:
-    """Return the block of every node of the small graph."""
-    blocks = [""] * len(fold.graph.nodes)
-    for at, node in enumerate(fold.order):
-        if node >= 0 and not blocks[node]:
-            blocks[node] = fold.blocks[at]
-    return blocks

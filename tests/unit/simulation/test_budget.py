@@ -14,8 +14,8 @@ from benchmarks.models import GPT, tokens
 from shardwise.cluster import Cluster, Device
 from shardwise.simulation.estimate import Estimate
 from shardwise.simulation.memory import (
+    ALLOCATOR_BYTES,
     COMMUNICATOR_BYTES,
-    LEAST_LEFT_OVER_BYTES,
     WORKSPACE_BYTES,
     Budget,
     MemoryUse,
@@ -35,7 +35,7 @@ def test_communicators_and_the_allocator_take_their_part() -> None:
     assert three.taken(alone.limit_bytes) - three.taken(three.limit_bytes) == pytest.approx(
         2 * COMMUNICATOR_BYTES
     )
-    assert alone.taken(0) == LEAST_LEFT_OVER_BYTES
+    assert alone.taken(0) == ALLOCATOR_BYTES
     for budget in (alone, three):
         assert sum(budget.others().values()) + budget.limit_bytes == pytest.approx(
             device().memory_bytes

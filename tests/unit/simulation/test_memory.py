@@ -56,7 +56,7 @@ def chain(uses_of_first: int) -> Liveness:
     for i, (given, made) in enumerate(itertools.pairwise(names[:-1]), start=1):
         moments.append(
             Moment(
-                node=i, operands=(given,), results=((made, made),), keeps=frozenset({given}),
+                node=i, operands=(given,), results=((made, made),), saves=frozenset({given}),
                 made_bytes=10.0, gradients=((given, 10.0),),
             )
         )  # fmt: skip
@@ -82,7 +82,7 @@ def test_gradients_share_memory_and_are_added_in_place() -> None:
 def test_what_many_blocks_use_is_kept_once_and_where_it_is_made() -> None:
     moments = [Moment(node=0, operands=(), results=(("mask", "mask"),))]
     moments += [
-        Moment(node=i, operands=("mask",), results=((f"y{i}", f"y{i}"),), keeps=frozenset({"mask"}))
+        Moment(node=i, operands=("mask",), results=((f"y{i}", f"y{i}"),), saves=frozenset({"mask"}))
         for i in (1, 2)
     ]
     sizes = {"mask": 8.0, "y1": 1.0, "y2": 1.0}
@@ -96,7 +96,7 @@ def test_what_comes_from_another_block_counts_where_it_enters() -> None:
     """Layers that are folded into one have the node that a value enters, not all that make it."""
     moments = [
         Moment(node=0, operands=(), results=(("x", "x"),)),
-        Moment(node=1, operands=("x",), results=(("y", "y"),), keeps=frozenset({"x"})),
+        Moment(node=1, operands=("x",), results=(("y", "y"),), saves=frozenset({"x"})),
         Moment(node=2, operands=("y",), results=(("z", "z"),)),
     ]
     sizes = dict.fromkeys("xyz", 8.0)

@@ -281,7 +281,7 @@ class Least:
 
     def _sums(self, execution: ExecutionConfig, numel: np.ndarray) -> np.ndarray:
         op = "all_reduce" if execution.zero < 2 else "reduce_scatter"
-        return self._talk(op, numel * execution.wire_size(self.itemsize))
+        return self._talk(op, numel * execution.reduced_item_bytes(self.itemsize))
 
     def _talk(self, op: str, num_bytes: np.ndarray) -> np.ndarray:
         """Of all bytes in one message, over `dp` ranks or over these and others."""

@@ -27,6 +27,7 @@ from itertools import product
 
 import numpy as np
 
+from shardwise.arrays import float_arrays
 from shardwise.cluster import Cluster
 from shardwise.errors import ShardwiseError
 from shardwise.ir import Graph
@@ -305,7 +306,7 @@ class Neighbours:
         numel, held = np.zeros(len(self.rows)), [list[object]() for _ in self.rows]
         for (axes, _, itemsize), share in layers.parameters(execution).items():
             numel += np.diff(share.numel)
-            columns = [np.diff(getattr(share, name)) for name in share.ARRAYS]
+            columns = [np.diff(getattr(share, name)) for name in float_arrays(share)]
             for i, values in enumerate(zip(*columns, strict=True)):
                 if any(values):
                     held[i].append((axes, itemsize, values))
