@@ -25,8 +25,7 @@ from shardwise.reports.document import (
 from shardwise.schedules.levels import KINDS as LETTERS
 from shardwise.schedules.levels import Levels, levels_of
 from shardwise.simulation import Estimate
-from shardwise.simulation.step import Span
-from shardwise.simulation.step import KINDS
+from shardwise.simulation.step import KINDS, Span
 
 MAX_CLASSES = 32
 EDGES = 8  # groups at either end that are always shown
