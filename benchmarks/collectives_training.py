@@ -29,7 +29,7 @@ from benchmarks.collectives import hosts
 from benchmarks.models import GPT, tokens
 from benchmarks.pipeline import machine
 from shardwise.collectives import Network
-from shardwise.collectives.bench.emulation import emulated, run_all
+from shardwise.collectives.bench.emulation import emulated, run_on_hosts
 
 RESULTS = Path(__file__).parent / "results" / "collectives_training.json"
 RATES = [800.0, 800.0, 800.0, 200.0]
@@ -117,7 +117,7 @@ def main() -> None:
     module = [sys.executable, "-m", "benchmarks.collectives_training", "--steps", str(given.steps)]
     with tempfile.TemporaryDirectory() as folder, emulated(network) as plan:
         commands = [[*module, "--worker", folder, str(rank)] for rank in range(len(RATES))]
-        run_all(plan, commands, timeout_s=TIMEOUT_S, environment={"OMP_NUM_THREADS": "1"})
+        run_on_hosts(plan, commands, timeout_s=TIMEOUT_S, environment={"OMP_NUM_THREADS": "1"})
         found = json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
     library, ours = (statistics.median(found[side]["seconds"]) for side in ("library", "ours"))
     pairs = zip(found["library"]["losses"], found["ours"]["losses"], strict=True)

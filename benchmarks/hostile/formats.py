@@ -25,7 +25,7 @@ from shardwise.cli import main
 from shardwise.collectives import Network, solve
 from shardwise.collectives.messages import CollectiveChoice, MessageProgram
 from shardwise.collectives.messages.check import check as check_messages
-from shardwise.collectives.messages.choice import Forest, Tree, Wire
+from shardwise.collectives.messages.choice import Edge, Forest, Tree
 from shardwise.cost import OpTable
 from shardwise.errors import PlanMismatch, ShardwiseError
 from shardwise.ir import Graph
@@ -205,10 +205,10 @@ def _choice() -> CollectiveChoice:
     """Return an all-reduce of four ranks over a star."""
     star = (-1, 0, 0, 0)
     pairs = [(rank, 0) for rank in (1, 2, 3)] + [(0, rank) for rank in (1, 2, 3)]
-    wires = [Wire(source=a, target=b, uses=(i,), latency_s=1e-6) for i, (a, b) in enumerate(pairs)]
+    edges = [Edge(source=a, target=b, uses=(i,), latency_s=1e-6) for i, (a, b) in enumerate(pairs)]
     tree = Tree(weight=1.0, root=0, inward=star, outward=star)
     forest = Forest(
-        num_ranks=4, trees=(tree,), wires=tuple(sorted(wires, key=str)), capacity=(1e9,) * 6
+        num_ranks=4, trees=(tree,), edges=tuple(sorted(edges, key=str)), capacity=(1e9,) * 6
     )
     return CollectiveChoice(
         operation="all_reduce",

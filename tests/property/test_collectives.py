@@ -22,9 +22,9 @@ latencies = st.sampled_from([0.0, 1e-6, 5e-5])
 
 
 @st.composite
-def networks(draw: st.DrawFn, most: int = 9) -> Network:
-    """Cards behind a trunk or a bus, direct links, some missing: anything that connects all."""
-    count = draw(st.integers(2, most))
+def networks(draw: st.DrawFn, max_ranks: int = 9) -> Network:
+    """Draw cards behind a trunk or a bus, or direct links of which some are missing."""
+    count = draw(st.integers(2, max_ranks))
     kind = draw(st.sampled_from(["cards", "links", "trunk", "bus", "some links"]))
     names = [str(i) for i in range(count)]
     pairs = list(itertools.permutations(range(count), 2))
@@ -54,7 +54,9 @@ def networks(draw: st.DrawFn, most: int = 9) -> Network:
     return Network.of(names, capacities, sends, message_s=draw(latencies))
 
 
-def true_result(program: MessageProgram, inputs: list[np.ndarray], rank: int) -> np.ndarray | None:
+def expected_result(
+    program: MessageProgram, inputs: list[np.ndarray], rank: int
+) -> np.ndarray | None:
     operation = program.operation
     if operation in ("all_reduce", "reduce", "reduce_scatter"):
         total = sum(x.astype(np.float64) for x in inputs)
@@ -70,11 +72,11 @@ def true_result(program: MessageProgram, inputs: list[np.ndarray], rank: int) ->
     return np.concatenate([x[first : first + count] for x in inputs])
 
 
-def same(solution: Solution, dtype: str, seed: int) -> None:
+def check_results(solution: Solution, dtype: str, seed: int) -> None:
     program = solution.program
     random = np.random.default_rng(seed)
     sizes = program.counts if program.operation == "all_gather" else ()
-    # Small whole numbers: every sum is exact in every dtype.
+    # Small integers: every sum is exact in every dtype.
     inputs = [
         random.integers(0, 5, size=sizes[r] if sizes else program.numel).astype(dtype)
         for r in range(program.num_ranks)
@@ -82,19 +84,19 @@ def same(solution: Solution, dtype: str, seed: int) -> None:
     facts = check(program)
     results = interpret(program, inputs)
     for rank, result in enumerate(results):
-        wanted = true_result(program, inputs, rank)
-        if wanted is None:
+        expected = expected_result(program, inputs, rank)
+        if expected is None:
             assert result is None
         else:
             assert result is not None
-            np.testing.assert_array_equal(result, wanted.astype(dtype))
+            np.testing.assert_array_equal(result, expected.astype(dtype))
     assert facts.scratch_elements <= program.numel * program.num_ranks * program.window
     assert MessageProgram.from_json(program.to_json()) == program
 
 
 @st.composite
-def asked(draw: st.DrawFn) -> tuple[Network, str, int, str, int | None, list[int] | None]:
-    """A network, an operation of so many elements of a dtype, its root and counts."""
+def cases(draw: st.DrawFn) -> tuple[Network, str, int, str, int | None, list[int] | None]:
+    """Draw a network, an operation, its number of elements, dtype, root and counts."""
     network, operation = draw(networks()), draw(st.sampled_from(OPERATIONS))
     numel = draw(st.sampled_from([0, 1, 2, 3, 7, 64, 1001, 40_003, 1_000_003]))
     count = network.num_ranks
@@ -106,11 +108,11 @@ def asked(draw: st.DrawFn) -> tuple[Network, str, int, str, int | None, list[int
     return network, operation, numel, draw(st.sampled_from(DTYPES)), root, counts
 
 
-def check_program(what: tuple, seed: int) -> None:
-    network, operation, numel, dtype, root, counts = what
+def check_program(case: tuple, seed: int) -> None:
+    network, operation, numel, dtype, root, counts = case
     item = np.dtype(dtype).itemsize
     solution = solve(network, operation, numel, item_bytes=item, root=root, counts=counts)
-    same(solution, dtype, seed)
+    check_results(solution, dtype, seed)
     assert solution.cut_bound_s <= solution.lp_bound_s * (1 + 1e-6) + 1e-15
     assert solution.lp_bound_s <= solution.bandwidth_s * (1 + 1e-6) + 1e-15
     assert solution.bandwidth_s <= solution.predicted_s * (1 + 1e-6) + 1e-15
@@ -121,76 +123,76 @@ def check_program(what: tuple, seed: int) -> None:
     elif not solution.proved:
         assert f"not proved optimal: {solution.gap:.2%} above the bound" in text
     elif solution.cut_bound_s < solution.lp_bound_s * (1 - 1e-4):
-        assert "the cuts that were tried are" in text
+        assert "the bound by cuts is" in text
 
 
 def check_rings(network: Network, operation: str) -> None:
     demand = demand_of(network, operation)
-    found = solve(network, operation, 4_000_000)
+    solution = solve(network, operation, 4_000_000)
     for order in itertools.permutations(range(1, network.num_ranks)):
-        parts = ring(network, demand, (0, *order))
-        if parts is not None:
-            time = load_time(network, parts) * found.num_bytes
-            assert found.lp_bound_s <= time * (1 + 1e-6)
+        trees = ring(network, demand, (0, *order))
+        if trees is not None:
+            time = load_time(network, trees) * solution.num_bytes
+            assert solution.lp_bound_s <= time * (1 + 1e-6)
             # The ring's bytes alone; its latencies would come on top of it.
-            assert found.bandwidth_s <= time * (1 + 2e-3)
+            assert solution.bandwidth_s <= time * (1 + 2e-3)
 
 
 def check_cuts(network: Network, operation: str) -> None:
-    found = solve(network, operation, 1_000_000)
-    assert found.cut_bound_s == pytest.approx(found.lp_bound_s, rel=1e-4)
+    solution = solve(network, operation, 1_000_000)
+    assert solution.cut_bound_s == pytest.approx(solution.lp_bound_s, rel=1e-4)
 
 
-trees = st.sampled_from(OPERATIONS[:-1])
+tree_operations = st.sampled_from(OPERATIONS[:-1])
 
 
 @settings(max_examples=25, deadline=None)
-@given(what=asked(), seed=st.integers(0, 99))
-def test_programs_do_what_their_operation_says(what, seed):
-    check_program(what, seed)
+@given(case=cases(), seed=st.integers(0, 99))
+def test_programs_compute_their_operation(case, seed):
+    check_program(case, seed)
 
 
 @settings(max_examples=10, deadline=None)
-@given(network=networks(most=6), operation=trees)
-def test_no_ring_is_faster(network, operation):
+@given(network=networks(max_ranks=6), operation=tree_operations)
+def test_no_ring_is_faster_than_the_solution(network, operation):
     check_rings(network, operation)
 
 
 @settings(max_examples=10, deadline=None)
-@given(network=networks(most=5), operation=trees)
-def test_cuts_of_all_sets_meet_the_linear_program(network, operation):
+@given(network=networks(max_ranks=5), operation=tree_operations)
+def test_the_bound_by_all_cuts_equals_the_bound_by_trees(network, operation):
     check_cuts(network, operation)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @settings(max_examples=600, deadline=None)
-@given(what=asked(), seed=st.integers(0, 99))
-def test_many_programs(what, seed):
-    check_program(what, seed)
+@given(case=cases(), seed=st.integers(0, 99))
+def test_many_programs(case, seed):
+    check_program(case, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @settings(max_examples=200, deadline=None)
-@given(networks(most=6), networks(most=5), trees)
+@given(networks(max_ranks=6), networks(max_ranks=5), tree_operations)
 def test_many_rings_and_cuts(network, small, operation):
     check_rings(network, operation)
     check_cuts(small, operation)
 
 
 @settings(max_examples=10, deadline=None)
-@given(network=networks(most=6), data=st.data())
-def test_ranks_that_cannot_be_reached_are_named(network, data):
-    lost = data.draw(st.integers(0, network.num_ranks - 1))
-    kept = [
+@given(network=networks(max_ranks=6), data=st.data())
+def test_unreachable_ranks_are_named(network, data):
+    unreachable = data.draw(st.integers(0, network.num_ranks - 1))
+    remaining = [
         (network.names[a], network.names[b])
         for a, b in zip(network.source.tolist(), network.target.tolist(), strict=True)
-        if b != lost
+        if b != unreachable
     ]
-    assume(kept)
+    assume(remaining)
     broken = Network.of(
-        list(network.names), {"wire": 1e9}, {pair: Send(resources=("wire",)) for pair in kept}
+        list(network.names), {"link": 1e9}, {pair: Send(resources=("link",)) for pair in remaining}
     )
-    with pytest.raises(ClusterError, match=f"rank {lost} cannot be reached from rank"):
+    with pytest.raises(ClusterError, match=f"rank {unreachable} cannot be reached from rank"):
         solve(broken, "all_reduce", 100)

@@ -175,8 +175,8 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show a program: the trees of its data, and what each rank sends, receives and adds."""
-    from shardwise.collectives.messages import svg
     from shardwise.collectives.messages.check import check
+    from shardwise.collectives.messages.drawing import svg
     from shardwise.errors import ProgramError
     from shardwise.schema import Reader
 
@@ -265,7 +265,7 @@ def _time(task: Bench, *, emulate: bool) -> list[Row] | None:
 
 
 def _lines(program: MessageProgram, facts: Facts, rank: int | None) -> Iterable[str]:
-    from shardwise.collectives.messages import trees_text
+    from shardwise.collectives.messages.drawing import trees_text
 
     if rank is not None or len(program.chunks) <= MAX_CHUNKS:
         yield from program.lines(None if rank is None else [rank])

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shardwise.collectives.messages.program import OPERATIONS
     from shardwise.collectives.solver.network import Network, Send
     from shardwise.collectives.solver.solve import Solution, solve
-    from shardwise.collectives.solver.spec import OPERATIONS
 
     choose: Callable[..., Any]
     tune: Callable[..., Any]
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["OPERATIONS", "Network", "Send", "Solution", "choose", "solve", "tune"]
 
 _HOMES = {
-    "OPERATIONS": "shardwise.collectives.solver.spec",
+    "OPERATIONS": "shardwise.collectives.messages.program",
     "Network": "shardwise.collectives.solver.network",
     "Send": "shardwise.collectives.solver.network",
     "Solution": "shardwise.collectives.solver.solve",

@@ -336,8 +336,8 @@ def _solution(key: _Key, operation: str) -> tuple[Forest, int] | None:
         item_bytes=ITEM_BYTES,
         limit_s=math.inf,  # limited by rounds instead: clocks differ between ranks
     )
-    if solution.parts:
+    if solution.trees:
         largest = max(chunk.size for chunk in solution.program.chunks)
-        return forest_of(network, solution.parts), largest * ITEM_BYTES
+        return forest_of(network, solution.trees), largest * ITEM_BYTES
     ring = best_ring(network, demand_of(network, operation))
     return None if ring is None else (forest_of(network, ring), CHUNK_BYTES)

@@ -349,7 +349,7 @@ def _collective(choice: CollectiveChoice) -> CollectiveRow:
         num_groups=len(choice.groups),
         group_ranks=len(choice.groups[0]),
         uses=choice.uses,
-        way=choice.way,
+        way=choice.summary,
         min_bytes=choice.min_bytes,
         reference_bytes=REFERENCE_BYTES,
         predicted_s=dict(choice.predicted_s),

@@ -246,7 +246,7 @@ def _dim(dim: int | None) -> str:
 
 def _collectives(plan: Plan) -> dict[str, str]:
     return {
-        f"{c.operation} of {format_groups(c.groups, most=len(c.groups))}": c.way
+        f"{c.operation} of {format_groups(c.groups, limit=len(c.groups))}": c.summary
         for c in plan.collectives
     }
 

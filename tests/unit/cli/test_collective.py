@@ -157,7 +157,7 @@ def test_wrong_links_are_told(capsys, tmp_path, text, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--members", "2"], "one rank has nobody to send to"),
+        (["--members", "2"], "at least 2 ranks, got 1"),
         (["--bytes", "16MB,8"], "less than one float32 for each rank"),
         (["--rounds", "0"], "--rounds"),
     ],

@@ -14,10 +14,10 @@ import pytest
 
 from shardwise.cluster import Cluster
 from shardwise.collectives import Network, Send
-from shardwise.collectives.bench import benchmark as bench
+from shardwise.collectives.bench import benchmark
 from shardwise.collectives.bench import emulation as hosts
 from shardwise.collectives.bench.benchmark import Bench, chosen, on_emulated_hosts, table
-from shardwise.collectives.bench.emulation import layout, ways
+from shardwise.collectives.bench.emulation import layout, paths_from
 from shardwise.errors import ClusterError, LaunchError
 from shardwise.launch.node import descendants
 from shardwise.processes import is_abandoned, owned
@@ -32,27 +32,27 @@ def star() -> Network:
     return Network.of_cards([80 * MBIT] * 3 + [20 * MBIT])
 
 
-# ------------------------------------------------------------ what ip and tc are told
+# ------------------------------------------------------------ the input of ip and tc
 
 
-def test_a_send_crosses_the_resources_that_the_network_says():
+def test_a_send_crosses_its_resources_in_order():
     network = star()
     for a in range(4):
-        for b, way in ways(network, a).items():
-            assert [network.resources[r] for r in way] == [f"nic {a} out", f"nic {b} in"]
+        for b, path in paths_from(network, a).items():
+            assert [network.resources[r] for r in path] == [f"nic {a} out", f"nic {b} in"]
 
 
-def test_ranks_without_a_link_are_joined_over_others():
+def test_ranks_without_a_link_are_routed_over_other_ranks():
     network = Network.of_links({(i, (i + 1) % 4): 1e6 for i in range(4)})
-    found = ways(network, 1)
-    assert [network.resources[r] for r in found[0]] == ["link 1->2", "link 2->3", "link 3->0"]
+    paths = paths_from(network, 1)
+    assert [network.resources[r] for r in paths[0]] == ["link 1->2", "link 2->3", "link 3->0"]
 
 
-def test_what_is_too_fast_to_emulate_has_no_queue():
-    sends = {("a", "b"): Send(resources=("bus", "wire")), ("b", "a"): Send(resources=("bus",))}
-    network = Network.of(["a", "b"], {"bus": 1e11, "wire": 1e6}, sends)
-    assert ways(network, 0) == {1: (1,)}
-    assert ways(network, 1) == {0: ()}
+def test_resources_too_fast_to_emulate_have_no_queue():
+    sends = {("a", "b"): Send(resources=("bus", "link")), ("b", "a"): Send(resources=("bus",))}
+    network = Network.of(["a", "b"], {"bus": 1e11, "link": 1e6}, sends)
+    assert paths_from(network, 0) == {1: (1,)}
+    assert paths_from(network, 1) == {0: ()}
     plan = layout(network, "x")
     assert len(plan.tc) == 1
     assert not any("q0" in line for line in plan.ip["x-m"])
@@ -64,19 +64,19 @@ def test_bursts_and_queues_are_large_enough():
         burst = int(words[words.index("burst") + 1])
         assert burst >= max(128_000, rate * MBIT * 0.004)
         assert int(words[words.index("limit") + 1]) > burst
-        wire = int(words[words.index("rate") + 1].removesuffix("bit"))
-        assert rate * 1e6 < wire < rate * 1.05e6  # headers take the rest
+        rate_bits = int(words[words.index("rate") + 1].removesuffix("bit"))
+        assert rate * 1e6 < rate_bits < rate * 1.05e6  # headers take the remainder
 
 
 def test_too_many_or_too_few_ranks():
     for count in (1, 65):
         with pytest.raises(ClusterError, match=f"{count} ranks cannot be emulated"):
             layout(Network.of_cards([1e6] * count), "x")
-    with pytest.raises(ClusterError, match="one rank has nobody to send to"):
+    with pytest.raises(ClusterError, match="at least 2 ranks, got 1"):
         Bench(network=Network.of_cards([1e6]), operation="all_reduce", sizes=[4])
 
 
-def test_missing_tools_and_rights_are_told(monkeypatch):
+def test_missing_tools_and_privileges_raise(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda tool: None)
     with pytest.raises(LaunchError, match="apt-get install iproute2"):
         hosts.check_tools()
@@ -94,7 +94,7 @@ def namespaces() -> str:
 
 
 @emulates
-def test_namespaces_go_when_something_fails():
+def test_namespaces_are_removed_after_a_failure():
     made: list[str] = []
 
     def fail() -> None:
@@ -102,7 +102,7 @@ def test_namespaces_go_when_something_fails():
             made.extend(name for name in plan.names if name in namespaces())
             commands = [["sleep", "60"]] * 4
             commands[1] = ["sh", "-c", "exit 3"]
-            hosts.run_all(plan, commands, timeout_s=30, environment={})
+            hosts.run_on_hosts(plan, commands, timeout_s=30, environment={})
 
     with pytest.raises(LaunchError, match="rank 1 of the emulated network ended with 3"):
         fail()
@@ -111,15 +111,15 @@ def test_namespaces_go_when_something_fails():
 
 
 @emulates
-def test_a_rank_that_hangs_is_a_time_out():
+def test_a_rank_that_hangs_times_out():
     began = time.monotonic()
     message = r"ranks \[0, 1, 2, 3\] .* not done after 0 s"
     with hosts.emulated(star()) as plan, pytest.raises(LaunchError, match=message):
-        hosts.run_all(plan, [["sleep", "60"]] * 4, timeout_s=0.3, environment={})
+        hosts.run_on_hosts(plan, [["sleep", "60"]] * 4, timeout_s=0.3, environment={})
     assert time.monotonic() - began < 20
 
 
-KEPT = """
+EMULATE = """
 import sys, time
 from shardwise.collectives import Network
 from shardwise.collectives.bench.emulation import emulated
@@ -132,14 +132,14 @@ with emulated(Network.of_cards([1e6, 1e6])) as plan:
 @emulates
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["terminate", "kill"])
-def test_namespaces_go_when_their_maker_is_ended(name):
-    process = subprocess.Popen([sys.executable, "-c", KEPT], stdout=subprocess.PIPE, text=True)
+def test_namespaces_are_removed_when_their_process_ends(name):
+    process = subprocess.Popen([sys.executable, "-c", EMULATE], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     made = process.stdout.readline().strip()
     assert made in namespaces()
     getattr(process, name)()
     process.wait(20)
-    if name == "kill":  # then the next one does it
+    if name == "kill":  # the next run removes them
         with hosts.emulated(Network.of_cards([1e6, 1e6])):
             pass
     assert made not in namespaces()
@@ -174,23 +174,23 @@ def until(done: Callable[[], object]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_processes_and_folders_go_when_their_maker_is_ended(how, tmp_path: Path, monkeypatch):
+def test_processes_and_folders_are_removed_when_their_parent_ends(how, tmp_path: Path, monkeypatch):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    maker = subprocess.Popen([sys.executable, "-c", BENCH], env=environment)
-    until(lambda: list(tmp_path.glob("*/meeting")))  # that is where its ranks meet
-    ranks = descendants(maker.pid)
+    parent = subprocess.Popen([sys.executable, "-c", BENCH], env=environment)
+    until(lambda: list(tmp_path.glob("*/rendezvous")))  # created by its ranks
+    ranks = descendants(parent.pid)
     assert len(ranks) == 2
-    maker.send_signal(how)
-    maker.wait(30)
+    parent.send_signal(how)
+    parent.wait(30)
     until(lambda: not any(os.path.exists(f"/proc/{rank}") for rank in ranks))
-    if how is signal.SIGKILL:  # then the next one removes its folder
+    if how is signal.SIGKILL:  # the next run removes its folder
         assert len(list(tmp_path.iterdir())) == 1
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        bench._remove_left_behind()
+        benchmark._remove_abandoned()
     assert not list(tmp_path.iterdir())
 
 
-def test_what_belongs_to_a_living_process_is_not_abandoned():
+def test_files_of_a_running_process_are_not_abandoned():
     ended = subprocess.Popen(["true"])
     ended.wait(10)
     assert not is_abandoned(owned("x-") + "abc", "x-")
@@ -199,14 +199,14 @@ def test_what_belongs_to_a_living_process_is_not_abandoned():
     assert not is_abandoned("x-abc", "x-")
 
 
-def test_types_that_the_library_has_not_are_told():
-    with pytest.raises(ClusterError, match="the library has no collectives of int16"):
+def test_dtypes_that_the_library_does_not_support_raise():
+    with pytest.raises(ClusterError, match="does not support collectives of int16"):
         Bench(network=star(), operation="all_reduce", sizes=[8], item_bytes=2, dtype="int16")
 
 
-def test_what_a_plan_would_take_is_what_is_timed():
-    alike = Cluster.preset("cpu", nodes=4, devices_per_node=1)
-    assert chosen(alike, "all_reduce", range(4))(64_000_000) == "library"
-    assert chosen(alike, "broadcast", range(4))(64_000_000) == "solved"
+def test_the_implementation_of_a_plan_is_timed():
+    uniform = Cluster.preset("cpu", nodes=4, devices_per_node=1)
+    assert chosen(uniform, "all_reduce", range(4))(64_000_000) == "library"
+    assert chosen(uniform, "broadcast", range(4))(64_000_000) == "solved"
     uses = chosen(uneven(4), "all_reduce", range(4))
     assert (uses(64), uses(64_000_000)) == ("library", "solved")

@@ -14,10 +14,9 @@ from shardwise.collectives.messages import (
     Chunk,
     Instruction,
     MessageProgram,
-    svg,
-    trees_text,
 )
 from shardwise.collectives.messages.check import check, interpret
+from shardwise.collectives.messages.drawing import svg, trees_text
 from shardwise.errors import ProgramError
 
 
@@ -37,7 +36,7 @@ def program(*lists: str, window: int = 1, chunks: int = 1) -> MessageProgram:
     )
 
 
-def test_a_right_program():
+def test_facts_of_a_correct_program():
     facts = check(program("send 0 -> 1; receive 0 <- 1", "reduce 0 <- 0; send 0 -> 0"))
     assert (facts.num_messages, facts.largest_message, facts.scratch_elements) == (2, 4, 4)
 
@@ -45,8 +44,8 @@ def test_a_right_program():
 @pytest.mark.parametrize(
     ("lists", "message"),
     [
-        (["", ""], "rank 0's chunk 0 lacks the part of rank 1"),
-        (["send 0 -> 1", "reduce 0 <- 0"], "rank 0's chunk 0 lacks the part of rank 1"),
+        (["", ""], "rank 0's chunk 0 lacks the contribution of rank 1"),
+        (["send 0 -> 1", "reduce 0 <- 0"], "rank 0's chunk 0 lacks the contribution of rank 1"),
         (["send 0 -> 1", ""], "never received by rank 1"),
         (["receive 0 <- 1", "receive 0 <- 0"], "rank 1 sends nothing more to rank 0"),
         (
@@ -55,17 +54,20 @@ def test_a_right_program():
         ),
         (
             ["send 0 -> 1; send 0 -> 1", "reduce 0 <- 0; reduce 0 <- 0"],
-            "part of rank 0 is added twice",
+            "contribution of rank 0 is added twice",
         ),
-        (["send 0 -> 1; reduce 0 <- 1", "reduce 0 <- 0; send 0 -> 0"], "part of rank 0 is added"),
+        (
+            ["send 0 -> 1; reduce 0 <- 1", "reduce 0 <- 0; send 0 -> 0"],
+            "contribution of rank 0 is added",
+        ),
     ],
 )
-def test_wrong_programs(lists, message):
+def test_incorrect_programs_raise(lists, message):
     with pytest.raises(ProgramError, match=message):
         check(program(*lists))
 
 
-def test_the_window_decides_whether_ranks_block():
+def test_a_small_window_blocks_ranks():
     lists = (
         "send 0 -> 1; send 1 -> 1; receive 0 <- 1; receive 1 <- 1",
         "reduce 1 <- 0; send 1 -> 0; reduce 0 <- 0; send 0 -> 0",
@@ -87,8 +89,8 @@ def test_the_window_decides_whether_ranks_block():
         check(program(*crossed, chunks=2, window=1))
 
 
-def test_sums_in_different_orders_are_refused():
-    # Everyone sends to everyone: rank 0 adds 1 then 2, rank 2 adds 0 then 1.
+def test_sums_in_different_orders_raise():
+    # Every rank sends to every other: rank 0 adds 1 then 2, rank 2 adds 0 then 1.
     lists = [
         "send 0 -> 1; send 0 -> 2; reduce 0 <- 1; reduce 0 <- 2",
         "send 0 -> 0; send 0 -> 2; reduce 0 <- 0; reduce 0 <- 2",
@@ -99,26 +101,26 @@ def test_sums_in_different_orders_are_refused():
 
 
 def test_chunks_must_cover_the_data_once():
-    right = program("send 0:2 -> 1; receive 0:2 <- 1", "reduce 0:2 <- 0; send 0:2 -> 0", chunks=2)
-    check(right)
+    correct = program("send 0:2 -> 1; receive 0:2 <- 1", "reduce 0:2 <- 0; send 0:2 -> 0", chunks=2)
+    check(correct)
     with pytest.raises(ProgramError, match="chunks cover 3 of 4"):
-        check(replace(right, chunks=(Chunk(0, 2), Chunk(2, 3))))
-    with pytest.raises(ProgramError, match="chunks meet 2 with 1"):
-        check(replace(right, chunks=(Chunk(0, 2), Chunk(1, 4))))
+        check(replace(correct, chunks=(Chunk(0, 2), Chunk(2, 3))))
+    with pytest.raises(ProgramError, match="ends at element 2, the next one starts at 1"):
+        check(replace(correct, chunks=(Chunk(0, 2), Chunk(1, 4))))
 
 
-def test_a_damaged_program_is_found_wherever_it_is():
+def test_a_missing_instruction_is_always_detected():
     solved = solve(Network.of_cards([1e9, 2e9, 3e9, 1e9, 5e8]), "all_reduce", 1003).program
     check(solved)
-    for rank, mine in enumerate(solved.instructions):
-        for number in range(len(mine)):
+    for rank, steps in enumerate(solved.instructions):
+        for number in range(len(steps)):
             lists = list(solved.instructions)
-            lists[rank] = mine[:number] + mine[number + 1 :]
+            lists[rank] = steps[:number] + steps[number + 1 :]
             with pytest.raises(ProgramError):
                 check(replace(solved, instructions=tuple(lists)))
 
 
-def test_results_are_bit_equal_on_all_ranks():
+def test_results_are_bitwise_equal_on_all_ranks():
     random = np.random.default_rng(0)
     for cards in ([1e9] * 7, [1e9, 3e8, 5e8, 5e8, 2e9, 1e8]):
         for numel in (5, 100_003):
@@ -171,20 +173,20 @@ def test_files_and_text(tmp_path: Path):
         ({"ranks": [[], ["sned 0 -> 1"], []]}, "'sned 0 -> 1'", "p.json (ranks[1][0])"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_said_with_its_place(change, message, place):
+def test_mistakes_in_a_file_are_reported_with_their_place(change, message, place):
     data = solve(Network.of_cards([1e9] * 3), "all_reduce", 10).program.to_json()
     with pytest.raises(ProgramError, match=re.escape(message)) as error:
         MessageProgram.from_json({**data, **change}, "p.json")
     assert place in (error.value.where or "")
 
 
-def test_a_message_that_is_never_sent_is_no_deadlock():
-    right = solve(Network.of_cards([1e9] * 2), "broadcast", 10).program
+def test_a_message_that_is_never_sent_is_not_a_deadlock():
+    correct = solve(Network.of_cards([1e9] * 2), "broadcast", 10).program
     with pytest.raises(ProgramError, match="rank 0 sends nothing more to rank 1"):
-        check(replace(right, instructions=((), right.instructions[1])))
-    twice = right.instructions[0] * (right.window + 2)
+        check(replace(correct, instructions=((), correct.instructions[1])))
+    twice = correct.instructions[0] * (correct.window + 2)
     with pytest.raises(ProgramError, match="rank 1 never receives this"):
-        check(replace(right, instructions=(twice, right.instructions[1])))
+        check(replace(correct, instructions=(twice, correct.instructions[1])))
 
 
 def test_pictures_show_the_trees():
@@ -192,7 +194,7 @@ def test_pictures_show_the_trees():
     solved = solve(network, "all_reduce", 1_000_000).program
     text = trees_text(solved)
     assert "sums, towards rank" in text
-    assert "└<- 3" in text  # the slow one is a leaf
+    assert "└<- 3" in text  # the slow rank is a leaf
     drawing = svg(solved)
     assert drawing.startswith("<svg")
     assert drawing.count("<line") >= 6

@@ -11,7 +11,7 @@ from shardwise.collectives import Network, Send, solve
 from shardwise.collectives.solver.network import find_symmetry
 from shardwise.errors import ClusterError
 
-TWO = {("a", "b"): Send(resources=("wire",)), ("b", "a"): Send(resources=("wire",))}
+TWO = {("a", "b"): Send(resources=("link",)), ("b", "a"): Send(resources=("link",))}
 
 
 def test_a_cluster_gives_the_resources_of_each_path():
@@ -23,8 +23,8 @@ def test_a_cluster_gives_the_resources_of_each_path():
         assert sorted(used) == sorted(cluster.path(a, b).resources)
         assert network.latency_s[edge] == cluster.path(a, b).latency_s
         for name in used:
-            at = network.resources.index(name)
-            assert network.capacity[at] == cluster.capacities[name]
+            index = network.resources.index(name)
+            assert network.capacity[index] == cluster.capacities[name]
 
 
 def test_some_ranks_of_a_cluster():
@@ -36,24 +36,24 @@ def test_some_ranks_of_a_cluster():
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), "fast", True])
 def test_bandwidths_are_above_zero(value):
-    with pytest.raises(ClusterError, match=r"capacity of 'wire' is .*above 0"):
-        Network.of(["a", "b"], {"wire": value}, TWO)
+    with pytest.raises(ClusterError, match=r"capacity of 'link' is .*above 0"):
+        Network.of(["a", "b"], {"link": value}, TWO)
 
 
 def test_unknown_ranks_and_resources_are_named():
     with pytest.raises(ClusterError, match="no rank 'c'"):
-        Network.of(["a", "b"], {"wire": 1.0}, {("a", "c"): Send(resources=())})
-    with pytest.raises(ClusterError, match="no resource 'wier'; did you mean 'wire'"):
-        Network.of(["a", "b"], {"wire": 1.0}, {("a", "b"): Send(resources=("wier",))})
+        Network.of(["a", "b"], {"link": 1.0}, {("a", "c"): Send(resources=())})
+    with pytest.raises(ClusterError, match="no resource 'lnik'; did you mean 'link'"):
+        Network.of(["a", "b"], {"link": 1.0}, {("a", "b"): Send(resources=("lnik",))})
     with pytest.raises(ClusterError, match="rank 7 is outside a cluster of 4"):
         Network.of_cluster(Cluster.local(4), [0, 7])
-    with pytest.raises(ClusterError, match="two ranks are named 'a'"):
+    with pytest.raises(ClusterError, match="2 ranks are named 'a'"):
         Network.of(["a", "a"], {}, {})
     with pytest.raises(ClusterError, match="latency is -1"):
         Network.of(["a", "b"], {}, {("a", "b"): Send(resources=(), latency_s=-1)})
 
 
-def test_a_rank_that_cannot_be_reached_is_an_error_only_where_it_matters():
+def test_an_unreachable_rank_raises_only_if_the_operation_needs_it():
     one_way = Network.of_links({(0, 1): 1e9, (1, 2): 1e9})
     assert solve(one_way, "broadcast", 10, root=0).program.num_messages
     with pytest.raises(ClusterError, match="rank 0 cannot be reached from rank 1"):
@@ -73,7 +73,7 @@ def test_a_rank_that_cannot_be_reached_is_an_error_only_where_it_matters():
         ({"operation": "all_reduce", "counts": [1, 2, 3, 4]}, "has no shares"),
     ],
 )
-def test_what_cannot_be_asked_for(arguments, message):
+def test_invalid_requests_raise(arguments, message):
     operation = arguments.pop("operation")
     with pytest.raises(ClusterError, match=message):
         solve(Network.of_cards([1e9] * 4), operation, 10, **arguments)
@@ -85,7 +85,7 @@ def test_symmetry_finds_devices_and_nodes():
     assert symmetry.representatives() == [0]
 
 
-def test_symmetry_keeps_the_root_and_slow_ranks_apart():
+def test_symmetry_separates_the_root_and_slow_ranks():
     network = Network.of_cards([8.0, 8.0, 8.0, 2.0])
     assert find_symmetry(network).order == 3
     rooted = find_symmetry(network, [1, 0, 0, 0])
@@ -98,7 +98,7 @@ def test_symmetry_of_a_ring_is_its_rotation():
     assert find_symmetry(network).order == 5
 
 
-def test_every_element_of_the_group_keeps_the_network():
+def test_every_element_of_the_group_preserves_the_network():
     network = Network.of_cluster(Cluster.preset("a100-80", nodes=3, devices_per_node=4))
     symmetry = find_symmetry(network)
     for turn in symmetry.elements:
@@ -110,15 +110,15 @@ def test_every_element_of_the_group_keeps_the_network():
 
 
 @pytest.mark.parametrize("capacity", [1e-320, 1e300, "1e9", None, True])
-def test_capacities_that_cannot_be_computed_with_are_refused(capacity):
-    with pytest.raises(ClusterError, match="capacity of 'wire' is"):
-        Network.of(["a", "b"], {"wire": capacity}, {("a", "b"): Send(resources=("wire",))})
+def test_capacities_out_of_range_raise(capacity):
+    with pytest.raises(ClusterError, match="capacity of 'link' is"):
+        Network.of(["a", "b"], {"link": capacity}, {("a", "b"): Send(resources=("link",))})
 
 
-def test_numbers_of_numpy_and_names_that_are_numbers():
-    sends = {(0, 1): Send(resources=("wire",)), (1, 0): Send(resources=("wire",))}
+def test_numpy_numbers_and_integer_names_are_accepted():
+    sends = {(0, 1): Send(resources=("link",)), (1, 0): Send(resources=("link",))}
     for rate in (np.float32(1e9), np.int64(10**9), Fraction(10**9)):
-        network = Network.of([0, 1], {"wire": rate}, sends)
+        network = Network.of([0, 1], {"link": rate}, sends)
         assert network.capacity.tolist() == [1e9]
     with pytest.raises(ClusterError, match="no rank '2'"):
         Network.of([0, 1], {}, {(0, 2): Send(resources=())})

@@ -1,4 +1,4 @@
-"""Which way collectives take: by predicted time, with a tenth to win; as data in a plan."""
+"""Select the implementation of a collective by predicted time, and store it in a plan."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ EVEN = [
 
 
 @pytest.mark.parametrize("cluster", EVEN, ids=str)
-def test_where_all_is_alike_nothing_is_solved(cluster: Cluster) -> None:
+def test_uniform_clusters_use_the_library(cluster: Cluster) -> None:
     assert not may_gain(cluster)
-    found = select(cluster, "all_reduce", [range(cluster.num_ranks)])
-    assert found is not None
-    assert found.is_library
+    choice = select(cluster, "all_reduce", [range(cluster.num_ranks)])
+    assert choice is not None
+    assert choice.is_library
 
 
 @pytest.mark.parametrize(
@@ -46,29 +46,29 @@ def test_where_all_is_alike_nothing_is_solved(cluster: Cluster) -> None:
     ids=["slow host", "trunk", "both"],
 )
 def test_unequal_links_are_solved(cluster: Cluster, gain: float) -> None:
-    found = select(cluster, "all_reduce", [range(cluster.num_ranks)])
-    assert found is not None
-    assert found.uses == "solved"
-    assert found.gain > gain
+    choice = select(cluster, "all_reduce", [range(cluster.num_ranks)])
+    assert choice is not None
+    assert choice.uses == "solved"
+    assert choice.gain > gain
 
 
-def test_no_clock_ends_the_solving_of_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_solving_for_a_choice_has_no_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
 
-    def noted(*args: Any, limit_s: float = 0.0, **more: Any) -> Any:
+    def recording_solve(*args: Any, limit_s: float = 0.0, **more: Any) -> Any:
         limits.append(limit_s)
         return solve(*args, limit_s=limit_s, **more)
 
-    monkeypatch.setattr(selection, "solve", noted)
+    monkeypatch.setattr(selection, "solve", recording_solve)
     assert select(cards(110, 310, 470, 730), "all_reduce", [range(4)]) is not None
-    assert limits == [math.inf]  # ranks that plan by themselves agree, however fast they are
+    assert limits == [math.inf]  # ranks that plan independently must agree, whatever their speed
 
 
-def test_nodes_of_several_ranks_are_hierarchical() -> None:
-    found = select(cards(800, 800, devices=4), "all_gather", [range(8)])
-    assert found is not None
-    assert found.uses == "hierarchical"
-    assert found.predicted_s["hierarchical"] < 1.02 * found.predicted_s["solved"]
+def test_nodes_of_several_ranks_use_the_hierarchical_algorithm() -> None:
+    choice = select(cards(800, 800, devices=4), "all_gather", [range(8)])
+    assert choice is not None
+    assert choice.uses == "hierarchical"
+    assert choice.predicted_s["hierarchical"] < 1.02 * choice.predicted_s["solved"]
 
 
 RATES = st.lists(st.sampled_from([100, 200, 400, 800]), min_size=2, max_size=5)
@@ -76,24 +76,24 @@ RATES = st.lists(st.sampled_from([100, 200, 400, 800]), min_size=2, max_size=5)
 
 @settings(max_examples=25, deadline=None)
 @given(RATES, st.sampled_from(OPERATIONS), st.integers(1, 2))
-def test_the_library_is_kept_unless_a_tenth_is_saved(
+def test_another_implementation_must_save_a_tenth(
     rates: list[int], operation: str, devices: int
 ) -> None:
     cluster = cards(*rates, devices=devices)
     groups = np.arange(cluster.num_ranks)[None]
-    found = select(cluster, operation, groups)
-    assert found is not None
+    choice = select(cluster, operation, groups)
+    assert choice is not None
     library = collective_model(cluster, operation, groups)
-    model = library.with_choice(found)
-    assert found.predicted_s["library"] == library.seconds(REFERENCE_BYTES)
+    model = library.with_choice(choice)
+    assert choice.predicted_s["library"] == library.seconds(REFERENCE_BYTES)
     for size in (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 28):
-        if found.is_library or size < found.min_bytes:
+        if choice.is_library or size < choice.min_bytes:
             assert model.seconds(size) == library.seconds(size)
         else:
             assert saves_enough(library.seconds(size), model.seconds(size))
-    verify(found)
-    again = CollectiveChoice.from_json(json.loads(json.dumps(found.to_json())), "plan")
-    assert again == found
+    verify(choice)
+    restored = CollectiveChoice.from_json(json.loads(json.dumps(choice.to_json())), "plan")
+    assert restored == choice
 
 
 @settings(max_examples=20, deadline=None)
@@ -101,12 +101,12 @@ def test_the_library_is_kept_unless_a_tenth_is_saved(
 def test_trees_give_programs_of_any_size(
     ranks: int, operation: str, numel: int, chunk_bytes: int
 ) -> None:
-    found = select(uneven(ranks), operation, [range(ranks)], use="solved")
-    assert found is not None
-    cut = np.sort(np.arange(ranks - 1) * 7919 % (numel + 1))
-    counts = np.diff(np.concatenate([[0], cut, [numel]])).tolist()
+    choice = select(uneven(ranks), operation, [range(ranks)], use="solved")
+    assert choice is not None
+    bounds = np.sort(np.arange(ranks - 1) * 7919 % (numel + 1))
+    counts = np.diff(np.concatenate([[0], bounds, [numel]])).tolist()
     program = derive(
-        replace(found, chunk_bytes=chunk_bytes),
+        replace(choice, chunk_bytes=chunk_bytes),
         tuple(range(ranks)),
         numel,
         8,
@@ -114,26 +114,26 @@ def test_trees_give_programs_of_any_size(
     )
     assert program is not None
     check(program)
-    whole = [np.arange(numel, dtype=np.float64) + 100 * rank for rank in range(ranks)]
+    full = [np.arange(numel, dtype=np.float64) + 100 * rank for rank in range(ranks)]
     if operation == "all_gather":
         offsets = np.concatenate([[0], np.cumsum(counts)])
-        mine = [x[a:b] for x, a, b in zip(whole, offsets, offsets[1:], strict=False)]
-        for result in interpret(program, mine):
+        shards = [x[a:b] for x, a, b in zip(full, offsets, offsets[1:], strict=False)]
+        for result in interpret(program, shards):
             assert result is not None
-            assert (result == np.concatenate(mine)).all()
+            assert (result == np.concatenate(shards)).all()
     elif operation == "all_reduce":
-        for result in interpret(program, whole):
+        for result in interpret(program, full):
             assert result is not None
-            assert (result == sum(whole)).all()
+            assert (result == sum(full)).all()
 
 
-def test_groups_share_what_they_cross() -> None:
+def test_groups_share_the_resources_they_cross() -> None:
     cluster = cards(800, 200, devices=2)
-    alone = select(cluster, "all_reduce", [[0, 2]], use="solved")
+    single = select(cluster, "all_reduce", [[0, 2]], use="solved")
     both = select(cluster, "all_reduce", [[0, 2], [1, 3]], use="solved")
-    assert alone is not None
+    assert single is not None
     assert both is not None
-    assert both.s_per_byte == pytest.approx(2 * alone.s_per_byte, rel=0.02)
+    assert both.s_per_byte == pytest.approx(2 * single.s_per_byte, rel=0.02)
 
 
 def test_chunks_shrink_with_the_data_and_are_not_too_many() -> None:
@@ -144,15 +144,15 @@ def test_chunks_shrink_with_the_data_and_are_not_too_many() -> None:
     assert (1 << 30) / sizes[-1] <= 4000
 
 
-def test_errors_name_what_is_wrong() -> None:
-    found = select(uneven(3), "all_reduce", [range(3)], use="solved")
-    assert found is not None
-    data = found.to_json()
+def test_errors_name_the_mistake() -> None:
+    choice = select(uneven(3), "all_reduce", [range(3)], use="solved")
+    assert choice is not None
+    data = choice.to_json()
     for change, words in (
         ({"uses": "magic"}, "uses 'magic'"),
         ({"color": 1}, "unknown field 'color'"),
-        ({"groups": ["0-2", "3"]}, "same number of ranks"),
-        ({"groups": ["0"], "uses": "shared", "forests": []}, "two or more"),
+        ({"groups": ["0-2", "3"]}, "equally many different ranks"),
+        ({"groups": ["0"], "uses": "shared", "forests": []}, "at least two"),
         ({"chunk_bytes": 0}, "chunks of 0 bytes"),
         ({"forests": []}, "0 forests"),
     ):
@@ -160,12 +160,12 @@ def test_errors_name_what_is_wrong() -> None:
             CollectiveChoice.from_json({**data, **change}, "collectives[0]")
     looped = json.loads(json.dumps(data))
     looped["forests"][0]["trees"][0]["in"] = "1 0 -"
-    with pytest.raises(PlanError, match=r"does not lead to the root|no wire|not one of"):
+    with pytest.raises(PlanError, match=r"lead to the root|among the sends|does not span"):
         CollectiveChoice.from_json(looped, "collectives[0]")
-    unwired = json.loads(json.dumps(data))
-    unwired["forests"][0]["sends"] = {}
-    with pytest.raises(PlanError, match="no wire"):
-        CollectiveChoice.from_json(unwired, "collectives[0]")
+    without_sends = json.loads(json.dumps(data))
+    without_sends["forests"][0]["sends"] = {}
+    with pytest.raises(PlanError, match="not among the sends"):
+        CollectiveChoice.from_json(without_sends, "collectives[0]")
 
 
 @pytest.mark.parametrize(
@@ -185,10 +185,10 @@ def test_edited_choices_are_read_strictly(path, value, message):
     choice = select(uneven(3), "all_reduce", [range(3)], use="solved")
     assert choice is not None
     data = json.loads(json.dumps(choice.to_json()))
-    place = data
+    target = data
     for key in path[:-1]:
-        place = place[key]
-    place[path[-1]] = value
+        target = target[key]
+    target[path[-1]] = value
     with pytest.raises(PlanError, match=message) as error:
         CollectiveChoice.from_json(data, "collectives[0]")
     assert "collectives[0]" in str(error.value)

@@ -20,14 +20,14 @@ MB_64 = 16_000_000  # elements of 4 bytes
 
 
 def library_s(network: Network) -> float:
-    """The ring in rank order, which gloo uses."""
-    parts = ring(network, demand_of(network, "all_reduce"), range(network.num_ranks))
-    assert parts is not None
-    return load_time(network, parts) * MB_64 * 4
+    """Return the time of the ring in rank order, which gloo uses."""
+    trees = ring(network, demand_of(network, "all_reduce"), range(network.num_ranks))
+    assert trees is not None
+    return load_time(network, trees) * MB_64 * 4
 
 
 def switched(trunk: float, order: str, cards: float) -> Network:
-    """Hosts on two sides, `order` as "abab", with a trunk between them."""
+    """Return hosts on two sides, `order` as "abab", with a trunk between them."""
     names = [str(i) for i in range(len(order))]
     capacities = {"there": trunk, "back": trunk}
     sends = {}
@@ -44,26 +44,26 @@ def switched(trunk: float, order: str, cards: float) -> Network:
     return Network.of(names, capacities, sends, message_s=2e-5)
 
 
-# ------------------------------------------------------------ what the solver gains
+# ------------------------------------------------------------ gains of the solver
 
 
 def test_one_slow_host_is_a_leaf_of_every_tree():
     network = Network.of_cards([800 * MBIT] * 3 + [200 * MBIT], latency_s=5e-5, message_s=2e-5)
-    found = solve(network, "all_reduce", MB_64)
-    assert found.cut_bound_s == pytest.approx(64e6 / (200 * MBIT))
-    assert found.proved
-    assert library_s(network) / found.predicted_s > 1.45
-    assert found.predicted_s < 1.06 * found.cut_bound_s
+    solution = solve(network, "all_reduce", MB_64)
+    assert solution.cut_bound_s == pytest.approx(64e6 / (200 * MBIT))
+    assert solution.proved
+    assert library_s(network) / solution.predicted_s > 1.45
+    assert solution.predicted_s < 1.06 * solution.cut_bound_s
     halves = [solve(network, op, MB_64).lp_bound_s for op in ("reduce_scatter", "all_gather")]
-    assert sum(halves) == pytest.approx(1.5 * found.lp_bound_s)
+    assert sum(halves) == pytest.approx(1.5 * solution.lp_bound_s)
 
 
 def test_a_shared_trunk_is_crossed_once():
     network = switched(200 * MBIT, "abab", 800 * MBIT)
-    found = solve(network, "all_reduce", MB_64)
-    assert library_s(network) / found.predicted_s > 2.8
-    assert found.predicted_s < 1.06 * found.cut_bound_s
-    assert found.bottlenecks[0].startswith(("there", "back"))
+    solution = solve(network, "all_reduce", MB_64)
+    assert library_s(network) / solution.predicted_s > 2.8
+    assert solution.predicted_s < 1.06 * solution.cut_bound_s
+    assert solution.bottlenecks[0].startswith(("there", "back"))
 
 
 def test_cards_of_each_rank_are_used_at_once():
@@ -79,43 +79,43 @@ def test_cards_of_each_rank_are_used_at_once():
     network: {latency_us: 50}
     """
     network = Network.of_cluster(Cluster.from_yaml(text), [0, 2, 1, 3])
-    found = solve(network, "all_reduce", MB_64)
-    assert library_s(network) / found.predicted_s > 2.7
-    assert found.predicted_s < 1.06 * found.cut_bound_s
+    solution = solve(network, "all_reduce", MB_64)
+    assert library_s(network) / solution.predicted_s > 2.7
+    assert solution.predicted_s < 1.06 * solution.cut_bound_s
 
 
 def test_direct_links_of_random_speeds():
     random = np.random.default_rng(3)
     links = {(a, b): float(random.uniform(20, 1000)) * MBIT for a in range(4) for b in range(4)}
     network = Network.of_links({k: v for k, v in links.items() if k[0] != k[1]}, latency_s=5e-5)
-    found = solve(network, "all_reduce", MB_64)
-    assert found.proved
-    assert found.predicted_s < 1.06 * found.cut_bound_s
-    assert library_s(network) / found.predicted_s > 2
+    solution = solve(network, "all_reduce", MB_64)
+    assert solution.proved
+    assert solution.predicted_s < 1.06 * solution.cut_bound_s
+    assert library_s(network) / solution.predicted_s > 2
 
 
 def test_equal_hosts_gain_nothing():
     network = Network.of_cards([800 * MBIT] * 4, latency_s=5e-5)
-    found = solve(network, "all_reduce", MB_64)
-    assert found.bandwidth_s == pytest.approx(library_s(network))
+    solution = solve(network, "all_reduce", MB_64)
+    assert solution.bandwidth_s == pytest.approx(library_s(network))
 
 
-def test_a_bus_counts_both_ways():
+def test_a_bus_counts_both_directions():
     names = ["0", "1", "2"]
     sends = {(a, b): Send(resources=("bus",)) for a in names for b in names if a != b}
-    found = solve(Network.of(names, {"bus": 1e9}, sends), "all_reduce", 1_000_000)
-    assert found.bandwidth_s == pytest.approx(4 * 4e6 / 1e9)  # 2 sums and 2 copies cross it
-    assert found.proved
+    solution = solve(Network.of(names, {"bus": 1e9}, sends), "all_reduce", 1_000_000)
+    assert solution.bandwidth_s == pytest.approx(4 * 4e6 / 1e9)  # 2 sums and 2 copies cross it
+    assert solution.proved
 
 
 def test_all_to_all_goes_around_a_slow_link():
     fast = {(a, b): 1e9 for a in range(3) for b in range(3) if a != b}
-    found = solve(Network.of_links(fast | {(0, 1): 1e7}), "all_to_all", 3_000_000)
-    assert found.proved
-    assert found.depth == 2
-    assert found.bottlenecks
-    assert found.bandwidth_s < 0.01  # 4 MB on the slow link would take 0.4 s
-    check(found.program)
+    solution = solve(Network.of_links(fast | {(0, 1): 1e7}), "all_to_all", 3_000_000)
+    assert solution.proved
+    assert solution.depth == 2
+    assert solution.bottlenecks
+    assert solution.bandwidth_s < 0.01  # 4 MB on the slow link would take 0.4 s
+    check(solution.program)
 
 
 # ------------------------------------------------------------ sizes
@@ -134,13 +134,13 @@ def test_small_messages_take_few_steps():
 def test_an_unlimited_network_is_all_latency():
     names = ["0", "1", "2"]
     sends = {(a, b): Send(resources=(), latency_s=1e-5) for a in names for b in names if a != b}
-    found = solve(Network.of(names, {}, sends), "all_reduce", 1000)
-    assert found.lp_bound_s == 0
-    assert found.predicted_s > 0
-    assert "latencies" in str(found)
+    solution = solve(Network.of(names, {}, sends), "all_reduce", 1000)
+    assert solution.lp_bound_s == 0
+    assert solution.predicted_s > 0
+    assert "latencies" in str(solution)
 
 
-def test_one_rank_has_nothing_to_do():
+def test_one_rank_sends_no_messages():
     network = Network.of(["0"], {}, {})
     for operation in ("all_reduce", "all_to_all", "broadcast", "all_gather"):
         assert solve(network, operation, 10).program.num_messages == 0
@@ -152,17 +152,17 @@ def test_the_same_network_gives_the_same_program():
     assert first == second
 
 
-def test_the_text_says_what_is_proved():
-    found = solve(Network.of_cards([1e9] * 3), "all_reduce", 999_999)
-    assert "proved: no algorithm uses the network better" in str(found)
-    assert found.to_json()["proved"] is True
+def test_the_text_says_how_far_it_is_proved():
+    solution = solve(Network.of_cards([1e9] * 3), "all_reduce", 999_999)
+    assert "proved: no algorithm uses the network better" in str(solution)
+    assert solution.to_json()["proved"] is True
 
 
 # ------------------------------------------------------------ trees
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_cheapest_trees_are_those_of_networkx(seed):
+def test_cheapest_trees_equal_those_of_networkx(seed):
     random = np.random.default_rng(seed)
     count = int(random.integers(2, 10))
     cost = random.integers(1, 9, size=(count, count)).astype(float)
@@ -175,23 +175,23 @@ def test_cheapest_trees_are_those_of_networkx(seed):
                 graph.add_edge(a, b, weight=cost[a, b])
     best = networkx.minimum_spanning_arborescence(graph)
     parent = cheapest(cost, 0)
-    found = sum(cost[parent[b], b] for b in range(1, count))
+    total = sum(cost[parent[b], b] for b in range(1, count))
     assert parent[0] == -1
     assert (depths(parent)[1:] > 0).all()
-    assert found == pytest.approx(sum(d["weight"] for _, _, d in best.edges(data=True)))
+    assert total == pytest.approx(sum(d["weight"] for _, _, d in best.edges(data=True)))
 
 
-def test_shallow_trees_keep_their_depth():
+def test_shallow_trees_respect_the_depth_limit():
     line = np.full((5, 5), 10.0)
     for i in range(4):
         line[i, i + 1] = 1.0
     ones = np.ones((5, 5))
     both, weights = np.array([0, 0]), np.array([0.0, 100.0])
-    deep, found = shallow(line, ones, both, weights, 4)
-    assert found.all()
+    deep, complete = shallow(line, ones, both, weights, 4)
+    assert complete.all()
     assert depths(deep).max(axis=1).tolist() == [4, 1]
-    flat, found = shallow(line, ones, both, weights, 2)
-    assert found.all()
+    flat, complete = shallow(line, ones, both, weights, 2)
+    assert complete.all()
     assert depths(flat).max() == 2
     assert not shallow(np.where(line < 10, line, np.inf), ones, both, weights, 2)[1].any()
 
@@ -199,39 +199,39 @@ def test_shallow_trees_keep_their_depth():
 # ------------------------------------------------------------ work
 
 
-def solving(network: Network, num_bytes: int) -> int:
+def num_calls(network: Network, num_bytes: int) -> int:
     return calls(lambda: solve(network, "all_reduce", num_bytes // 4))
 
 
-def test_eight_ranks_take_a_moment():
+def test_solving_eight_ranks_is_cheap():
     random = np.random.default_rng(0)
     cards = Network.of_cards(list(random.uniform(1e8, 1e9, 8)), latency_s=1e-5, message_s=5e-6)
     pairs = [(a, b) for a in range(8) for b in range(8) if a != b]
-    wires = {pair: float(np.exp(random.uniform(14, 19))) for pair in pairs}
-    mesh = Network.of_links(wires, latency_s=5e-5)
-    for network in (cards, mesh):  # about 0.1 s; twice the work is far too much
-        assert solving(network, 64_000_000) < 300_000
+    bandwidths = {pair: float(np.exp(random.uniform(14, 19))) for pair in pairs}
+    mesh = Network.of_links(bandwidths, latency_s=5e-5)
+    for network in (cards, mesh):  # about 0.1 s; the limit allows less than twice
+        assert num_calls(network, 64_000_000) < 300_000
 
 
 @pytest.mark.slow
 def test_hundreds_of_ranks_by_symmetry():
-    assert solving(Network.of_cluster(Cluster.preset("h100", nodes=4)), 2**28) < 1_000_000
-    assert solving(Network.of_cluster(Cluster.preset("h100", nodes=64)), 2**30) < 40_000_000
+    assert num_calls(Network.of_cluster(Cluster.preset("h100", nodes=4)), 2**28) < 1_000_000
+    assert num_calls(Network.of_cluster(Cluster.preset("h100", nodes=64)), 2**30) < 40_000_000
 
 
 @pytest.mark.parametrize("wrong", [{"numel": 2.5}, {"numel": "9"}, {"item_bytes": 2.5}])
 def test_sizes_are_whole_numbers(wrong):
-    given = {"numel": 8, **wrong}
+    arguments = {"numel": 8, **wrong}
     with pytest.raises(ClusterError, match="must be a whole number"):
-        solve(Network.of_cards([1e9] * 2), "all_reduce", **given)
+        solve(Network.of_cards([1e9] * 2), "all_reduce", **arguments)
 
 
-def test_roots_and_operations_of_other_types_are_told():
+def test_roots_and_counts_of_other_types():
     network = Network.of_cards([1e9] * 2)
-    given = solve(network, "broadcast", np.int64(8), root=np.int64(1)).program
-    assert json.loads(json.dumps(given.to_json()))["root"] == 1
-    parts = solve(network, "all_gather", 8, counts=np.array([5, 3])).program
-    assert json.loads(json.dumps(parts.to_json()))["counts"] == [5, 3]
+    rooted = solve(network, "broadcast", np.int64(8), root=np.int64(1)).program
+    assert json.loads(json.dumps(rooted.to_json()))["root"] == 1
+    uneven = solve(network, "all_gather", 8, counts=np.array([5, 3])).program
+    assert json.loads(json.dumps(uneven.to_json()))["counts"] == [5, 3]
     with pytest.raises(ClusterError, match="must be a whole number"):
         solve(network, "broadcast", 8, root=1.5)
     with pytest.raises(ClusterError, match="no operation None"):

@@ -186,7 +186,7 @@ network: {latency_us: 5}
     made = sw.report(plan, graph, cluster)
     assert made.collectives
     for way, choice in zip(made.collectives, plan.collectives, strict=True):
-        assert (way.operation, way.uses, way.way) == (choice.operation, choice.uses, choice.way)
+        assert (way.operation, way.uses, way.way) == (choice.operation, choice.uses, choice.summary)
         assert way.predicted_s == choice.predicted_s
         assert way.saved_share == choice.gain
     assert sw.report(plan.with_(collectives=()), graph, cluster).collectives is None

@@ -1,1 +1,1 @@
-"""Collectives measured: next to the library's, on the processes at hand or on emulated hosts."""
+"""Time collectives against the library's, on running processes or on emulated hosts."""

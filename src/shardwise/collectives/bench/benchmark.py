@@ -1,10 +1,11 @@
-"""Solved collectives and the library's, timed next to each other."""
+"""Time solved collectives next to the library's."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -16,7 +17,8 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.collectives import Network, Solution, solve
 from shardwise.collectives.bench.compare import Task, Times, compare
-from shardwise.collectives.bench.emulation import emulated, run_all
+from shardwise.collectives.bench.emulation import emulated, run_on_hosts
+from shardwise.collectives.messages.program import SHARDED
 from shardwise.cost.selection import select
 from shardwise.dtypes import DTYPES
 from shardwise.errors import ClusterError, RankError
@@ -25,12 +27,11 @@ from shardwise.processes import is_abandoned, owned, run_commands, terminated_as
 PREFIX = "shardwise-bench-"  # of folders
 TIMEOUT_S = 300.0
 SOLVED, LIBRARY = "solved", "library"
-EVEN = ("reduce_scatter", "all_gather", "all_to_all")  # of which the library wants equal parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One size: medians of seconds; `uses` is whose program ours is."""
+    """The times of one size, as medians; `uses` is the implementation that `ours_s` is of."""
 
     operation: str
     num_bytes: int
@@ -55,7 +56,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What is timed: `uses` says for a number of bytes whether ours is solved or the library's."""
+    """A benchmark; `uses` returns the implementation to time for a number of bytes."""
 
     network: Network
     operation: str
@@ -70,47 +71,50 @@ class Bench:
     def __post_init__(self) -> None:
         if self.network.num_ranks < 2:
             raise ClusterError(
-                "one rank has nobody to send to", hint="a cluster of 2 ranks or more"
+                "collectives need at least 2 ranks, got 1", hint="a cluster of 2 ranks or more"
             )
-        known = [dtype.name for dtype in DTYPES.values() if dtype.can_reduce]
-        if self.dtype not in known:
+        supported = [dtype.name for dtype in DTYPES.values() if dtype.can_reduce]
+        if self.dtype not in supported:
             raise ClusterError(
-                f"the library has no collectives of {self.dtype}", hint=", ".join(known)
+                f"the library does not support collectives of {self.dtype}",
+                hint=", ".join(supported),
             )
 
     def solutions(self) -> list[Solution]:
-        found = []
+        """Solve for every size; the library requires equal parts of sharded operations."""
+        solutions = []
         for num_bytes in self.sizes:
             numel = num_bytes // self.item_bytes
-            if self.operation in EVEN:
+            if self.operation in SHARDED:
                 numel -= numel % self.network.num_ranks
-            found.append(
+            solutions.append(
                 solve(
                     self.network, self.operation, numel, item_bytes=self.item_bytes, root=self.root
                 )
             )
-        return found
+        return solutions
 
     def rows(self, solutions: Sequence[Solution], times: Sequence[Times]) -> list[Row]:
+        """Return the times of each solution with its prediction and bound."""
         return [
             Row(
                 operation=self.operation,
                 num_bytes=solution.num_bytes,
                 uses=self.uses(solution.num_bytes),
-                library_s=each.library,
-                ours_s=each.ours,
+                library_s=statistics.median(times_of_size.library_s),
+                ours_s=statistics.median(times_of_size.ours_s),
                 predicted_s=solution.predicted_s,
                 bound_s=max(solution.cut_bound_s, solution.lp_bound_s),
-                times=each,
+                times=times_of_size,
             )
-            for solution, each in zip(solutions, times, strict=True)
+            for solution, times_of_size in zip(solutions, times, strict=True)
         ]
 
 
 def chosen(cluster: Cluster, operation: str, ranks: Sequence[int]) -> Callable[[int], str]:
-    """Whose program a plan for these ranks takes, by bytes: the library's unless ours gains.
+    """Return the implementation that a plan uses on these ranks, as a function of the bytes.
 
-    Operations that plans leave to the library are solved here, to compare.
+    Operations that plans always leave to the library are solved here for comparison.
     """
     choice = select(cluster, operation, [ranks], max_ranks=len(ranks))
 
@@ -123,18 +127,18 @@ def chosen(cluster: Cluster, operation: str, ranks: Sequence[int]) -> Callable[[
 
 
 def on_emulated_hosts(bench: Bench) -> list[Row]:
-    """In namespaces that have the network's rates."""
-    with emulated(bench.network) as plan:
+    """Run the benchmark in network namespaces that have the network's rates."""
+    with emulated(bench.network) as layout:
         return _in_processes(
             bench,
-            lambda commands, environment: run_all(
-                plan, commands, timeout_s=bench.timeout_s, environment=environment
+            lambda commands, environment: run_on_hosts(
+                layout, commands, timeout_s=bench.timeout_s, environment=environment
             ),
         )
 
 
 def on_this_machine(bench: Bench) -> list[Row]:
-    """In processes of this machine, whatever the network says."""
+    """Run the benchmark in processes of this machine, without the network's rates."""
     return _in_processes(
         bench,
         lambda commands, environment: run_commands(
@@ -147,7 +151,7 @@ def on_this_machine(bench: Bench) -> list[Row]:
 
 
 def in_this_group(bench: Bench) -> list[Row] | None:
-    """On the ranks that torchrun started, of which this is one; rows on rank 0 alone."""
+    """Run the benchmark on the ranks that torchrun started; return rows on rank 0 only."""
     import torch
     import torch.distributed as dist
 
@@ -189,11 +193,11 @@ def _in_processes(
     bench: Bench, run: Callable[[Sequence[Sequence[str]], dict[str, str]], None]
 ) -> list[Row]:
     solutions = bench.solutions()
-    _remove_left_behind()
-    folders = tempfile.TemporaryDirectory(prefix=owned(PREFIX))
-    with terminated_as_interrupt(), folders as folder:
-        place = Path(folder)
-        files = [place / f"program{i}.json" for i in range(len(solutions))]
+    _remove_abandoned()
+    temporary = tempfile.TemporaryDirectory(prefix=owned(PREFIX))
+    with terminated_as_interrupt(), temporary as name:
+        folder = Path(name)
+        files = [folder / f"program{i}.json" for i in range(len(solutions))]
         for file, solution in zip(files, solutions, strict=True):
             solution.program.save(file)
         task = Task(
@@ -201,37 +205,31 @@ def _in_processes(
             solved=tuple(bench.uses(s.num_bytes) != LIBRARY for s in solutions),
             dtype=bench.dtype,
             rounds=bench.rounds,
-            meeting=f"file://{place / 'meeting'}",
+            rendezvous=f"file://{folder / 'rendezvous'}",
             num_ranks=bench.network.num_ranks,
             timeout_s=bench.timeout_s,
-            result=str(place / "result.json"),
+            result=str(folder / "result.json"),
         )
-        (place / "task.json").write_text(json.dumps(asdict(task)), encoding="utf-8")
-        module = [
-            sys.executable,
-            "-m",
-            "shardwise.collectives.bench.compare",
-            str(place / "task.json"),
-        ]
-        commands = [[*module, str(rank)] for rank in range(bench.network.num_ranks)]
-        run(commands, {"OMP_NUM_THREADS": "1"})
-        found = json.loads(Path(task.result).read_text(encoding="utf-8"))
-    return bench.rows(solutions, [_times(each) for each in found])
+        task_file = folder / "task.json"
+        task_file.write_text(json.dumps(asdict(task)), encoding="utf-8")
+        command = [sys.executable, "-m", compare.__module__, str(task_file)]
+        run(
+            [[*command, str(rank)] for rank in range(bench.network.num_ranks)],
+            {"OMP_NUM_THREADS": "1"},
+        )
+        results = json.loads(Path(task.result).read_text(encoding="utf-8"))
+    return bench.rows(solutions, [Times(**result) for result in results])
 
 
-def _remove_left_behind() -> None:
-    """Folders of runs that are no more."""
+def _remove_abandoned() -> None:
+    """Remove the folders of runs that were killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         if is_abandoned(folder.name, PREFIX):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _times(data: dict[str, list[float]]) -> Times:
-    return Times(library_s=tuple(data["library_s"]), ours_s=tuple(data["ours_s"]))
-
-
 def table(rows: Sequence[Row]) -> list[str]:
-    """Rows for people."""
+    """Return rows as lines of text."""
     lines = [
         f"{'bytes':>12}  {'library':>11}  {'ours':>11}  {'faster':>7}  {'predicted':>11}  "
         f"{'bound':>11}  {'of bound':>8}  uses"

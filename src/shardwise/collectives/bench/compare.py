@@ -1,18 +1,17 @@
-"""A solved program next to the library's collective, by turns, on the ranks of a process group.
+"""Run a solved program and the library's collective by turns, on the ranks of a process group.
 
     python -m shardwise.collectives.bench.compare TASK.json RANK
 
-A round is one collective of each kind; its time is from a
-barrier until the last rank is done. Every result is compared with what it must be.
+A round is one collective of each kind. Its time is measured from a barrier until the last rank is
+done. Every result is checked.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,24 +21,25 @@ import torch
 import torch.distributed as dist
 
 from shardwise.collectives.messages import MessageProgram
+from shardwise.collectives.messages.program import SUMMING
 from shardwise.errors import RankError
 from shardwise.runtime.collectives.messenger import Messenger
 
-CLOSE = 1e-3  # of a sum: what floating point of little precision may lose
+RTOL = 1e-3  # of a sum in a dtype of low precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What processes that were started for it do: programs' files, where to meet, and to write.
+    """The work of processes that were started for a benchmark: files of programs and of the result.
 
-    Where `solved` is false, the library is ours, too: that is what its own times differ by.
+    If `solved` is false, the library runs on both sides, which shows how much its own times vary.
     """
 
     programs: tuple[str, ...]
     solved: tuple[bool, ...]
     dtype: str
     rounds: int
-    meeting: str
+    rendezvous: str
     num_ranks: int
     timeout_s: float
     result: str
@@ -47,22 +47,14 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Seconds of each round: the library's, and ours."""
+    """The seconds of each round: the library's, and ours."""
 
-    library_s: tuple[float, ...]
-    ours_s: tuple[float, ...]
-
-    @property
-    def library(self) -> float:
-        return statistics.median(self.library_s)
-
-    @property
-    def ours(self) -> float:
-        return statistics.median(self.ours_s)
+    library_s: Sequence[float]
+    ours_s: Sequence[float]
 
 
 class _Sides:
-    """The data of this rank, and both ways to do the operation on them."""
+    """The data of this rank, and both implementations of the operation on them."""
 
     def __init__(self, program: MessageProgram, messenger: Messenger, dtype: torch.dtype) -> None:
         self.program, self.messenger = program, messenger
@@ -71,13 +63,13 @@ class _Sides:
         self.data = torch.empty(program.numel, dtype=dtype, device=device)
         counts = program.counts or (0,) * program.num_ranks
         first = program.offsets[self.rank] if program.counts else 0
-        self.mine = self.data[first : first + counts[self.rank]]
+        self.local = self.data[first : first + counts[self.rank]]
         self.out = self.data.new_empty(counts[self.rank] * program.num_ranks)
-        self.place = torch.arange(program.numel, device=device) % 7
+        self.base = torch.arange(program.numel, device=device) % 7
 
     def fill(self) -> None:
-        """Small whole numbers, other ones on each rank: sums are exact."""
-        self.data.copy_(self.place).add_(self.rank)
+        """Fill the input with small integers that differ by rank, so that sums are exact."""
+        self.data.copy_(self.base).add_(self.rank)
         self.out.zero_()
 
     def solved(self) -> None:
@@ -96,36 +88,36 @@ class _Sides:
         elif program.operation == "reduce":
             dist.reduce(self.data, root, group=group)
         elif program.operation == "reduce_scatter":
-            kept = torch.empty_like(self.mine)
-            dist.reduce_scatter(kept, list(torch.split(self.data, counts)), group=group)
-            self.mine.copy_(kept)
+            summed = torch.empty_like(self.local)
+            dist.reduce_scatter(summed, list(torch.split(self.data, counts)), group=group)
+            self.local.copy_(summed)
         elif program.operation == "all_gather":
-            dist.all_gather(list(torch.split(self.data, counts)), self.mine.clone(), group=group)
+            dist.all_gather(list(torch.split(self.data, counts)), self.local.clone(), group=group)
         else:
             shares = [counts[self.rank]] * program.num_ranks
             dist.all_to_all_single(self.out, self.data, shares, counts, group=group)
 
-    def check(self, who: str) -> None:
-        """That the result is the operation's."""
+    def check(self, implementation: str) -> None:
+        """Raise unless the result is correct."""
         program, ranks = self.program, range(self.program.num_ranks)
-        found, wanted = self.data, self.place + program.root
-        if program.operation in ("all_reduce", "reduce", "reduce_scatter"):
-            wanted = self.place * len(ranks) + sum(ranks)
+        actual, expected = self.data, self.base + program.root
+        if program.operation in SUMMING:
+            expected = self.base * len(ranks) + sum(ranks)
         if program.operation == "reduce" and self.rank != program.root:
             return
         if program.operation == "reduce_scatter":
             first = program.offsets[self.rank]
-            found, wanted = self.mine, wanted[first : first + len(self.mine)]
+            actual, expected = self.local, expected[first : first + len(self.local)]
         elif program.operation == "all_gather":
-            parts = torch.split(self.place, list(program.counts))
-            wanted = torch.cat([part + rank for rank, part in enumerate(parts)])
+            parts = torch.split(self.base, list(program.counts))
+            expected = torch.cat([part + rank for rank, part in enumerate(parts)])
         elif program.operation == "all_to_all":
             first = program.offsets[self.rank]
-            part = self.place[first : first + program.counts[self.rank]]
-            found, wanted = self.out, torch.cat([part + rank for rank in ranks])
-        if not torch.allclose(found.double(), wanted.double(), rtol=CLOSE):
+            part = self.base[first : first + program.counts[self.rank]]
+            actual, expected = self.out, torch.cat([part + rank for rank in ranks])
+        if not torch.allclose(actual.double(), expected.double(), rtol=RTOL):
             raise RankError(
-                f"{program.operation} of {who} gives a wrong result on rank {self.rank}"
+                f"{program.operation} of {implementation} gives a wrong result on rank {self.rank}"
             )
 
 
@@ -138,9 +130,7 @@ def compare(
     solved: bool = True,
     warm: bool = False,
 ) -> Times:
-    """Return the times of `rounds` rounds, after one that does not count unless processes are
-    `warm`; `solved` is as of a `Task`.
-    """
+    """Return the times of `rounds` rounds; unless processes are `warm`, discard one round first."""
     sides = _Sides(program, messenger, dtype)
     library_s: list[float] = []
     ours_s: list[float] = []
@@ -152,39 +142,35 @@ def compare(
     return Times(library_s=tuple(library_s[skipped:]), ours_s=tuple(ours_s[skipped:]))
 
 
-def _timed(sides: _Sides, run: Callable[[], None], who: str) -> float:
+def _timed(sides: _Sides, run: Callable[[], None], implementation: str) -> float:
+    synchronize: Callable[[], None] = torch.cuda.synchronize if sides.data.is_cuda else lambda: None
     sides.fill()
-    _finish(sides)
+    synchronize()
     dist.barrier(group=sides.group)
-    began = time.perf_counter()
+    start = time.perf_counter()
     run()
-    _finish(sides)
-    took = torch.tensor([time.perf_counter() - began], device=sides.data.device)
-    dist.all_reduce(took, op=dist.ReduceOp.MAX, group=sides.group)
-    sides.check(who)
-    return float(took)
-
-
-def _finish(sides: _Sides) -> None:
-    if sides.data.is_cuda:
-        torch.cuda.synchronize()
+    synchronize()
+    elapsed = torch.tensor([time.perf_counter() - start], device=sides.data.device)
+    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX, group=sides.group)
+    sides.check(implementation)
+    return float(elapsed)
 
 
 def main(arguments: list[str]) -> None:
-    """One rank of a task."""
+    """Run one rank of a task."""
     task = Task(**json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
     rank = int(arguments[1])
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=task.meeting,
+        init_method=task.rendezvous,
         rank=rank,
         world_size=task.num_ranks,
         timeout=timedelta(seconds=task.timeout_s),
     )
     messenger = Messenger(timeout_s=task.timeout_s)
     dtype: Any = getattr(torch, task.dtype)
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for file, solved in zip(task.programs, task.solved, strict=True):
         program = MessageProgram.load(file)
         times = compare(
@@ -193,11 +179,11 @@ def main(arguments: list[str]) -> None:
             rounds=task.rounds,
             dtype=dtype,
             solved=solved,
-            warm=bool(found),  # connections are made by the first
+            warm=bool(results),  # the first program has opened the connections
         )
-        found.append(asdict(times))
+        results.append(asdict(times))
     if rank == 0:
-        Path(task.result).write_text(json.dumps(found), encoding="utf-8")
+        Path(task.result).write_text(json.dumps(results), encoding="utf-8")
     dist.barrier()
     messenger.close()
     dist.destroy_process_group()

@@ -1,11 +1,11 @@
-"""A network as Linux namespaces: what `ip` and `tc` are told.
+"""Emulate a network by Linux namespaces, configured with `ip` and `tc`.
 
-Every resource of the network is one queue: a pair of virtual cards whose first end sends no faster
-than lets data have its capacity (`tbf`), with a burst of at least 128 KB or 4 ms. Between ranks,
-packets are routed by where they come from and the queue that they left last, so that a send crosses
-exactly the resources that the network says, in their order. Ranks without a send between them are
-joined over others by the fewest hops, as hosts would route. Both ends of a pair of cards have one
-hardware address, and nobody asks for addresses: nothing but data travels.
+Every resource of the network is one queue: a pair of virtual cards whose first end is limited
+(`tbf`) to the rate at which data get its capacity, with a burst of at least 128 KB or 4 ms. Packets
+are routed by their source and the queue that they left last, so that a send crosses exactly its
+resources, in their order. Ranks without an edge between them are connected over the fewest hops, as
+hosts would route. Both ends of a pair of cards have the same hardware address and ARP is off, so
+that only data travel.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from shardwise.collectives import Network
 from shardwise.errors import ClusterError, LaunchError
 from shardwise.processes import is_abandoned, owned, run_commands, terminated_as_interrupt
 
-FRAME = 1514 / 1448  # bytes on the wire for each of data: TCP, IP and Ethernet headers
-BURST_BYTES, BURST_S = 128_000, 4e-3  # the least: smaller bursts distort rates
-QUEUE_S = 0.07  # what may wait in a queue before packets are dropped
-FASTEST = 2.5e9  # bytes per second; faster queues would only take the processor's time
-MOST_RANKS = 64
+FRAME = 1514 / 1448  # bytes on the link per byte of data: TCP, IP and Ethernet headers
+BURST_BYTES, BURST_S = 128_000, 4e-3  # minimums: smaller bursts distort rates
+QUEUE_S = 0.07  # data that may wait in a queue before packets are dropped
+FASTEST = 2.5e9  # bytes per second; faster queues would only cost CPU time
+MAX_RANKS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +47,11 @@ class Layout:
 
 
 def layout(network: Network, prefix: str) -> Layout:
-    """Return the namespaces of a network, named `prefix` and more."""
+    """Return the namespaces of a network, whose names begin with `prefix`."""
     count = network.num_ranks
-    if not 2 <= count <= MOST_RANKS:
+    if not 2 <= count <= MAX_RANKS:
         raise ClusterError(
-            f"{count} ranks cannot be emulated", hint=f"--ranks: 2 to {MOST_RANKS} of them"
+            f"{count} ranks cannot be emulated", hint=f"--ranks: 2 to {MAX_RANKS} of them"
         )
     hosts = tuple(f"{prefix}-{rank}" for rank in range(count))
     middle = f"{prefix}-m"
@@ -77,7 +77,7 @@ def _pair(first: str, second: str, hardware: str, into: str = "") -> str:
 
 
 def _queues(network: Network) -> Iterator[str]:
-    """Resource r is from q{r} to e{r}."""
+    """Yield the queues: resource r is a pair of cards from q{r} to e{r}."""
     for number in _limited(network):
         yield _pair(f"q{number}", f"e{number}", _hardware(1, number))
         for end in "qe":
@@ -85,7 +85,7 @@ def _queues(network: Network) -> Iterator[str]:
 
 
 def _ports(hosts: tuple[str, ...]) -> Iterator[str]:
-    """Rank r's card has its other end at p{r}."""
+    """Yield the ports: the card of rank r has its other end at p{r}."""
     for rank, host in enumerate(hosts):
         yield _pair(f"p{rank}", "eth0", _hardware(0, rank), host)
         yield f"link set p{rank} arp off up"
@@ -99,44 +99,34 @@ def _host(rank: int) -> Iterator[str]:
 
 
 def _routes(network: Network) -> Iterator[str]:
-    """What comes from a and left queue q last goes to b through the next queue: a table for each
-    pair of a and q.
-    """
+    """Yield a routing table for each source rank and device at which its packets arrive."""
     tables: dict[tuple[int, str], int] = {}
     for a in range(network.num_ranks):
-        for b, way in ways(network, a).items():
-            entered = [f"p{a}", *(f"e{r}" for r in way)]
-            left = [*(f"q{r}" for r in way), f"p{b}"]
-            for came, goes in zip(entered, left, strict=True):
-                if (a, came) not in tables:
-                    tables[a, came] = 1000 + len(tables)
-                    yield f"rule add from {address(a)} iif {came} lookup {tables[a, came]}"
-                yield f"route replace {address(b)} dev {goes} table {tables[a, came]}"
+        for b, path in paths_from(network, a).items():
+            arrivals = [f"p{a}", *(f"e{r}" for r in path)]
+            departures = [*(f"q{r}" for r in path), f"p{b}"]
+            for arrival, departure in zip(arrivals, departures, strict=True):
+                if (a, arrival) not in tables:
+                    tables[a, arrival] = 1000 + len(tables)
+                    yield f"rule add from {address(a)} iif {arrival} lookup {tables[a, arrival]}"
+                yield f"route replace {address(b)} dev {departure} table {tables[a, arrival]}"
 
 
-def ways(network: Network, start: int) -> dict[int, tuple[int, ...]]:
-    """Return the resources on the way from a rank to each other one, in order;
-    each at most once.
-    """
+def paths_from(network: Network, start: int) -> dict[int, tuple[int, ...]]:
+    """Return the resources from a rank to every other one, in order and each at most once."""
     limited = _limited(network)
     used = [tuple(r for r in row if r in limited) for row in network.uses.tolist()]
-    found: dict[int, tuple[int, ...]] = {start: ()}
-    direct = {
-        int(network.target[e]): used[e]
-        for e in range(network.num_edges)
-        if network.source[e] == start
-    }
-    found |= direct
-    queue = deque(direct)
+    paths: dict[int, tuple[int, ...]] = {start: ()}
+    queue = deque([start])
     while queue:
-        at = queue.popleft()
+        rank = queue.popleft()
         for e in range(network.num_edges):
-            to = int(network.target[e])
-            if network.source[e] == at and to not in found:
-                found[to] = tuple(dict.fromkeys((*found[at], *used[e])))
-                queue.append(to)
-    del found[start]
-    return found
+            target = int(network.target[e])
+            if network.source[e] == rank and target not in paths:
+                paths[target] = tuple(dict.fromkeys((*paths[rank], *used[e])))
+                queue.append(target)
+    del paths[start]
+    return paths
 
 
 def _limited(network: Network) -> list[int]:
@@ -146,18 +136,15 @@ def _limited(network: Network) -> list[int]:
 
 def _rates(network: Network) -> Iterator[str]:
     for number in _limited(network):
-        wire = float(network.capacity[number]) * FRAME
-        burst = math.ceil(max(BURST_BYTES, wire * BURST_S))
-        limit = burst + math.ceil(max(wire * QUEUE_S, BURST_BYTES))
-        yield f"qdisc add dev q{number} root tbf rate {max(8, round(wire * 8))}bit " + (
+        rate = float(network.capacity[number]) * FRAME
+        burst = math.ceil(max(BURST_BYTES, rate * BURST_S))
+        limit = burst + math.ceil(max(rate * QUEUE_S, BURST_BYTES))
+        yield f"qdisc add dev q{number} root tbf rate {max(8, round(rate * 8))}bit " + (
             f"burst {burst} limit {limit}"
         )
 
 
-# Emulated hosts: namespaces made, used by processes, and removed.
-#
-# What a killed run left behind is removed by the next.
-
+# ------------------------------------------------------------ namespaces
 
 PREFIX = "sw"  # of namespaces
 COMMAND_S = 30.0  # limit of one call of ip or tc
@@ -166,31 +153,31 @@ SETTINGS = {"ip_forward": "1", "conf/all/rp_filter": "0", "conf/default/rp_filte
 
 @contextlib.contextmanager
 def emulated(network: Network) -> Iterator[Layout]:
-    """The network, as long as the context lasts."""
+    """Emulate a network while the context lasts; first remove what killed runs left behind."""
     check_tools()
-    _remove_left_behind()
-    plan = layout(network, owned(PREFIX) + secrets.token_hex(2))
+    _remove_abandoned()
+    namespaces = layout(network, owned(PREFIX) + secrets.token_hex(2))
     with terminated_as_interrupt():
         try:
-            _make(plan)
-            yield plan
+            _create(namespaces)
+            yield namespaces
         finally:
-            for name in plan.names:
+            for name in namespaces.names:
                 _call(["ip", "netns", "delete", name], check=False)
 
 
-def run_all(
-    plan: Layout,
+def run_on_hosts(
+    namespaces: Layout,
     commands: Sequence[Sequence[str]],
     *,
     timeout_s: float,
     environment: dict[str, str],
 ) -> None:
-    """A command in the namespace of each rank; all are over, or dead, when this returns."""
+    """Run a command in the namespace of each rank; all have ended when this returns."""
     run_commands(
         [
             ["ip", "netns", "exec", host, *command]
-            for host, command in zip(plan.hosts, commands, strict=True)
+            for host, command in zip(namespaces.hosts, commands, strict=True)
         ],
         what="the emulated network",
         timeout_s=timeout_s,
@@ -199,29 +186,29 @@ def run_all(
 
 
 def check_tools() -> None:
-    """Refuse where namespaces cannot be made, and say why."""
+    """Raise if this machine cannot create network namespaces."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise LaunchError(
-                f"networks are emulated with {tool!r}, which is not installed",
+                f"emulating a network needs {tool!r}, which is not installed",
                 hint="apt-get install iproute2",
             )
     if sys.platform != "linux" or os.geteuid() != 0:
         raise LaunchError(
-            "networks are emulated with Linux namespaces, which only root makes",
+            "emulating a network needs Linux namespaces, which only root can create",
             hint=f"sudo {shutil.which('shardwise') or 'shardwise'} collective bench … --emulate",
         )
 
 
-def _make(plan: Layout) -> None:
-    for name in plan.names:
+def _create(namespaces: Layout) -> None:
+    for name in namespaces.names:
         _call(["ip", "netns", "add", name])
     write = "; ".join(f"echo {v} > /proc/sys/net/ipv4/{k}" for k, v in SETTINGS.items())
-    for name in plan.names:
+    for name in namespaces.names:
         _call(["ip", "netns", "exec", name, "sh", "-c", write])
-    for name, lines in plan.ip.items():
+    for name, lines in namespaces.ip.items():
         _call(["ip", "-n", name, "-batch", "-"], lines)
-    _call(["tc", "-n", plan.middle, "-batch", "-"], plan.tc)
+    _call(["tc", "-n", namespaces.middle, "-batch", "-"], namespaces.tc)
 
 
 def _call(command: Sequence[str], lines: Sequence[str] = (), *, check: bool = True) -> None:
@@ -243,8 +230,8 @@ def _call(command: Sequence[str], lines: Sequence[str] = (), *, check: bool = Tr
         )
 
 
-def _remove_left_behind() -> None:
-    """Namespaces of runs that are no more."""
+def _remove_abandoned() -> None:
+    """Remove the namespaces of runs that were killed."""
     listed = subprocess.run(
         ["ip", "netns", "list"], capture_output=True, text=True, timeout=COMMAND_S, check=False
     )

@@ -1,13 +1,6 @@
-"""Collectives as lists of messages: data that are checked, interpreted, drawn and run."""
+"""Collectives as lists of messages, as data: checked, interpreted, drawn, and stored in plans."""
 
-from shardwise.collectives.messages.choice import CollectiveChoice, svg, trees_text
+from shardwise.collectives.messages.choice import CollectiveChoice
 from shardwise.collectives.messages.program import Chunk, Instruction, MessageProgram
 
-__all__ = [
-    "Chunk",
-    "CollectiveChoice",
-    "Instruction",
-    "MessageProgram",
-    "svg",
-    "trees_text",
-]
+__all__ = ["Chunk", "CollectiveChoice", "Instruction", "MessageProgram"]

@@ -2,9 +2,9 @@
 
 Chunks must cover the data, each element once. Every rank must end with its result, which contains
 every contribution exactly once. All ranks must add in the same order, so that their results are
-bitwise equal. Nobody may wait forever with `window` messages in flight on each edge. A
+bitwise equal. No rank may wait forever with `window` messages in flight on each edge. A
 `ProgramError` names the rank and instruction; the `Facts` of a correct program include the memory
-that messages need besides the data.
+that messages need besides the data. `interpret` runs a program on arrays, as a reference in tests.
 """
 
 from __future__ import annotations
@@ -17,76 +17,64 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.collectives.messages.program import Instruction, MessageProgram
+from shardwise.collectives.messages.program import SUMMING, Instruction, MessageProgram
 from shardwise.errors import ProgramError
-
-# Run a message program in one process over any kind of values.
-#
-# Every rank runs its list in order and waits where it must. The order in which ranks take turns
-# does not matter, because each message has one sender, one receiver and a fixed place in both
-# lists: if one order blocks, all do.
-
 
 V = TypeVar("V")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Played(Generic[V]):
-    """The values of each rank at the end, and the most elements that it stored for others
-    meanwhile.
+class _Executor(Generic[V]):
+    """Run a message program in one process on `values[rank][chunk]` of any type.
+
+    Every rank runs its list in order and waits where it must. The order in which ranks take turns
+    does not matter, because each message has one sender, one receiver and a fixed place in both
+    lists: if one order blocks, all do. A `ValueError` from `add` describes the mistake.
     """
 
-    values: tuple[dict[int, V], ...]
-    most_passing: int
-
-
-class _Run(Generic[V]):
     def __init__(
         self, program: MessageProgram, values: list[dict[int, V]], add: Callable[[V, V], V]
     ) -> None:
         self.program, self.values, self.add = program, values, add
-        self.at = [0] * program.num_ranks
-        self.under_way: dict[tuple[int, int], deque[tuple[Instruction, list[V]]]] = {}
-        self.keeps = [set(program.ends_with(r)) for r in range(program.num_ranks)]
-        self.own = [set(program.begins_with(r)) for r in range(program.num_ranks)]
-        self.passing = [0] * program.num_ranks
-        self.most_passing = 0
+        self.position = [0] * program.num_ranks  # index of each rank's next instruction
+        self.in_flight: dict[tuple[int, int], deque[tuple[Instruction, list[V]]]] = {}
+        self.outputs = [set(program.ends_with(r)) for r in range(program.num_ranks)]
+        self.inputs = [set(program.begins_with(r)) for r in range(program.num_ranks)]
+        self.relayed = [0] * program.num_ranks  # elements that a rank stores only to forward them
+        self.max_relayed = 0
 
-    def play(self) -> Played[V]:
+    def run(self) -> None:
         """Run until all lists are done or no rank can continue."""
+        lists = self.program.instructions
         ready = deque(range(self.program.num_ranks))
-        waiting = [True] * self.program.num_ranks
+        is_ready = [True] * self.program.num_ranks
         while ready:
             rank = ready.popleft()
-            waiting[rank] = False
-            steps = self.program.instructions[rank]
-            while self.at[rank] < len(steps) and self.step(rank, steps[self.at[rank]]):
-                peer = steps[self.at[rank]].peer
-                self.at[rank] += 1
-                if not waiting[peer]:
-                    waiting[peer] = True
+            is_ready[rank] = False
+            steps = lists[rank]
+            while self.position[rank] < len(steps) and self.step(rank, steps[self.position[rank]]):
+                peer = steps[self.position[rank]].peer
+                self.position[rank] += 1
+                if not is_ready[peer]:
+                    is_ready[peer] = True
                     ready.append(peer)
-        stuck = [r for r in range(len(self.at)) if self.at[r] < len(self.program.instructions[r])]
+        stuck = [r for r, position in enumerate(self.position) if position < len(lists[r])]
         if stuck:
             raise self._stuck(stuck)
-        for (a, b), left in self.under_way.items():
-            if left:
-                raise ProgramError(f"{left[0][0]} of rank {a} is never received by rank {b}")
-        return Played(values=tuple(self.values), most_passing=self.most_passing)
+        for (a, b), queue in self.in_flight.items():
+            if queue:
+                raise ProgramError(f"{queue[0][0]} of rank {a} is never received by rank {b}")
 
     def _stuck(self, stuck: list[int]) -> ProgramError:
-        """Return the error for ranks that cannot continue: one whose peer never answers, or all of
-        them.
-        """
+        """Return an error about one rank whose peer never answers, or about a deadlock of all."""
         lists = self.program.instructions
-        places = {r: f"rank {r}, instruction {self.at[r]}: {lists[r][self.at[r]]}" for r in stuck}
-        for rank, place in places.items():
-            step = lists[rank][self.at[rank]]
+        steps = {rank: lists[rank][self.position[rank]] for rank in stuck}
+        places = {r: f"rank {r}, instruction {self.position[r]}: {steps[r]}" for r in stuck}
+        for rank, step in steps.items():
             sends = step.kind == "send"
-            rest = lists[step.peer][self.at[step.peer] :]
-            if not any(s.peer == rank and (s.kind == "send") != sends for s in rest):
-                lacks = "never receives this" if sends else f"sends nothing more to rank {rank}"
-                return ProgramError(f"rank {step.peer} {lacks}", where=place)
+            remaining = lists[step.peer][self.position[step.peer] :]
+            if not any(s.peer == rank and (s.kind == "send") != sends for s in remaining):
+                failure = "never receives this" if sends else f"sends nothing more to rank {rank}"
+                return ProgramError(f"rank {step.peer} {failure}", where=places[rank])
         return ProgramError(
             f"{len(stuck)} ranks wait for each other",
             where="; ".join(list(places.values())[:4]),
@@ -96,8 +84,8 @@ class _Run(Generic[V]):
     def step(self, rank: int, step: Instruction) -> bool:
         """Execute the next instruction if possible; return whether it was."""
         edge = (rank, step.peer) if step.kind == "send" else (step.peer, rank)
-        queue = self.under_way.setdefault(edge, deque())
-        where = f"rank {rank}, instruction {self.at[rank]}: {step}"
+        queue = self.in_flight.setdefault(edge, deque())
+        where = f"rank {rank}, instruction {self.position[rank]}: {step}"
         local = self.values[rank]
         chunks = range(step.first, step.stop)
         if step.kind == "send":
@@ -107,7 +95,8 @@ class _Run(Generic[V]):
                 if chunk not in local:
                     raise ProgramError(f"chunk {chunk} is sent before it arrives", where=where)
             queue.append((step, [local[chunk] for chunk in chunks]))
-            self._passed_on(rank, chunks)
+            if self.program.operation == "all_to_all":
+                self._drop_relayed(rank, chunks)
             return True
         if not queue:
             return False
@@ -117,32 +106,25 @@ class _Run(Generic[V]):
         for chunk, value in zip(chunks, values, strict=True):
             if step.kind == "reduce":
                 if chunk not in local:
-                    raise ProgramError(f"chunk {chunk} is added to nothing", where=where)
+                    raise ProgramError(
+                        f"chunk {chunk} is reduced into a rank that does not have it", where=where
+                    )
                 try:
                     value = self.add(local[chunk], value)
                 except ValueError as error:
                     raise ProgramError(f"chunk {chunk}: {error}", where=where) from None
-            elif chunk not in self.own[rank] | self.keeps[rank]:
-                self.passing[rank] += self.program.chunks[chunk].size
-                self.most_passing = max(self.most_passing, self.passing[rank])
+            elif chunk not in self.inputs[rank] | self.outputs[rank]:
+                self.relayed[rank] += self.program.chunks[chunk].size
+                self.max_relayed = max(self.max_relayed, self.relayed[rank])
             local[chunk] = value
         return True
 
-    def _passed_on(self, rank: int, chunks: range) -> None:
-        """Drop chunks that a rank neither contributed nor keeps once they are sent."""
-        if self.program.operation != "all_to_all":
-            return
+    def _drop_relayed(self, rank: int, chunks: range) -> None:
+        """Drop chunks that a rank neither contributed nor needs in the end."""
         for chunk in chunks:
-            if chunk not in self.own[rank] and chunk not in self.keeps[rank]:
-                self.passing[rank] -= self.program.chunks[chunk].size
+            if chunk not in self.inputs[rank] and chunk not in self.outputs[rank]:
+                self.relayed[rank] -= self.program.chunks[chunk].size
                 del self.values[rank][chunk]
-
-
-def play(
-    program: MessageProgram, values: list[dict[int, V]], add: Callable[[V, V], V]
-) -> Played[V]:
-    """Run the program on `values[rank][chunk]`; a `ValueError` from `add` names the mistake."""
-    return _Run(program, [dict(mine) for mine in values], add).play()
 
 
 Term = tuple[int, int]  # contributing ranks as bits; an id of the order of summation
@@ -150,8 +132,9 @@ Term = tuple[int, int]  # contributing ranks as bits; an id of the order of summ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Resources of a correct program; `scratch_elements` holds received messages not yet added or
-    forwarded.
+    """The traffic and memory of a correct program.
+
+    `scratch_elements` is the buffer for received messages that are not yet added or forwarded.
     """
 
     num_messages: int
@@ -163,38 +146,37 @@ class Facts:
 def check(program: MessageProgram) -> Facts:
     """Return the facts of a program after checking that it computes its operation."""
     _check_cover(program)
-    numbers: dict[tuple[int, ...], int] = {}
+    ids: dict[tuple[int, ...], int] = {}
 
-    def number(*key: int) -> int:
-        return numbers.setdefault(key, len(numbers))
+    def order_id(*key: int) -> int:
+        return ids.setdefault(key, len(ids))
 
     def add(left: Term, right: Term) -> Term:
         both = left[0] & right[0]
         if both:
-            raise ValueError(f"the part of rank {both.bit_length() - 1} is added twice")
+            raise ValueError(f"the contribution of rank {both.bit_length() - 1} is added twice")
         # a + b equals b + a bitwise, but (a + b) + c may differ from a + (b + c).
-        return left[0] | right[0], number(*sorted((left[1], right[1])))
+        return left[0] | right[0], order_id(*sorted((left[1], right[1])))
 
     start = [
-        {chunk: (1 << rank, number(rank)) for chunk in program.begins_with(rank)}
+        {chunk: (1 << rank, order_id(rank)) for chunk in program.begins_with(rank)}
         for rank in range(program.num_ranks)
     ]
-    played = play(program, start, add)
-    _check_results(program, played.values)
-    return _facts(program, played.most_passing)
+    executor = _Executor(program, start, add)
+    executor.run()
+    _check_results(program, executor.values)
+    return _facts(program, executor.max_relayed)
 
 
 def _check_cover(program: MessageProgram) -> None:
-    """Raise unless every element is in exactly one chunk; in an all-to-all, for every pair of
-    ranks.
-    """
+    """Raise unless every element of every input and output is in exactly one chunk."""
     if program.operation == "all_to_all":
         for a in range(program.num_ranks):
             ranges = [chunk[:2] for chunk in program.chunks if chunk.source == a]
             _tile(ranges, program.numel, f"the input of rank {a}")
         for b in range(program.num_ranks):
-            placed = [(c.place, c.place + c.size) for c in program.chunks if c.target == b]
-            _tile(placed, program.counts[b] * program.num_ranks, f"the output of rank {b}")
+            ranges = [(c.place, c.place + c.size) for c in program.chunks if c.target == b]
+            _tile(ranges, program.counts[b] * program.num_ranks, f"the output of rank {b}")
         return
     _tile([chunk[:2] for chunk in program.chunks], program.numel, "the data")
     if program.counts:
@@ -205,40 +187,44 @@ def _check_cover(program: MessageProgram) -> None:
 
 
 def _tile(ranges: list[tuple[int, int]], numel: int, what: str) -> None:
-    at = 0
+    end = 0
     for start, stop in sorted(r for r in ranges if r[0] < r[1]):
-        if start != at:
-            raise ProgramError(f"{what}: chunks meet {at} with {start}", hint="each element once")
-        at = stop
-    if at != numel:
-        raise ProgramError(f"{what}: chunks cover {at} of {numel} elements")
+        if start != end:
+            raise ProgramError(
+                f"{what}: a chunk ends at element {end}, the next one starts at {start}",
+                hint="each element in one chunk",
+            )
+        end = stop
+    if end != numel:
+        raise ProgramError(f"{what}: chunks cover {end} of {numel} elements")
 
 
-def _check_results(program: MessageProgram, values: tuple[dict[int, Term], ...]) -> None:
-    sums = program.operation in ("all_reduce", "reduce_scatter", "reduce")
+def _check_results(program: MessageProgram, values: list[dict[int, Term]]) -> None:
     everyone = (1 << program.num_ranks) - 1
-    seen: dict[int, tuple[int, int]] = {}
+    first_orders: dict[int, tuple[int, int]] = {}  # chunk -> rank, order of summation
     owner = {c: r for r in range(program.num_ranks) for c in program.begins_with(r)}
-    for rank, chunks_of_rank in enumerate(values):
+    for rank, local in enumerate(values):
         for chunk in program.ends_with(rank):
             if not program.chunks[chunk].size:
                 continue
-            if chunk not in chunks_of_rank:
+            if chunk not in local:
                 raise ProgramError(f"rank {rank} never gets chunk {chunk}")
-            contributions, order = chunks_of_rank[chunk]
-            needed = everyone if sums else 1 << owner[chunk]
+            contributions, order = local[chunk]
+            needed = everyone if program.operation in SUMMING else 1 << owner[chunk]
             if contributions != needed:
                 lost = (needed & ~contributions).bit_length() - 1
-                raise ProgramError(f"rank {rank}'s chunk {chunk} lacks the part of rank {lost}")
-            first, known = seen.setdefault(chunk, (rank, order))
-            if known != order:
+                raise ProgramError(
+                    f"rank {rank}'s chunk {chunk} lacks the contribution of rank {lost}"
+                )
+            first, first_order = first_orders.setdefault(chunk, (rank, order))
+            if first_order != order:
                 raise ProgramError(
                     f"chunk {chunk} is added in different orders on ranks {first} and {rank}: "
                     "their results may differ bitwise"
                 )
 
 
-def _facts(program: MessageProgram, most_passing: int) -> Facts:
+def _facts(program: MessageProgram, max_relayed: int) -> Facts:
     sent, scratch, largest = [], 0, 0
     for steps in program.instructions:
         sizes: dict[int, int] = {}
@@ -256,48 +242,45 @@ def _facts(program: MessageProgram, most_passing: int) -> Facts:
         num_messages=program.num_messages,
         sent_elements=tuple(sent),
         largest_message=largest,
-        scratch_elements=scratch + most_passing,
+        scratch_elements=scratch + max_relayed,
     )
-
-
-# Run a message program on arrays in one process, for tests: every rank's input to every rank's
-# result, None for a rank that has no result.
 
 
 Array = NDArray[Any]
 
 
 def interpret(program: MessageProgram, inputs: Sequence[Array]) -> list[Array | None]:
-    """Return the result of each rank.
+    """Run a program on arrays in one process; return each rank's result, or None if it has none.
 
     An input is flat: all data, or for an all-gather the rank's own elements. For a broadcast, only
     the root's input is used.
     """
     if len(inputs) != program.num_ranks:
         raise ProgramError(f"{len(inputs)} inputs for {program.num_ranks} ranks")
-    start = [_cut(program, rank, array) for rank, array in enumerate(inputs)]
-    played = play(program, start, np.add)
+    start = [_split_input(program, rank, array) for rank, array in enumerate(inputs)]
+    executor = _Executor(program, start, np.add)
+    executor.run()
     return [
-        _joined(program, rank, chunks, inputs[rank].dtype)
-        for rank, chunks in enumerate(played.values)
+        _join_output(program, rank, chunks, inputs[rank].dtype)
+        for rank, chunks in enumerate(executor.values)
     ]
 
 
-def _cut(program: MessageProgram, rank: int, array: Array) -> dict[int, Array]:
-    first = program.offsets[rank] if program.operation == "all_gather" else 0
-    needed = program.counts[rank] if program.operation == "all_gather" else program.numel
-    if array.shape != (needed,):
-        raise ProgramError(f"rank {rank} has an input of shape {array.shape}, not ({needed},)")
+def _split_input(program: MessageProgram, rank: int, array: Array) -> dict[int, Array]:
+    first, numel = 0, program.numel
+    if program.operation == "all_gather":
+        first, numel = program.offsets[rank], program.counts[rank]
+    if array.shape != (numel,):
+        raise ProgramError(f"rank {rank} has an input of shape {array.shape}, not ({numel},)")
     return {
         c: array[program.chunks[c].start - first : program.chunks[c].stop - first].copy()
         for c in program.begins_with(rank)
     }
 
 
-def _joined(
-    program: MessageProgram, rank: int, chunks: dict[int, Array], dtype: Any
+def _join_output(
+    program: MessageProgram, rank: int, values: dict[int, Array], dtype: Any
 ) -> Array | None:
-    wanted = program.ends_with(rank)
     if program.operation == "reduce" and rank != program.root:
         return None
     size, first = program.numel, 0
@@ -305,10 +288,10 @@ def _joined(
         size, first = program.counts[rank], program.offsets[rank]
     elif program.operation == "all_to_all":
         size = program.counts[rank] * program.num_ranks
-    result = np.zeros(size, dtype=dtype)
-    for number in wanted:
+    output = np.zeros(size, dtype=dtype)
+    for number in program.ends_with(rank):
         chunk = program.chunks[number]
-        at = (chunk.place if program.operation == "all_to_all" else chunk.start) - first
+        start = (chunk.place if program.operation == "all_to_all" else chunk.start) - first
         if chunk.size:
-            result[at : at + chunk.size] = chunks[number]
-    return result
+            output[start : start + chunk.size] = values[number]
+    return output

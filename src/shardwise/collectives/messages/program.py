@@ -26,6 +26,9 @@ from shardwise.schema import Form, OneOf, Reader, Stored, Writer, check_fields
 
 FORMAT_VERSION = 1
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all")
+SUMMING = ("all_reduce", "reduce_scatter", "reduce")
+ROOTED = ("broadcast", "reduce")
+SHARDED = ("reduce_scatter", "all_gather", "all_to_all")  # each rank has its own elements
 KINDS = ("send", "receive", "reduce")
 _INSTRUCTION = re.compile(r"(send|receive|reduce) (\d+)(?::(\d+))? (->|<-) (\d+)")
 
@@ -62,7 +65,7 @@ class Instruction(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Instruction:
-        """Return the instruction that `str` wrote."""
+        """Return the instruction of a text that `str` wrote."""
         match = _INSTRUCTION.fullmatch(text.strip())
         if match is None or (match[1] == "send") != (match[4] == "->"):
             raise ProgramError(
@@ -106,10 +109,12 @@ class MessageProgram:
     def __post_init__(self) -> None:
         check_fields(self, ProgramError)
         if len(self.instructions) != self.num_ranks:
-            raise ProgramError(f"{len(self.instructions)} lists for {self.num_ranks} ranks")
+            raise ProgramError(
+                f"{len(self.instructions)} instruction lists for {self.num_ranks} ranks"
+            )
         if self.window < 1:
-            raise ProgramError(f"a window of {self.window} messages", hint="window: 1")
-        rooted = self.operation in ("broadcast", "reduce")
+            raise ProgramError(f"a window of {self.window} messages, must be at least 1")
+        rooted = self.operation in ROOTED
         if not (0 <= self.root < self.num_ranks if rooted else self.root == -1):
             raise ProgramError(
                 f"{self.operation} of {self.num_ranks} ranks with root {self.root}",
@@ -119,12 +124,12 @@ class MessageProgram:
         ranks, chunks = self.num_ranks, len(self.chunks)
         for rank, steps in enumerate(self.instructions):
             for number, (kind, peer, first, stop) in enumerate(steps):
-                known = kind in KINDS and 0 <= first < stop <= chunks and 0 <= peer < ranks
-                if not known or peer == rank:
-                    raise self._wrong_step(rank, number)
+                valid = kind in KINDS and 0 <= first < stop <= chunks and 0 <= peer < ranks
+                if not valid or peer == rank:
+                    raise self._invalid_step(rank, number)
 
     def _check_counts(self) -> None:
-        sharded = self.operation in ("reduce_scatter", "all_gather", "all_to_all")
+        sharded = self.operation in SHARDED
         if sharded != bool(self.counts) or (sharded and len(self.counts) != self.num_ranks):
             raise ProgramError(f"{len(self.counts)} counts for {self.operation}")
         if sharded and (min(self.counts) < 0 or sum(self.counts) != self.numel):
@@ -142,7 +147,7 @@ class MessageProgram:
                     f"chunk {number} is {chunk.start}:{chunk.stop} of {self.numel} elements"
                 )
 
-    def _wrong_step(self, rank: int, number: int) -> ProgramError:
+    def _invalid_step(self, rank: int, number: int) -> ProgramError:
         step = self.instructions[rank][number]
         where = f"rank {rank}, instruction {number}"
         if step.peer == rank:
@@ -163,21 +168,21 @@ class MessageProgram:
         return sum(step.kind == "send" for steps in self.instructions for step in steps)
 
     def begins_with(self, rank: int) -> list[int]:
-        """Return the chunks of which a rank has a part before the first message."""
-        return [c for c, chunk in enumerate(self.chunks) if self._has(rank, chunk)]
+        """Return the chunks that a rank contributes to before the first message."""
+        return [c for c, chunk in enumerate(self.chunks) if self._is_input(rank, chunk)]
 
     def ends_with(self, rank: int) -> list[int]:
         """Return the chunks whose result a rank must have after the last message."""
-        return [c for c, chunk in enumerate(self.chunks) if self._wants(rank, chunk)]
+        return [c for c, chunk in enumerate(self.chunks) if self._is_output(rank, chunk)]
 
-    def _has(self, rank: int, chunk: Chunk) -> bool:
+    def _is_input(self, rank: int, chunk: Chunk) -> bool:
         if self.operation == "all_to_all":
             return chunk.source == rank
         if self.operation == "broadcast":
             return rank == self.root
         return self.operation != "all_gather" or self._owns(rank, chunk)
 
-    def _wants(self, rank: int, chunk: Chunk) -> bool:
+    def _is_output(self, rank: int, chunk: Chunk) -> bool:
         if self.operation == "all_to_all":
             return chunk.target == rank
         if self.operation == "reduce":
@@ -196,7 +201,7 @@ class MessageProgram:
 
     @staticmethod
     def from_json(data: Mapping[str, Any], where: str = "the program") -> MessageProgram:
-        """Return the program that `to_json` wrote."""
+        """Read a program from plain data."""
         hint = "shardwise collective solve CLUSTER -o FILE writes one"
         reader = Reader(ProgramError, where, hint=hint)
         version = data.get("version") if isinstance(data, Mapping) else None
@@ -207,8 +212,8 @@ class MessageProgram:
         return reader.construct(MessageProgram, (), **fields)
 
     def save(self, path: str | Path) -> None:
-        """Write `to_json` to a file."""
-        hint = "-o with a folder that you may write to"
+        """Write the program to a JSON file."""
+        hint = "-o in a folder that you may write to"
         write_text(path, json.dumps(self.to_json()) + "\n", ProgramError, hint=hint)
 
     @staticmethod
@@ -235,12 +240,10 @@ class MessageProgram:
 
 
 # Ranks as text: ranges such as `0-2,5`, with the step where it is not 1.
-#
-# No text of a file can stand for more ranks than a cluster may have.
 
 
 Ranks = tuple[int, ...]
-MOST_RANKS = 1 << 20
+MAX_RANKS = 1 << 20  # as in a cluster: a short text in a file must not expand without limit
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?:/([1-9]\d{0,8}))?)?", re.ASCII)
 
 
@@ -258,7 +261,7 @@ def format_ranks(ranks: Ranks) -> str:
 
 
 def format_steps(ranks: Ranks) -> str:
-    """Return ranks as ranges, as a single one where all are equally far apart.
+    """Return ranks as ranges, or as one range with a step if they are evenly spaced.
 
     >>> format_steps((0, 1, 2, 5)), format_steps((0, 4, 8, 12))
     ('0-2,5', '0-12/4')
@@ -270,7 +273,7 @@ def format_steps(ranks: Ranks) -> str:
 
 
 def parse_ranks(text: str, where: str | None = None) -> Ranks:
-    """Return the ranks of a text that either of the others wrote.
+    """Return the ranks of a text that `format_ranks` or `format_steps` wrote.
 
     >>> parse_ranks("0-2,5"), parse_ranks("0-12/4")
     ((0, 1, 2, 5), (0, 4, 8, 12))
@@ -280,9 +283,9 @@ def parse_ranks(text: str, where: str | None = None) -> Ranks:
         match = _RANGE.fullmatch(piece.strip())
         first, last, step = match.groups() if match is not None else ("1", "0", "1")
         span = range(int(first), int(last or first) + 1, int(step or 1))
-        if not span or len(ranks) + len(span) > MOST_RANKS:
+        if not span or len(ranks) + len(span) > MAX_RANKS:
             raise PlanError(
-                f"ranks {text[:80]!r} are not ranges of at most {MOST_RANKS:,} ranks",
+                f"ranks {text[:80]!r} are not ranges of at most {MAX_RANKS:,} ranks",
                 where=where,
                 hint='"0-3", "0,2" or "0-12/4"',
             )

@@ -1,90 +1,137 @@
 """Classical algorithms, which compete with the synthesized ones.
 
-Rings and binomial trees are given as parts; recursive doubling, and halving with doubling, as
-rounds of messages. An algorithm that needs a send which the network lacks is omitted.
+Rings, binomial trees and the two-level algorithm are trees; recursive doubling, and halving with
+doubling, are rounds of messages. A function returns None if the algorithm does not apply, or needs
+an edge that the network does not have.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from shardwise.arrays import Ints
 from shardwise.collectives.messages import Chunk
-from shardwise.collectives.solver.lower import Lowered, Message, rounds_s
+from shardwise.collectives.messages.choice import Tree
+from shardwise.collectives.solver.lower import Lowered, Message
 from shardwise.collectives.solver.network import Network
 from shardwise.collectives.solver.spec import Demand
-from shardwise.collectives.solver.trees import Part, load_time
+from shardwise.collectives.solver.trees import INWARD, OUTWARD, edges_of, load_time
 
 ALL_ORDERS = 6  # with at most this many ranks, try all rings
 
 
-def ring(network: Network, demand: Demand, order: Sequence[int]) -> tuple[Part, ...] | None:
-    """Return the ring over `order`: each part travels around once to be summed and once to be
-    copied.
-    """
+# ------------------------------------------------------------ trees
+
+
+def ring(network: Network, demand: Demand, order: Sequence[int]) -> tuple[Tree, ...] | None:
+    """Return the ring over `order`, which data pass once to be summed and once to be copied."""
     count = len(order)
-    following = np.roll(np.array(order), -1)
-    if (network.edge[np.array(order), following] < 0).any():
+    successors = np.roll(np.array(order), -1)
+    if (network.edge[np.array(order), successors] < 0).any():
         return None
     after = np.empty(count, dtype=np.int64)
-    after[np.array(order)] = following
+    after[np.array(order)] = successors
     before = np.empty(count, dtype=np.int64)
     before[after] = np.arange(count)
-    shares = demand.shares or (1 / count,) * count
     return tuple(
-        Part(
+        Tree(
             weight=share,
             root=root,
-            inward=_rooted(after, root) if demand.inward else None,
-            outward=_rooted(before, root) if demand.outward else None,
+            inward=_rooted(after, root) if demand.inward else (),
+            outward=_rooted(before, root) if demand.outward else (),
         )
-        for root, share in enumerate(shares)
+        for root, share in enumerate(demand.shares or (1 / count,) * count)
         if share > 0
     )
 
 
-def best_ring(network: Network, demand: Demand) -> tuple[Part, ...] | None:
+def _rooted(parents: Ints, root: int) -> tuple[int, ...]:
+    return tuple(-1 if rank == root else parent for rank, parent in enumerate(parents.tolist()))
+
+
+def best_ring(network: Network, demand: Demand) -> tuple[Tree, ...] | None:
     """Return the fastest ring over all orders of few ranks, or the ring in rank order for many."""
-    rest = range(1, network.num_ranks)
-    orders: Iterator[tuple[int, ...]] = (
-        itertools.permutations(rest) if network.num_ranks <= ALL_ORDERS else iter([tuple(rest)])
+    ranks = range(1, network.num_ranks)
+    orders: Iterable[tuple[int, ...]] = (
+        itertools.permutations(ranks) if network.num_ranks <= ALL_ORDERS else [tuple(ranks)]
     )
     rings = [ring(network, demand, (0, *order)) for order in orders]
-    known = [parts for parts in rings if parts is not None]
-    return min(known, key=lambda parts: load_time(network, parts), default=None)
+    possible = [trees for trees in rings if trees is not None]
+    return min(possible, key=lambda trees: load_time(network, trees), default=None)
 
 
-def binomial(network: Network, demand: Demand) -> tuple[Part, ...] | None:
+def binomial(network: Network, demand: Demand) -> tuple[Tree, ...] | None:
     """Return one binomial tree of log2 n steps from the root or rank 0: the fewest messages."""
     if demand.shares is not None and demand.root is None:
         return None
     count, root = network.num_ranks, demand.root or 0
-    parent = np.full(count, -1, dtype=np.int64)
-    for place in range(1, count):
-        lowest = place & -place
-        parent[(place + root) % count] = (place - lowest + root) % count
-    rank = np.flatnonzero(parent >= 0)
-    inward = demand.inward and (network.edge[rank, parent[rank]] >= 0).all()
-    outward = demand.outward and (network.edge[parent[rank], rank] >= 0).all()
-    if (inward, outward) != (demand.inward, demand.outward):
-        return None
-    part = Part(
-        weight=1.0,
-        root=root,
-        inward=parent if inward else None,
-        outward=parent if outward else None,
+    parents = [-1] * count
+    for position in range(1, count):
+        lowest_bit = position & -position
+        parents[(position + root) % count] = (position - lowest_bit + root) % count
+    return _possible_trees(
+        network,
+        [
+            Tree(
+                weight=1.0,
+                root=root,
+                inward=tuple(parents) if demand.inward else (),
+                outward=tuple(parents) if demand.outward else (),
+            )
+        ],
     )
-    return (part,)
 
 
-def _rooted(towards: Ints, root: int) -> Ints:
-    parent = towards.copy()
-    parent[root] = -1
-    return parent
+def hierarchical(network: Network, demand: Demand) -> tuple[Tree, ...] | None:
+    """Return the two-level algorithm: reduce in each node, exchange between nodes, distribute.
+
+    Each rank is the root of its share. Inside a node, every rank gives that share to one local
+    rank; these form a ring over the nodes, and results return along the same path.
+    """
+    nodes = [group for group in network.groups if group]
+    if len(nodes) < 2 or max(map(len, nodes)) < 2 or demand.root is not None:
+        return None
+    count = network.num_ranks
+    shares = demand.shares or (1 / count,) * count
+    return _possible_trees(
+        network,
+        [
+            Tree(
+                weight=shares[root],
+                root=root,
+                inward=_over_nodes(nodes, home, place, count, 1) if demand.inward else (),
+                outward=_over_nodes(nodes, home, place, count, -1) if demand.outward else (),
+            )
+            for home, node in enumerate(nodes)
+            for place, root in enumerate(node)
+            if shares[root] > 0
+        ],
+    )
+
+
+def _over_nodes(
+    nodes: list[tuple[int, ...]], home: int, place: int, count: int, step: int
+) -> tuple[int, ...]:
+    """Return parents: a rank's is its node's rank at `place`, whose parent is in the next node."""
+    heads = [node[place % len(node)] for node in nodes]
+    parents = [-1] * count
+    for number, node in enumerate(nodes):
+        for rank in node:
+            parents[rank] = heads[number]
+        parents[heads[number]] = -1 if number == home else heads[(number + step) % len(nodes)]
+    return tuple(parents)
+
+
+def _possible_trees(network: Network, trees: Sequence[Tree]) -> tuple[Tree, ...] | None:
+    for tree in trees:
+        for direction, parents in ((INWARD, tree.inward), (OUTWARD, tree.outward)):
+            if (edges_of(network, parents, direction) < 0).any():
+                return None
+    return tuple(trees)
 
 
 # ------------------------------------------------------------ rounds
@@ -101,12 +148,12 @@ class Rounds:
 
     def lowered(self, network: Network, item_bytes: int) -> Lowered:
         """Return the messages in order; within a round a rank sends before it receives."""
-        order: list[int] = []
+        events: list[int] = []
         first = 0
         for messages in self.rounds:
             numbers = range(first, first + len(messages))
-            order += [2 * i for i in numbers]
-            order += [2 * i + 1 for i in numbers]
+            events += [2 * i for i in numbers]
+            events += [2 * i + 1 for i in numbers]
             first += len(messages)
         return Lowered(
             demand=self.demand,
@@ -114,9 +161,43 @@ class Rounds:
             counts=self.counts,
             chunks=self.chunks,
             messages=tuple(message for messages in self.rounds for message in messages),
-            order=tuple(order),
-            seconds=rounds_s(network, self.rounds, self.chunks, item_bytes),
+            events=tuple(events),
+            seconds=self._seconds(network, item_bytes),
         )
+
+    def _seconds(self, network: Network, item_bytes: int) -> float:
+        """Simulate the rounds; return the seconds until the last message has arrived.
+
+        A message starts when its chunks are available; its sender and every resource on its path
+        process their messages in the order of the rounds, never idling while one waits. It arrives
+        one latency after the slowest of them is done. Summation is free compared to messages.
+        """
+        uses = [[r for r in row if r >= 0] for row in network.uses.tolist()]
+        capacity, latency = network.capacity.tolist(), network.latency_s.tolist()
+        edge = network.edge.tolist()
+        free = [0.0] * len(capacity)  # when each resource is free again
+        busy = [0.0] * network.num_ranks
+        arrived: dict[tuple[int, int], float] = {}  # by rank and chunk
+        ends = list(itertools.accumulate((chunk.size for chunk in self.chunks), initial=0))
+        last = 0.0
+        for messages in self.rounds:
+            ready = [
+                max(arrived.get((a, chunk), 0.0) for chunk in range(first, stop))
+                for a, _, _, first, stop in messages
+            ]
+            for begin, (a, b, _, first, stop) in zip(ready, messages, strict=True):
+                number = edge[a][b]
+                num_bytes = (ends[stop] - ends[first]) * item_bytes
+                done = start = busy[a] = max(busy[a], begin) + network.message_s
+                for resource in uses[number]:
+                    free[resource] = max(free[resource], start) + num_bytes / capacity[resource]
+                    done = max(done, free[resource])
+                done += latency[number]
+                busy[b] += network.message_s
+                for chunk in range(first, stop):
+                    arrived[b, chunk] = max(arrived.get((b, chunk), 0.0), done)
+                last = max(last, done)
+        return last
 
     def load_time(self, network: Network) -> float:
         """Return the seconds per byte of the busiest resource."""
@@ -143,7 +224,7 @@ def recursive_doubling(network: Network, demand: Demand, numel: int) -> Rounds |
     for bit in _bits(core):
         rounds.append([(r, r ^ bit, "reduce", 0, 1) for r in range(core)])
     rounds.append([(r - core, r, "receive", 0, 1) for r in extra])
-    return _possible(network, demand, (), [Chunk(0, numel)], rounds)
+    return _possible_rounds(network, demand, (), [Chunk(0, numel)], rounds)
 
 
 def halving_doubling(
@@ -152,12 +233,12 @@ def halving_doubling(
     """Return sums by recursive halving and copies by recursive doubling, log2 n steps each."""
     count = network.num_ranks
     core = 1 << (count.bit_length() - 1)
-    cut = demand.operation in ("reduce_scatter", "all_gather")
-    if demand.operation not in ("all_reduce", "reduce_scatter", "all_gather"):
+    sharded = demand.operation in ("reduce_scatter", "all_gather")
+    if not (demand.operation == "all_reduce" or (sharded and core == count)):
         return None
-    if cut and core != count:
-        return None
-    ends = np.cumsum([0, *counts]).tolist() if cut else [numel * i // core for i in range(core + 1)]
+    ends = [numel * i // core for i in range(core + 1)]
+    if sharded:
+        ends = np.cumsum([0, *counts]).tolist()
     chunks = [Chunk(low, high) for low, high in itertools.pairwise(ends)]
     extra = range(core, count)
     rounds: list[list[Message]] = []
@@ -169,7 +250,7 @@ def halving_doubling(
         for bit in _bits(core):
             rounds.append([(r, r ^ bit, "receive", *_run(r, bit)) for r in range(core)])
         rounds.append([(r - core, r, "receive", 0, core) for r in extra])
-    return _possible(network, demand, counts, chunks, rounds)
+    return _possible_rounds(network, demand, counts, chunks, rounds)
 
 
 def _bits(core: int) -> list[int]:
@@ -182,7 +263,7 @@ def _run(rank: int, width: int) -> tuple[int, int]:
     return first, first + width
 
 
-def _possible(
+def _possible_rounds(
     network: Network,
     demand: Demand,
     counts: tuple[int, ...],
@@ -193,55 +274,3 @@ def _possible(
         return None
     nonempty = tuple(tuple(messages) for messages in rounds if messages)
     return Rounds(demand=demand, counts=counts, chunks=tuple(chunks), rounds=nonempty)
-
-
-# The two-level algorithm: reduce inside each node, exchange between nodes, and distribute inside
-# again.
-#
-# Each rank is the root of its share. Inside a node, every rank gives that share to one local rank;
-# these form a ring over the nodes, and results return along the same path.
-
-
-def hierarchical(network: Network, demand: Demand) -> tuple[Part, ...] | None:
-    """Return the parts of all roots, or None without two levels or if a required send is
-    impossible.
-    """
-    nodes = [group for group in network.groups if group]
-    if len(nodes) < 2 or max(map(len, nodes)) < 2 or demand.root is not None:
-        return None
-    count = network.num_ranks
-    shares = demand.shares or (1 / count,) * count
-    parts = []
-    for home, node in enumerate(nodes):
-        for place, root in enumerate(node):
-            if shares[root] <= 0:
-                continue
-            inward = _towards(nodes, home, place, count, 1) if demand.inward else None
-            outward = _towards(nodes, home, place, count, -1) if demand.outward else None
-            if not _edges_exist(network, inward, outward):
-                return None
-            parts.append(Part(weight=shares[root], root=root, inward=inward, outward=outward))
-    return tuple(parts)
-
-
-def _towards(nodes: list[tuple[int, ...]], home: int, place: int, count: int, step: int) -> Ints:
-    """Return parents: each rank's is the node's rank at this position, whose parent is in the next
-    node.
-    """
-    heads = [node[place % len(node)] for node in nodes]
-    parent = np.full(count, -1, dtype=np.int64)
-    for number, node in enumerate(nodes):
-        for rank in node:
-            parent[rank] = heads[number]
-        parent[heads[number]] = -1 if number == home else heads[(number + step) % len(nodes)]
-    return parent
-
-
-def _edges_exist(network: Network, inward: Ints | None, outward: Ints | None) -> bool:
-    for half, up in ((inward, True), (outward, False)):
-        if half is not None:
-            rank = np.flatnonzero(half >= 0)
-            ends = (rank, half[rank]) if up else (half[rank], rank)
-            if (network.edge[ends] < 0).any():
-                return False
-    return True

@@ -1,4 +1,4 @@
-"""The restricted master problem: a linear program over the columns generated so far.
+"""The master problem: a linear program over the columns generated so far, and the generation loop.
 
 A *column* is one path for data: a tree into a root, a tree out of one, or a route. A *flow* is what
 columns compete for: the trees into rank v, the trees out of rank v, or the routes from i to j. With
@@ -28,14 +28,12 @@ from shardwise.arrays import Floats, Ints
 
 SLOWEST = 1e8  # times the time that is easily reached
 DENSE = 100_000  # matrix entries below which presolve does not pay
-NOTHING = 1e-6  # of a flow; smaller weights are rounding of the solver
+NEGLIGIBLE = 1e-6  # fraction of a flow; smaller weights are rounding of the solver
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Column:
-    """A tree or route of one flow: the edges it uses, as parents of ranks or as a list, and its
-    loads.
-    """
+    """A tree or route of one flow: parents or a list of ranks, and its load on each resource."""
 
     flow: int
     path: Ints
@@ -85,25 +83,23 @@ class Master:
         )
 
     def _clean(self, weights: Floats, flows: Ints) -> Floats:
-        """Return weights without the solver's rounding, which goes to the heaviest column of its
-        flow.
-        """
+        """Drop negligible weights and scale the others, so that each flow has its exact demand."""
         total = np.bincount(flows, weights=weights, minlength=self.num_flows)
-        cleaned = np.where(weights > NOTHING * total[flows], weights, 0.0)
+        cleaned = np.where(weights > NEGLIGIBLE * total[flows], weights, 0.0)
         if self.demand is None:
             pairs = total.reshape(-1, 2).max(axis=1)
-            wanted = np.repeat(np.where(pairs > NOTHING * pairs.sum(), pairs, 0.0), 2)
-            wanted = wanted / (wanted.sum() / 2)
+            demand = np.repeat(np.where(pairs > NEGLIGIBLE * pairs.sum(), pairs, 0.0), 2)
+            demand = demand / (demand.sum() / 2)
         else:
-            wanted = self.demand
+            demand = self.demand
         assigned = np.bincount(flows, weights=cleaned, minlength=self.num_flows)
-        factor = np.divide(wanted, assigned, out=np.zeros_like(assigned), where=assigned > 0)
+        factor = np.divide(demand, assigned, out=np.zeros_like(assigned), where=assigned > 0)
         return np.asarray(cleaned * factor[flows])
 
     def _linear(self, flows: list[int], seconds: Floats) -> tuple[Floats, Floats]:
         """Solve the linear program: return weights of columns, and prices times capacities.
 
-        The solver gets the dual, in which columns are rows (u_f: the most that flow f pays):
+        The solver gets the dual, in which columns are rows and flow f pays at most u_f:
 
             maximize  Σ_f d_f u_f, or z where roots are free
             such that u_f <= Σ_r l_rk y_r    for each column k of flow f   (weight a_k)
@@ -140,9 +136,7 @@ class Master:
         return -result.ineqlin.marginals[:count], result.x[:rows]
 
     def _reached(self, flows: Ints, seconds: Floats) -> float:
-        """Return the time if each flow uses its best column, and the best root takes all data if
-        roots are free.
-        """
+        """Return the time if each flow uses its best column; free roots leave all data to one."""
         if not len(self.capacity):
             return 1.0
         best = np.full(self.num_flows, -1, dtype=np.int64)
@@ -155,8 +149,9 @@ class Master:
         return float((seconds[:, both[:, 0]] + seconds[:, both[:, 1]]).max(axis=0).min())
 
     def bound(self, costs: Floats) -> float:
-        """Return the lower bound implied by `costs`, the cheapest column of each flow at prices
-        with Σ c y = 1.
+        """Return the lower bound that follows from the cheapest column of each flow.
+
+        `costs` are at prices with Σ c y = 1.
         """
         if self.demand is not None:
             return float(costs @ self.demand)
@@ -191,23 +186,21 @@ class Generated:
 def generate(
     master: Master, start: Iterable[Column], price: Pricing, *, limit_s: float
 ) -> Generated:
-    """Add columns until the bound is met or `limit_s` CPU seconds have passed."""
+    """Add columns until the bound is reached or `limit_s` CPU seconds have passed."""
     began = time.process_time()
     columns = {column.key: column for column in start}
     best_prices = _even(master)
     bound = 0.0
     answer = master.solve(list(columns.values()))
-    if not len(master.capacity):
-        return Generated(
-            columns=tuple(columns.values()), answer=answer, bound=0.0, prices=best_prices
-        )
     smoothing = SMOOTHING
-    for _ in range(MAX_ROUNDS):
-        tried = _normal(smoothing * best_prices + (1 - smoothing) * answer.prices, master)
-        cheapest, costs = price(tried)
+    for _ in range(MAX_ROUNDS if len(master.capacity) else 0):
+        prices = smoothing * best_prices + (1 - smoothing) * answer.prices
+        total = float(prices @ master.capacity)
+        prices = prices / total if total > 0 else _even(master)
+        cheapest, costs = price(prices)
         proved = master.bound(costs)
         if proved > bound:
-            bound, best_prices = proved, tried
+            bound, best_prices = proved, prices
         new = {column.key: column for column in cheapest if column.key not in columns}
         if answer.time - bound <= TOLERANCE * answer.time:
             break
@@ -232,8 +225,3 @@ def generate(
 def _even(master: Master) -> Floats:
     """Return prices at which every resource is equally scarce."""
     return np.asarray(1.0 / (master.capacity * max(len(master.capacity), 1)))
-
-
-def _normal(prices: Floats, master: Master) -> Floats:
-    total = float(prices @ master.capacity)
-    return prices / total if total > 0 else _even(master)

@@ -8,8 +8,9 @@ built from a `Cluster` or from names, capacities and sends.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
 from typing import TYPE_CHECKING
@@ -38,11 +39,11 @@ class Send:
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # no slots: cached properties
 class Network:
-    """Edges between ranks and the resources they use; `message_s` is the cost of a message to a
-    rank.
+    """Edges between ranks and the resources they use.
 
-    `uses[e]` are the resources of edge e, padded with -1. `groups` are sets of ranks that belong
-    together, such as those of a node; bounds consider the cuts around them.
+    `uses[e]` are the resources of edge e, padded with -1; `message_s` is the time of a message on
+    a rank. `groups` are sets of ranks that belong together, such as those of a node; bounds
+    consider the cuts around them.
 
     >>> ring = Network.of_links({(i, (i + 1) % 3): 1e9 for i in range(3)})
     >>> ring.num_ranks, ring.resources[0]
@@ -59,22 +60,20 @@ class Network:
     message_s: float = 0.0
     groups: tuple[tuple[int, ...], ...] = ()
 
-    # ------------------------------------------------------------ ways to one
+    # ------------------------------------------------------------ constructors
 
     @classmethod
     def of_cluster(cls, cluster: Cluster, ranks: Sequence[int] | None = None) -> Network:
-        """Return the network between `ranks` of a cluster (by default all); its rank i is
-        `ranks[i]`.
-        """
+        """Return the network between `ranks` of a cluster, by default all; rank i is `ranks[i]`."""
         chosen = list(range(cluster.num_ranks)) if ranks is None else list(ranks)
         if len(set(chosen)) != len(chosen):
             raise ClusterError(f"ranks {chosen} contain a duplicate", hint="each rank once")
         for rank in chosen:
             cluster.path(rank, rank)  # raises for a rank that does not exist
         topology = cluster.topology
-        who = np.array(chosen, dtype=np.int64)
-        source, target = _pairs(len(who))
-        columns, latency = topology.crossed(who[source], who[target])
+        members = np.array(chosen, dtype=np.int64)
+        source, target = np.nonzero(~np.eye(len(members), dtype=bool))
+        columns, latency = topology.crossed(members[source], members[target])
         used = np.stack(columns, axis=1)
         capacity = topology.capacity
         used[(used != NONE) & ~np.isfinite(capacity[used])] = NONE  # unlimited
@@ -84,17 +83,19 @@ class Network:
             ids, flat = ids[1:], flat - 1
         for i in ids.tolist():
             _rate(topology.label(i), float(capacity[i]))
-        nodes = topology.node[who]
+        nodes: dict[int, list[int]] = {}
+        for rank, node in enumerate(topology.node[members].tolist()):
+            nodes.setdefault(node, []).append(rank)
         return cls(
             names=tuple(str(rank) for rank in chosen),
             resources=tuple(topology.label(int(i)) for i in ids),
             capacity=capacity[ids],
             source=source,
             target=target,
-            uses=_trimmed(flat),
+            uses=np.asarray(flat[:, (flat != NONE).any(axis=0)], dtype=np.int64),
             latency_s=np.asarray(latency, dtype=np.float64),
             message_s=_message_s(cluster, chosen),
-            groups=_grouped(nodes.tolist()),
+            groups=tuple(tuple(ranks) for ranks in nodes.values()),
         )
 
     @classmethod
@@ -108,7 +109,11 @@ class Network:
     ) -> Network:
         """Return the network of these ranks, resources in bytes per second, and possible sends."""
         ranks = [str(name) for name in ranks]
-        _check_names(ranks)
+        if not ranks:
+            raise ClusterError("a network needs at least one rank", hint='ranks: ["0", "1"]')
+        for name, occurrences in Counter(ranks).items():
+            if occurrences > 1:
+                raise ClusterError(f"{occurrences} ranks are named {name!r}", hint="unique names")
         rates = {name: _rate(f"capacity of {name!r}", value) for name, value in capacities.items()}
         finite = [name for name, value in rates.items() if value < math.inf]
         index = {name: i for i, name in enumerate(finite)}
@@ -197,7 +202,7 @@ class Network:
         }
         return cls.of(names, capacities, sends, message_s=message_s)
 
-    # ------------------------------------------------------------ what follows
+    # ------------------------------------------------------------ derived values
 
     @property
     def num_ranks(self) -> int:
@@ -234,78 +239,47 @@ class Network:
 
     def matrix(self, of_edge: Floats) -> Floats:
         """Return a value per edge as a matrix; infinite where there is no edge."""
-        values_of_pairs = np.full((self.num_ranks, self.num_ranks), math.inf)
-        values_of_pairs[self.source, self.target] = of_edge
-        return values_of_pairs
+        values = np.full((self.num_ranks, self.num_ranks), math.inf)
+        values[self.source, self.target] = of_edge
+        return values
 
-    def unreached(self, start: int) -> list[int]:
-        """Return the ranks that nothing from `start` can reach over any number of hops."""
-        seen = np.zeros(self.num_ranks, dtype=bool)
-        seen[start] = True
-        while True:
-            reached = seen.copy()
-            reached[self.target[seen[self.source]]] = True
-            if (reached == seen).all():
-                return [int(r) for r in np.flatnonzero(~seen)]
-            seen = reached
-
-    def check_reach(self, *, outward: Iterable[int], inward: Iterable[int]) -> None:
-        """Raise if a rank cannot be reached from one of `outward`,
-        or cannot reach one of `inward`.
-        """
-        for root in outward:
-            lost = self.unreached(root)
-            if lost:
-                raise self._cut_off(root, lost[0])
-        back = replace(self, source=self.target, target=self.source)
-        for root in inward:
-            lost = back.unreached(root)
-            if lost:
-                raise self._cut_off(lost[0], root)
-
-    def _cut_off(self, a: int, b: int) -> ClusterError:
-        return ClusterError(
-            f"rank {self.names[b]} cannot be reached from rank {self.names[a]}, directly or "
-            f"through others: {self.num_edges} sends between {self.num_ranks} ranks are possible",
-            hint=f"a link that leads to {self.names[b]}",
-        )
+    def check_reach(self, *, outward: Sequence[int], inward: Sequence[int]) -> None:
+        """Raise if a rank cannot be reached from `outward` or cannot reach `inward`."""
+        for roots, source, target in (
+            (outward, self.source, self.target),
+            (inward, self.target, self.source),
+        ):
+            for root in roots:
+                unreached = _unreached(source, target, root, self.num_ranks)
+                if unreached:
+                    pair = (root, unreached[0]) if roots is outward else (unreached[0], root)
+                    a, b = (self.names[rank] for rank in pair)
+                    raise ClusterError(
+                        f"rank {b} cannot be reached from rank {a}, directly or through others: "
+                        f"{self.num_edges} sends between {self.num_ranks} ranks are possible",
+                        hint=f"a link that leads to {b}",
+                    )
 
 
-def _pairs(count: int) -> tuple[Ints, Ints]:
-    source, target = np.divmod(np.arange(count * count), max(count, 1))
-    apart = source != target
-    return source[apart], target[apart]
+def _unreached(source: Ints, target: Ints, start: int, count: int) -> list[int]:
+    """Return the ranks that cannot be reached from `start` over any number of edges."""
+    reached = np.zeros(count, dtype=bool)
+    reached[start] = True
+    while True:
+        following = reached.copy()
+        following[target[reached[source]]] = True
+        if (following == reached).all():
+            return [int(r) for r in np.flatnonzero(~reached)]
+        reached = following
 
 
 def _message_s(cluster: Cluster, ranks: Sequence[int]) -> float:
-    """Return the cost of a message to a rank: the network's or link's,
-    else an operator's overhead.
-    """
+    """Return the time of a message on a rank, by default the overhead of an operator."""
     islands = np.unique(cluster.topology.island[np.array(ranks, dtype=np.int64)])
-    given = cluster.network.message_s
+    message_s = cluster.network.message_s
     if len(islands) == 1:
-        given = cluster.topology.link_message_s[islands[0]]
-    return float(given) or max((cluster.device(rank).overhead_s for rank in ranks), default=0.0)
-
-
-def _trimmed(used: Ints) -> Ints:
-    """Return `uses` without columns in which no edge uses anything."""
-    return np.asarray(used[:, (used != NONE).any(axis=0)], dtype=np.int64)
-
-
-def _grouped(labels: list[int]) -> tuple[tuple[int, ...], ...]:
-    members: dict[int, list[int]] = {}
-    for rank, label in enumerate(labels):
-        members.setdefault(label, []).append(rank)
-    return tuple(tuple(ranks) for ranks in members.values())
-
-
-def _check_names(ranks: Sequence[str]) -> None:
-    if not ranks:
-        raise ClusterError("a network needs at least one rank", hint='ranks: ["0", "1"]')
-    for name in ranks:
-        if list(ranks).count(name) > 1:
-            raise ClusterError(f"two ranks are named {name!r}", hint="name each differently")
+        message_s = cluster.topology.link_message_s[islands[0]]
+    return float(message_s) or max((cluster.device(rank).overhead_s for rank in ranks), default=0.0)
 
 
 def _rate(what: str, value: object) -> float:
@@ -315,7 +289,7 @@ def _rate(what: str, value: object) -> float:
         raise ClusterError(f"{what} is {value!r}, must be a number of bytes per second above 0")
     if not (SLOWEST <= rate <= FASTEST or rate == math.inf):
         raise ClusterError(
-            f"{what} is {value!r}, not between {SLOWEST:g} and {FASTEST:g} bytes per second",
+            f"{what} is {value!r}, must be {SLOWEST:g} to {FASTEST:g} bytes per second",
             hint="inf for no limit",
         )
     return rate
@@ -329,9 +303,7 @@ def _seconds(what: str, value: object, where: str | None = None) -> float:
 
 
 def _number(value: object) -> float:
-    """Return a Python or NumPy number as a float: NaN if it is not a number,
-    infinity if too large.
-    """
+    """Return a Python or NumPy number as a float, infinite if too large; NaN for other types."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:
@@ -358,9 +330,7 @@ Block = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Symmetry:
-    """`elements` are all permutations of the group, the identity first;
-    orbits are given by label.
-    """
+    """A group of permutations, the identity first; an orbit is labelled by its smallest member."""
 
     elements: tuple[Ints, ...]
     rank_orbit: Ints
@@ -383,16 +353,16 @@ def find_symmetry(network: Network, colors: Sequence[int] | None = None) -> Symm
     tester = _Tester(network, np.array(colors or [0] * count))
     generators: list[tuple[Ints, int]] = []
     blocks: list[Block] = [(rank,) for rank in range(count)]
-    seen: list[Block] = []
+    all_blocks: list[Block] = []
     while True:
         classes = _classes(blocks, tester)
         if len(classes) == len(blocks):
             break
         generators += _rotation(classes, count)
-        blocks = [tuple(r for block in each for r in block) for each in classes]
-        seen += blocks
+        blocks = [tuple(r for block in members for r in block) for members in classes]
+        all_blocks += blocks
     if not generators:
-        generators = _turns(count, tester)
+        generators = _smallest_rotation(count, tester)
     generators = _small_group(generators, 2 * count)
     elements = [np.arange(count)]
     for turn, order in generators:
@@ -408,12 +378,12 @@ def find_symmetry(network: Network, colors: Sequence[int] | None = None) -> Symm
         rank_orbit=_orbits(count, [turn for turn, _ in generators], orders),
         resource_orbit=_orbits(len(network.resources), resources, orders),
         edge_orbit=_orbits(network.num_edges, edges, orders),
-        blocks=tuple(block for block in seen if len(block) < count),
+        blocks=tuple(block for block in all_blocks if len(block) < count),
     )
 
 
 class _Tester:
-    """Tests whether a permutation changes the network, using sums of random words per resource."""
+    """Test whether a permutation preserves the network, by sums of random words per resource."""
 
     def __init__(self, network: Network, colors: Ints) -> None:
         count = network.num_ranks
@@ -427,10 +397,8 @@ class _Tester:
         order = np.argsort(both, kind="stable") % max(network.num_edges, 1)
         self.of_rank = np.split(order, np.cumsum(np.bincount(both, minlength=count))[:-1])
 
-    def keeps(self, turn: Ints, moved: Sequence[int]) -> bool:
-        """Return whether `turn`, which moves only the ranks in `moved`, leaves the network
-        unchanged.
-        """
+    def preserves(self, turn: Ints, moved: Sequence[int]) -> bool:
+        """Return whether `turn`, which moves only the ranks in `moved`, preserves the network."""
         if (self.colors[turn] != self.colors).any():
             return False
         edges = np.unique(np.concatenate([self.of_rank[r] for r in moved]))
@@ -478,58 +446,48 @@ def _classes(blocks: list[Block], tester: _Tester) -> list[list[Block]]:
     """Return classes of blocks; the blocks of a class can be exchanged rank by rank."""
     classes: list[list[Block]] = []
     for block in blocks:
-        for known in reversed(classes):  # neighbours are likely equivalent
-            if len(known[0]) == len(block) and tester.keeps(
-                _exchange(known[0], block, len(tester.colors)), [*known[0], *block]
-            ):
-                known.append(block)
-                break
+        for members in reversed(classes):  # neighbours are likely equivalent
+            first = members[0]
+            exchange = np.arange(len(tester.colors))
+            if len(first) == len(block):
+                exchange[list(first)], exchange[list(block)] = block, first
+                if tester.preserves(exchange, [*first, *block]):
+                    members.append(block)
+                    break
         else:
             classes.append([block])
     return classes
 
 
-def _exchange(a: Block, b: Block, count: int) -> Ints:
-    turn = np.arange(count)
-    turn[list(a)], turn[list(b)] = b, a
-    return turn
-
-
 def _rotation(classes: list[list[Block]], count: int) -> list[tuple[Ints, int]]:
-    """Return the simultaneous rotation of all classes of a level by one place, if its order is
-    small enough.
-    """
+    """Return the simultaneous rotation of a level's classes by one place; skip large orders."""
     turn, order = np.arange(count), 1
     for blocks in sorted(classes, key=len, reverse=True):
-        together = math.lcm(order, len(blocks))
-        if len(blocks) > 1 and together <= 2 * count:
-            order = together
+        combined = math.lcm(order, len(blocks))
+        if len(blocks) > 1 and combined <= 2 * count:
+            order = combined
             for block, following in zip(blocks, [*blocks[1:], blocks[0]], strict=True):
                 turn[list(block)] = following
     return [(turn, order)] if order > 1 else []
 
 
-def _turns(count: int, tester: _Tester) -> list[tuple[Ints, int]]:
-    """Return the smallest rotation of all ranks in order that preserves the network,
-    as in a ring.
-    """
+def _smallest_rotation(count: int, tester: _Tester) -> list[tuple[Ints, int]]:
+    """Return the smallest rotation of all ranks that preserves the network, as in a ring."""
     for step in range(1, count):
         if count % step == 0:
             turn = (np.arange(count) + step) % count
-            if tester.keeps(turn, range(count)):
+            if tester.preserves(turn, range(count)):
                 return [(turn, count // step)]
     return []
 
 
-def _small_group(generators: list[tuple[Ints, int]], most: int) -> list[tuple[Ints, int]]:
-    """Return generators that commute with those before them, so that their products form a group of
-    at most `most`.
-    """
+def _small_group(generators: list[tuple[Ints, int]], max_order: int) -> list[tuple[Ints, int]]:
+    """Return commuting generators, whose products form a group of at most `max_order`."""
     commuting: list[tuple[Ints, int]] = []
     total = 1
     for turn, order in generators:
         commutes = all((turn[other] == other[turn]).all() for other, _ in commuting)
-        if commutes and total * order <= most:
+        if commutes and total * order <= max_order:
             total *= order
             commuting.append((turn, order))
     return commuting

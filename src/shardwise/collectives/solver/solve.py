@@ -1,22 +1,22 @@
 """Find the fastest program for an operation on a network.
 
-Trees are packed by a linear program (`trees.py`, `routes.py`), then again with fewer hops as long
-as that costs nothing noticeable at this size; classical algorithms compete. Each candidate is
-lowered and its messages are replayed on the network; the shortest time wins. The resulting
-`Solution` includes lower bounds that no program can beat.
+Trees are packed by a linear program, then again with fewer hops as long as that costs nothing
+noticeable at this size; classical algorithms compete. Each candidate is lowered and its messages
+are simulated on the network; the shortest time wins. The resulting `Solution` includes lower bounds
+that no program can beat.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
-from shardwise.arrays import Floats, Ints
 from shardwise.collectives.messages import MessageProgram
+from shardwise.collectives.messages.choice import Tree
 from shardwise.collectives.solver.classical import (
     Rounds,
     best_ring,
@@ -32,80 +32,29 @@ from shardwise.collectives.solver.lower import (
     Pace,
     Size,
     even_counts,
-    lower_parts,
     lower_routes,
-    most_chunks,
+    lower_trees,
+    max_chunks,
 )
-from shardwise.collectives.solver.network import Network, Symmetry, find_symmetry
+from shardwise.collectives.solver.network import Network, find_symmetry
 from shardwise.collectives.solver.spec import Demand, cut_bound, demand_of, whole_number
 from shardwise.collectives.solver.trees import (
     SLACK,
     Packing,
-    Part,
     RouteProblem,
     Routing,
     TreeProblem,
-    deepest,
     load_time,
+    max_depth_of,
 )
 from shardwise.errors import ClusterError
 
-# Format a solution as text.
-
-
-SHOWN = 4  # bottlenecks
-
-
-def solution_text(solution: Solution) -> str:
-    """Return lines with the time, the bounds, and what is proven."""
-    program = solution.program
-    lines = [
-        f"{program.operation} of {solution.num_bytes:,} bytes on {program.num_ranks} ranks: "
-        f"{solution.name}",
-        f"  predicted      {_ms(solution.predicted_s)}",
-        f"  busiest        {_ms(solution.bandwidth_s)}   time of the busiest resource",
-        f"  trees' bound   {_ms(solution.lp_bound_s)}   lower bound for any trees or routes",
-        f"  cuts' bound    {_ms(solution.cut_bound_s)}   lower bound for any algorithm",
-        f"  {proof(solution)}",
-    ]
-    if solution.bottlenecks:
-        more = len(solution.bottlenecks) - SHOWN
-        lines.append(
-            f"  limited by {', '.join(solution.bottlenecks[:SHOWN])}"
-            + (f" and {more} more" if more > 0 else "")
-        )
-    lines.append(
-        f"  {len(program.chunks)} chunks, {program.num_messages} messages; trees of at most "
-        f"{solution.depth} hops; solved once for {solution.symmetry} symmetries"
-    )
-    if solution.others:
-        times = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in solution.others)
-        lines.append(f"  others: {times}")
-    return "\n".join(lines)
-
-
-def proof(solution: Solution) -> str:
-    """Return a sentence about what is proven about the use of the network."""
-    if solution.gap == math.inf:
-        return "not proved optimal: there is no bound for fewer elements than ranks"
-    if not solution.num_bytes or not max(solution.lp_bound_s, solution.cut_bound_s):
-        return "nothing limits the bytes: only latencies count"
-    if not solution.proved:
-        return f"not proved optimal: {solution.gap:.2%} above the bound"
-    if solution.cut_bound_s >= solution.lp_bound_s * (1 - 1e-4):
-        return "proved: no algorithm uses the network better"
-    apart = solution.lp_bound_s / solution.cut_bound_s - 1 if solution.cut_bound_s else 1.0
-    return f"proved for trees and routes; the cuts that were tried are {apart:.2%} below"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"
-
-
-# The result of solving for a collective: a program, its times, and what is proven about them.
-
-
 PROVED = 1e-4  # a time within this gap of the bound counts as optimal
+SHOWN = 4  # bottlenecks in a text
+LIMIT_S = 20.0  # CPU seconds for the linear program; a gap that remains by then is reported
+ROUNDS = 3  # of column generation per depth limit
+FEW_HOPS = 2  # depths that are always tried because they save latency
+MAX_TUNED = 3  # candidates whose full program is built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +77,7 @@ class Solution:
     depth: int
     symmetry: int
     others: tuple[tuple[str, float], ...]
-    parts: tuple[Part, ...] = field(default=(), compare=False)  # empty for rounds and routes
+    trees: tuple[Tree, ...] = field(default=(), compare=False)  # empty for rounds and routes
 
     @property
     def num_bytes(self) -> int:
@@ -138,7 +87,7 @@ class Solution:
     def gap(self) -> float:
         """The relative excess of the busiest resource's time over the better bound.
 
-        Infinite where bytes take time but nothing bounds it, because some rank has no element.
+        Infinite if bytes take time but no bound is known, because some rank has no element.
         """
         bound = max(self.lp_bound_s, self.cut_bound_s)
         if bound > 0:
@@ -153,49 +102,73 @@ class Solution:
     def to_json(self) -> dict[str, Any]:
         """Return the times and the program as JSON."""
         return {
-            "name": self.name,
+            **{item.name: getattr(self, item.name) for item in fields(self) if item.compare},
             "num_bytes": self.num_bytes,
-            "item_bytes": self.item_bytes,
-            "predicted_s": self.predicted_s,
-            "bandwidth_s": self.bandwidth_s,
-            "lp_bound_s": self.lp_bound_s,
-            "cut_bound_s": self.cut_bound_s,
             "gap": self.gap if self.gap < math.inf else None,
             "proved": self.proved,
-            "bottlenecks": list(self.bottlenecks),
-            "depth": self.depth,
-            "symmetry": self.symmetry,
             "others": dict(self.others),
             "program": self.program.to_json(),
         }
 
+    def proof(self) -> str:
+        """Return a sentence about how far the program is proved optimal."""
+        if self.gap == math.inf:
+            return "not proved optimal: there is no bound for fewer elements than ranks"
+        if not self.num_bytes or not max(self.lp_bound_s, self.cut_bound_s):
+            return "nothing limits the bytes: only latencies count"
+        if not self.proved:
+            return f"not proved optimal: {self.gap:.2%} above the bound"
+        if self.cut_bound_s >= self.lp_bound_s * (1 - 1e-4):
+            return "proved: no algorithm uses the network better"
+        apart = self.lp_bound_s / self.cut_bound_s - 1 if self.cut_bound_s else 1.0
+        return f"proved for trees and routes; the bound by cuts is {apart:.2%} lower"
+
     def __str__(self) -> str:
-        return solution_text(self)
+        program = self.program
+        lines = [
+            f"{program.operation} of {self.num_bytes:,} bytes on {program.num_ranks} ranks: "
+            f"{self.name}",
+            f"  predicted      {_ms(self.predicted_s)}",
+            f"  busiest        {_ms(self.bandwidth_s)}   time of the busiest resource",
+            f"  trees' bound   {_ms(self.lp_bound_s)}   lower bound for any trees or routes",
+            f"  cuts' bound    {_ms(self.cut_bound_s)}   lower bound for any algorithm",
+            f"  {self.proof()}",
+        ]
+        if self.bottlenecks:
+            more = len(self.bottlenecks) - SHOWN
+            lines.append(
+                f"  limited by {', '.join(self.bottlenecks[:SHOWN])}"
+                + (f" and {more} more" if more > 0 else "")
+            )
+        lines.append(
+            f"  {len(program.chunks)} chunks, {program.num_messages} messages; trees of at most "
+            f"{self.depth} hops; solved once for {self.symmetry} symmetries"
+        )
+        if self.others:
+            times = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in self.others)
+            lines.append(f"  others: {times}")
+        return "\n".join(lines)
 
 
-LIMIT_S = 20.0  # CPU seconds for the linear program; what is unproven by then is reported
-ROUNDS = 3  # of column generation per depth limit
-FEW_HOPS = 2  # depths that are always tried because they save latency
-TUNED = 3  # most candidates whose full program is built
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """A way to implement the operation, lowered on demand for a pace; `load` is None if it cannot
-    be chunked.
-    """
+    """An algorithm, lowered on demand for a pace; `load` is None if it cannot be chunked."""
 
     name: str
     lower: Callable[[Pace], Lowered]
     s_per_byte: float
     depth: int
     load: Load | None = None
-    parts: tuple[Part, ...] = ()
+    trees: tuple[Tree, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
-    """A candidate replayed with few chunks, and its expected time with more."""
+    """A candidate simulated with few chunks, and its expected time with more."""
 
     candidate: _Candidate
     lowered: Lowered
@@ -226,35 +199,29 @@ def solve(
     counts = None if counts is None else [whole_number(count, "a count") for count in counts]
     _check_size(network, operation, numel, item_bytes, counts)
     demand = demand_of(network, operation, root=root, shares=counts if numel else None)
-    count = network.num_ranks
-    given = (
-        ()
-        if demand.shares is None or demand.root is not None
-        else (tuple(counts) if counts is not None else even_counts(numel, demand.shares))
-    )
-    symmetry = find_symmetry(network, demand.colors(count))
-    work = _Work(network, demand, symmetry, numel, item_bytes, given, limit_s)
-    return work.solve()
+    rank_counts: tuple[int, ...] = ()
+    if demand.shares is not None and demand.root is None:
+        rank_counts = even_counts(numel, demand.shares) if counts is None else tuple(counts)
+    return _Solver(network, demand, numel, item_bytes, rank_counts, limit_s).solve()
 
 
-class _Work:
+class _Solver:
     """The state of one solve: the candidates, their times, and the best."""
 
     def __init__(
         self,
         network: Network,
         demand: Demand,
-        symmetry: Symmetry,
         numel: int,
         item_bytes: int,
         counts: tuple[int, ...],
         limit_s: float,
     ) -> None:
-        self.network, self.demand, self.symmetry = network, demand, symmetry
+        self.network, self.demand = network, demand
+        self.symmetry = find_symmetry(network, demand.colors(network.num_ranks))
         self.numel, self.item_bytes, self.counts = numel, item_bytes, counts
         self.num_bytes = numel * item_bytes
         self.limit_s = limit_s
-        self.whole = _whole(demand, counts)
         self.bound = 0.0  # seconds per byte
         self.bottlenecks: tuple[str, ...] = ()
 
@@ -266,20 +233,20 @@ class _Work:
                 trials.append(self.trial(candidate))
         trials.sort(key=lambda trial: trial.expected_s)
         best, lowered = trials[0].candidate, self.tuned(trials[0])
-        for trial in trials[1:TUNED]:
+        for trial in trials[1:MAX_TUNED]:
             if trial.expected_s < lowered.seconds * (1 - WORTH):
                 finer = self.tuned(trial)
                 if finer.seconds < lowered.seconds:
                     best, lowered = trial.candidate, finer
-        lower_bound = self.num_bytes * self.whole
+        bounded_bytes = self.num_bytes * self._rounding()
         return Solution(
             name=best.name,
             program=lowered.program(self.numel),
             item_bytes=self.item_bytes,
             predicted_s=lowered.seconds,
-            bandwidth_s=best.s_per_byte * (self.num_bytes if best.load is None else lower_bound),
-            lp_bound_s=self.bound * lower_bound,
-            cut_bound_s=cut_bound(self.network, self.demand, self.symmetry) * lower_bound,
+            bandwidth_s=best.s_per_byte * (self.num_bytes if best.load is None else bounded_bytes),
+            lp_bound_s=self.bound * bounded_bytes,
+            cut_bound_s=cut_bound(self.network, self.demand, self.symmetry) * bounded_bytes,
             bottlenecks=self.bottlenecks,
             depth=best.depth,
             symmetry=self.symmetry.order,
@@ -288,11 +255,11 @@ class _Work:
                 for trial in trials
                 if trial.candidate is not best
             ),
-            parts=best.parts,
+            trees=best.trees,
         )
 
     def trial(self, candidate: _Candidate) -> _Trial:
-        """Replay the candidate with few chunks."""
+        """Simulate the candidate with few chunks."""
         load = candidate.load
         pace = Pace(turns=1, chunk_bytes=math.inf) if load is None else load.first()
         lowered = candidate.lower(pace)
@@ -319,17 +286,16 @@ class _Work:
             yield self.routes()
             return
         if self.network.num_ranks == 1:
-            single = np.array([-1])
-            part = Part(weight=1.0, root=0, inward=single, outward=single)
-            yield self.trees("nothing to send", (part,), 0.0, 0)
+            tree = Tree(weight=1.0, root=0, inward=(-1,), outward=(-1,))
+            yield self.trees("nothing to send", (tree,), 0.0, 0)
             return
-        yield from self.solved()
-        for name, parts in (
+        yield from self.packings()
+        for name, trees in (
             ("ring", best_ring(self.network, self.demand)),
             ("binomial tree", binomial(self.network, self.demand)),
         ):
-            if parts is not None:
-                yield self.trees(name, parts, load_time(self.network, parts), deepest(parts))
+            if trees is not None:
+                yield self.trees(name, trees, load_time(self.network, trees), max_depth_of(trees))
         for name, rounds in (
             ("recursive doubling", recursive_doubling(self.network, self.demand, self.numel)),
             (
@@ -338,11 +304,11 @@ class _Work:
             ),
         ):
             if rounds is not None:
-                yield self.fixed(name, rounds)
+                yield self.in_rounds(name, rounds)
 
     # ------------------------------------------------------------ kinds of candidates
 
-    def solved(self) -> Iterator[_Candidate]:
+    def packings(self) -> Iterator[_Candidate]:
         """Yield packings, from few hops up to those that use the network best."""
         halves = self.demand.inward + self.demand.outward
         messages = halves * (self.network.num_ranks - 1)
@@ -350,43 +316,43 @@ class _Work:
             self.network,
             self.demand,
             self.symmetry,
-            most_chunks=most_chunks(self.num_bytes, self.network.num_ranks, messages),
+            max_chunks=max_chunks(self.num_bytes, self.network.num_ranks, messages),
         )
-        optimum = problem.optimum([], self.limit_s)
+        optimum = problem.optimum(self.limit_s)
         self.bound = problem.bound
-        worth = problem.prices * problem.master.capacity
-        self.bottlenecks = _bottlenecks(self.network, problem.orbit, worth)
+        self.bottlenecks = _bottlenecks(self.network, problem)
         low, high, best = 1, optimum.depth, optimum
         while low < high:
             depth = low if low <= FEW_HOPS else (low + high) // 2
-            packing_within = problem.within(depth, ROUNDS, self.useful(problem, optimum, depth))
-            if packing_within is not None and packing_within.s_per_byte <= problem.bound * (
-                1 + SLACK
-            ):
-                high, best = depth, packing_within
+            shallow = problem.within(depth, ROUNDS, self.useful(problem, optimum, depth))
+            if shallow is not None and shallow.s_per_byte <= problem.bound * (1 + SLACK):
+                high, best = depth, shallow
                 continue
-            if packing_within is not None:
-                yield self.packed(packing_within)
+            if shallow is not None:
+                yield self.packed(shallow)
             low = depth + 1
         yield self.packed(best)
 
     def useful(self, problem: TreeProblem, optimum: Packing, depth: int) -> float:
         """Return the seconds per byte above which trees of a depth cannot beat the optimum."""
         total = problem.filled(optimum.s_per_byte, optimum.depth)
-        saved = self._latency_s(optimum) / max(self.num_bytes, 1)
-        return (total + saved) / problem.filled(1.0, depth)
+        # An upper bound on the latency and message costs of the optimum: shallow trees save less.
+        hop_s = float(self.network.latency_s.max(initial=0.0)) + self.network.message_s
+        messages_s = 4 * len(optimum.trees) * self.network.message_s
+        latency_s = 2 * optimum.depth * hop_s + messages_s * self.network.num_ranks
+        return (total + latency_s / max(self.num_bytes, 1)) / problem.filled(1.0, depth)
 
     def packed(self, packing: Packing) -> _Candidate:
-        """Return a solved packing as a candidate."""
+        """Return a packing as a candidate."""
         name = f"trees of depth {packing.depth}"
-        return self.trees(name, packing.parts, packing.s_per_byte, packing.depth)
+        return self.trees(name, packing.trees, packing.s_per_byte, packing.depth)
 
-    def trees(self, name: str, parts: Sequence[Part], s_per_byte: float, depth: int) -> _Candidate:
-        """Return parts with trees as a candidate."""
+    def trees(self, name: str, trees: Sequence[Tree], s_per_byte: float, depth: int) -> _Candidate:
+        """Return trees as a candidate."""
 
         def lower(pace: Pace) -> Lowered:
-            return lower_parts(
-                self.network, self.demand, self.size(pace, s_per_byte), parts, self.counts
+            return lower_trees(
+                self.network, self.demand, self.size(pace, s_per_byte), trees, self.counts
             )
 
         halves = self.demand.inward + self.demand.outward
@@ -396,12 +362,21 @@ class _Work:
             s_per_byte=s_per_byte,
             depth=depth,
             load=self.load(
-                [part.weight for part in parts],
-                len(parts) * halves * (self.network.num_ranks - 1),
+                [tree.weight for tree in trees],
+                len(trees) * halves * (self.network.num_ranks - 1),
                 s_per_byte,
                 depth * halves,
             ),
-            parts=tuple(parts),
+            trees=tuple(trees),
+        )
+
+    def in_rounds(self, name: str, rounds: Rounds) -> _Candidate:
+        """Return rounds of messages, which cannot be chunked, as a candidate."""
+        return _Candidate(
+            name=name,
+            lower=lambda _: rounds.lowered(self.network, self.item_bytes),
+            s_per_byte=rounds.load_time(self.network),
+            depth=len(rounds.rounds),
         )
 
     def routes(self) -> _Candidate:
@@ -410,8 +385,7 @@ class _Work:
         if self.network.num_ranks > 1:
             problem = RouteProblem(self.network, self.demand, self.symmetry)
             routing = problem.solve(self.limit_s)
-            worth = problem.prices * problem.master.capacity
-            self.bottlenecks = _bottlenecks(self.network, problem.orbit, worth)
+            self.bottlenecks = _bottlenecks(self.network, problem)
         self.bound = routing.bound
 
         def lower(pace: Pace) -> Lowered:
@@ -430,30 +404,22 @@ class _Work:
             ),
         )
 
-    def fixed(self, name: str, rounds: Rounds) -> _Candidate:
-        """Return rounds of messages, which cannot be chunked, as a candidate."""
-        return _Candidate(
-            name=name,
-            lower=lambda _: rounds.lowered(self.network, self.item_bytes),
-            s_per_byte=rounds.load_time(self.network),
-            depth=len(rounds.rounds),
-        )
-
     # ------------------------------------------------------------ chunks
 
     def load(self, weights: Sequence[float], per_turn: int, s_per_byte: float, hops: int) -> Load:
         """Return the load that decides how a candidate is chunked."""
-        num_edges = self.network.num_edges
+        network = self.network
+        latency_s = float(np.median(network.latency_s)) if network.num_edges else 0.0
         return Load(
             num_bytes=round(self.num_bytes * sum(weights)),
-            num_parts=max(len(weights), 1),
+            num_trees=max(len(weights), 1),
             num_ranks=self.network.num_ranks,
             bytes_s=s_per_byte * self.num_bytes,
             hops=hops,
             per_turn=max(per_turn, 1),
             largest_bytes=self.num_bytes * max(weights, default=1.0),
-            message_s=self._message_s(),
-            rate=float(np.median(self.network.bandwidth)) if num_edges else math.inf,
+            message_s=network.message_s or latency_s or 1e-6,
+            rate=float(np.median(network.bandwidth)) if network.num_edges else math.inf,
         )
 
     def size(self, pace: Pace, s_per_byte: float) -> Size:
@@ -468,40 +434,29 @@ class _Work:
             smallest=max(1, SMALLEST_CHUNK_BYTES // self.item_bytes),
         )
 
-    def _latency_s(self, packing: Packing) -> float:
-        """Return an upper bound on the latency and message cost of a packing: the most that depth
-        saves.
+    def _rounding(self) -> float:
+        """Return the smallest ratio of a rank's actual elements to its share.
+
+        Elements are indivisible, shares are not: times for shares multiplied by this ratio are
+        lower bounds for the actual counts.
         """
-        hop = float(self.network.latency_s.max(initial=0.0)) + self.network.message_s
-        messages = 4 * len(packing.parts) * self.network.message_s
-        return 2 * packing.depth * hop + messages * self.network.num_ranks
-
-    def _message_s(self) -> float:
-        typical = float(np.median(self.network.latency_s)) if self.network.num_edges else 0.0
-        return self.network.message_s or typical or 1e-6
+        counts, shares = self.counts, self.demand.shares
+        if not counts or shares is None or not sum(counts):
+            return 1.0
+        pairs = zip(counts, shares, strict=True)
+        return min(count / (sum(counts) * share) for count, share in pairs if share > 0)
 
 
-def _bottlenecks(network: Network, orbit: Ints, worth: Floats) -> tuple[str, ...]:
+def _bottlenecks(network: Network, problem: TreeProblem | RouteProblem) -> tuple[str, ...]:
     """Return the resources with a nonzero price in the proof of the bound, scarcest first."""
+    scarcity = problem.prices * problem.master.capacity
     names = []
-    for number in np.argsort(-worth, kind="stable"):
-        if worth[number] > 1e-3:
-            members = np.flatnonzero(orbit == number)
+    for number in np.argsort(-scarcity, kind="stable"):
+        if scarcity[number] > 1e-3:
+            members = np.flatnonzero(problem.orbit == number)
             more = f" and {len(members) - 1} equivalent" if len(members) > 1 else ""
             names.append(network.resources[int(members[0])] + more)
     return tuple(names)
-
-
-def _whole(demand: Demand, counts: Sequence[int]) -> float:
-    """Return the smallest ratio of a rank's actual elements to its share.
-
-    Elements are indivisible, shares are not: times for shares multiplied by this ratio are lower
-    bounds for the actual counts.
-    """
-    if not counts or demand.shares is None or not sum(counts):
-        return 1.0
-    pairs = zip(counts, demand.shares, strict=True)
-    return min(count / (sum(counts) * share) for count, share in pairs if share > 0)
 
 
 def _check_size(

@@ -1,5 +1,14 @@
-"""The specification of a collective: whether data flow into roots, out of them or both, and how
-much of the data has its root on each rank.
+"""The specification of a collective, and the lower bound on its time by cuts of the network.
+
+A `Demand` says whether data flow into roots, out of them or both, and what fraction of the data has
+its root on each rank.
+
+Data must cross the boundary of any set S of ranks: with x(S) the fraction whose roots are in S, 1 -
+x(S) of the data leave S as sums and 1 - x(S) enter it as results; in an all-to-all, all that S has
+for other ranks. For a family of sets, all these constraints together form a small linear program
+over the traffic of each edge and the roots. Its value, in seconds per byte, bounds every algorithm
+that moves sums and copies, and the program over trees is never below it. With all sets in the
+family the two are equal (Edmonds).
 """
 
 from __future__ import annotations
@@ -15,18 +24,19 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array, csr_array
 
 from shardwise.arrays import Bools, Floats
+from shardwise.collectives.messages.program import OPERATIONS, ROOTED, SUMMING
 from shardwise.collectives.solver.network import Network, Symmetry
 from shardwise.errors import ClusterError, did_you_mean
 
-OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all")
+ALL_SETS = 5  # with at most this many ranks, use every set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """A collective operation; `shares` is the fraction of the data rooted at each rank, None if
-    free.
+    """A collective operation; `shares` is the fraction of the data rooted at each rank.
 
-    For an all-to-all, `shares` is the fraction of each rank's data that goes to each rank.
+    For an all-reduce, `shares` is None: roots are free. For an all-to-all, it is the fraction of
+    each rank's data that goes to each rank.
     """
 
     operation: str
@@ -36,7 +46,7 @@ class Demand:
     @property
     def inward(self) -> bool:
         """Whether data are summed on the way to the roots."""
-        return self.operation in ("all_reduce", "reduce_scatter", "reduce")
+        return self.operation in SUMMING
 
     @property
     def outward(self) -> bool:
@@ -47,8 +57,8 @@ class Demand:
         """Return a color per rank; ranks of the same color play the same role in the operation."""
         if self.shares is None:
             return [0] * count
-        known = {share: i for i, share in enumerate(sorted(set(self.shares)))}
-        return [known[share] for share in self.shares]
+        color = {share: i for i, share in enumerate(sorted(set(self.shares)))}
+        return [color[share] for share in self.shares]
 
 
 def demand_of(
@@ -58,29 +68,32 @@ def demand_of(
     root: int | None = None,
     shares: Sequence[float] | None = None,
 ) -> Demand:
-    """Return the validated demand; shares are equal unless given."""
+    """Return the validated demand, by default with equal shares."""
     count = network.num_ranks
     if operation not in OPERATIONS:
         raise ClusterError(
             f"no operation {operation!r}{did_you_mean(str(operation), OPERATIONS)}",
             hint=", ".join(OPERATIONS),
         )
-    rooted = operation in ("broadcast", "reduce")
+    rooted = operation in ROOTED
     if root is not None and not rooted:
         raise ClusterError(f"{operation} has no root", hint="root for broadcast and reduce")
+    if shares is not None and (rooted or operation == "all_reduce"):
+        raise ClusterError(f"{operation} has no shares", hint="leave them out")
+    normalized: tuple[float, ...] | None = None
     if rooted:
         root = 0 if root is None else whole_number(root, "root")
         if not 0 <= root < count:
             raise ClusterError(f"root {root} is outside a network of {count} ranks")
-        given: tuple[float, ...] | None = tuple(float(rank == root) for rank in range(count))
-    elif operation == "all_reduce":
-        given = None
-    else:
-        given = _normal(shares if shares is not None else [1.0] * count, count)
-    if (shares is not None and given is None) or (rooted and shares is not None):
-        raise ClusterError(f"{operation} has no shares", hint="leave them out")
-    demand = Demand(operation=operation, shares=given, root=root)
-    _check_reach(network, demand)
+        normalized = tuple(float(rank == root) for rank in range(count))
+    elif operation != "all_reduce":
+        normalized = _normalized([1.0] * count if shares is None else shares, count)
+    demand = Demand(operation=operation, shares=normalized, root=root)
+    # Without a root, every pair of ranks must be connected: both directions from rank 0 suffice.
+    network.check_reach(
+        outward=[root or 0] if root is None or demand.outward else [],
+        inward=[root or 0] if root is None or demand.inward else [],
+    )
     return demand
 
 
@@ -92,39 +105,18 @@ def whole_number(value: object, what: str) -> int:
         raise ClusterError(f"{what} is {value!r}, must be a whole number") from None
 
 
-def _normal(shares: Sequence[float], count: int) -> tuple[float, ...]:
+def _normalized(shares: Sequence[float], count: int) -> tuple[float, ...]:
     if len(shares) != count:
         raise ClusterError(f"{len(shares)} shares for {count} ranks", hint="one for each rank")
     if any(not 0 <= share < math.inf for share in shares) or not sum(shares) > 0:
-        raise ClusterError(f"shares {list(shares)} are not all numbers of at least 0, one above")
+        raise ClusterError(
+            f"shares {list(shares)} must be finite numbers of at least 0, and not all 0"
+        )
     total = sum(shares)
     return tuple(share / total for share in shares)
 
 
-def _check_reach(network: Network, demand: Demand) -> None:
-    """Raise unless every rank reaches, or is reached from, every root (all pairs if roots are
-    free).
-    """
-    if demand.root is None:
-        network.check_reach(outward=[0], inward=[0])
-        return
-    network.check_reach(
-        outward=[demand.root] if demand.outward else [],
-        inward=[demand.root] if demand.inward else [],
-    )
-
-
-# Lower bounds on the time of any algorithm, derived from cuts of the network.
-#
-# Data must cross the boundary of any set S of ranks: with x(S) the fraction whose roots are in S, 1
-# - x(S) of the data leave S as sums and 1 - x(S) enter it as results; in an all-to-all, whatever S
-# has for the others. For a family of sets, all these constraints together form a small linear
-# program over the traffic of each edge and the roots. Its value, in seconds per byte, bounds every
-# algorithm that moves sums and copies, and the program over trees is never below it. With all sets
-# in the family the two are equal (Edmonds).
-
-
-ALL_SETS = 5  # with at most this many ranks, use every set
+# ------------------------------------------------------------ bounds
 
 
 def cut_bound(network: Network, demand: Demand, symmetry: Symmetry) -> float:
@@ -138,18 +130,16 @@ def family(network: Network, symmetry: Symmetry) -> list[tuple[int, ...]]:
     """Return single ranks, the groups of the network and of its symmetry, and their complements."""
     count = network.num_ranks
     if count <= ALL_SETS:
-        every = range(1, count)
-        return [s for size in every for s in itertools.combinations(range(count), size)]
-    some: list[tuple[int, ...]] = [(rank,) for rank in symmetry.representatives()]
-    some += [*network.groups, *symmetry.blocks]
-    others = [tuple(r for r in range(count) if r not in set(s)) for s in some]
-    return [s for s in dict.fromkeys([*some, *others]) if 0 < len(s) < count]
+        sizes = range(1, count)
+        return [s for size in sizes for s in itertools.combinations(range(count), size)]
+    sets: list[tuple[int, ...]] = [(rank,) for rank in symmetry.representatives()]
+    sets += [*network.groups, *symmetry.blocks]
+    complements = [tuple(r for r in range(count) if r not in set(s)) for s in sets]
+    return [s for s in dict.fromkeys([*sets, *complements]) if 0 < len(s) < count]
 
 
 class _Cuts:
-    """The linear program: inward and outward traffic per orbit of edges, roots per orbit of ranks,
-    time.
-    """
+    """The linear program over traffic per orbit of edges, roots per orbit of ranks, and time."""
 
     def __init__(self, network: Network, demand: Demand, symmetry: Symmetry) -> None:
         self.network, self.demand = network, demand
@@ -198,35 +188,33 @@ class _Cuts:
         return rows, scale
 
     def _crossings(self, sets: Iterable[tuple[int, ...]]) -> tuple[Floats, Floats]:
-        """Return the constraints of all cuts: rows over the variables,
-        and the minimum of each row.
-        """
+        """Return the constraints of all cuts: rows over the variables and their minimums."""
         rows, minimum = [], []
-        for chosen in sets:
+        for ranks in sets:
             inside = np.zeros(self.network.num_ranks, dtype=bool)
-            inside[list(chosen)] = True
+            inside[list(ranks)] = True
             leaves = inside[self.network.source] & ~inside[self.network.target]
             enters = ~inside[self.network.source] & inside[self.network.target]
             for copy, crossing in enumerate(self._directions(leaves, enters)):
                 row = np.zeros(self.width)
                 size = len(self.edge_size)
-                shared = np.bincount(self.edge[crossing], minlength=size) / self.edge_size
-                row[copy * size : (copy + 1) * size] = shared
-                needed = self._needed(inside)
+                fraction = np.bincount(self.edge[crossing], minlength=size) / self.edge_size
+                row[copy * size : (copy + 1) * size] = fraction
                 if self.demand.shares is None:
                     roots_inside = np.bincount(self.rank[inside], minlength=len(self.rank_size))
                     row[self.first_root : -1] = roots_inside / self.rank_size
                 rows.append(row)
-                minimum.append(needed)
+                minimum.append(self._required(inside))
         return np.array(rows), np.array(minimum)
 
     def _directions(self, leaves: Bools, enters: Bools) -> list[Bools]:
         if self.demand.operation == "all_to_all":
             return [leaves]
         both = ((leaves, self.demand.inward), (enters, self.demand.outward))
-        return [crossing for crossing, used in both if used]
+        return [crossing for crossing, is_used in both if is_used]
 
-    def _needed(self, inside: Bools) -> float:
+    def _required(self, inside: Bools) -> float:
+        """Return the fraction of the data that must cross the boundary, plus roots inside."""
         shares = self.demand.shares
         if shares is None:
             return 1.0

@@ -1,4 +1,10 @@
-"""x"""
+"""Pack spanning trees, or routes for an all-to-all, into a network by linear programming.
+
+`TreeProblem` and `RouteProblem` price new columns for the master problem of `master_lp`: the
+cheapest spanning tree of each root, the cheapest route of each pair. A tree is an array with the
+parent of every rank, -1 at the root. Costs are matrices, infinite where there is no edge; for trees
+directed into the root, pass the transposed matrix.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +16,20 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from shardwise.arrays import Bools, Floats, Ints
+from shardwise.collectives.messages.choice import Tree
 from shardwise.collectives.solver.master_lp import Answer, Column, Master, generate
 from shardwise.collectives.solver.network import Network, Symmetry
 from shardwise.collectives.solver.spec import Demand
 
-# Spanning trees of minimum cost, and cheap trees of bounded depth.
-#
-# Costs are a matrix, infinite where there is no edge, and the root must reach every rank. A tree is
-# the parent of every rank, -1 at the root. For trees directed into the root, pass the transposed
-# matrix.
+# ------------------------------------------------------------ spanning trees
 
 
 def cheapest(cost: Floats, root: int) -> Ints:
-    """Return the minimum spanning tree rooted at `root` (Chu-Liu, Edmonds); `cost[u, v]` is of u ->
-    v.
+    """Return the minimum spanning tree out of `root`, which must reach every rank.
 
-    Every rank takes its cheapest parent. Each cycle that this creates is contracted into one rank,
-    whose incoming edges cost what they add to the cycle; repeat until there is no cycle.
+    This is the algorithm of Chu-Liu and Edmonds: every rank takes its cheapest parent. Each cycle
+    that this creates is contracted into one rank, whose incoming edges cost what they add to the
+    cycle; repeat until there is no cycle.
     """
     cost = cost.copy()
     np.fill_diagonal(cost, math.inf)
@@ -53,14 +56,14 @@ def _contract(cost: Floats, root: int) -> Ints:
     reduced = cost - np.where(within, best, 0.0)
 
     count = len(cycles) + len(singles)
-    entry = np.empty(
-        (size, count), dtype=np.int64
-    )  # rank of the part at which the edge from u arrives
+    # entry[u, part]: the rank of the part at which the edge from u arrives.
+    entry = np.empty((size, count), dtype=np.int64)
     entry[:, len(cycles) :] = singles
     for i, cycle in enumerate(cycles):
         entry[:, i] = cycle[reduced[:, cycle].argmin(axis=1)]
     arriving = reduced[everyone[:, None], entry]
-    leaving = np.empty((count, count), dtype=np.int64)  # rank of the part from which it leaves
+    # leaving[a, b]: the rank of part a from which the edge to part b leaves.
+    leaving = np.empty((count, count), dtype=np.int64)
     leaving[len(cycles) :] = singles[:, None]
     for i, cycle in enumerate(cycles):
         leaving[i] = cycle[arriving[cycle].argmin(axis=0)]
@@ -75,17 +78,17 @@ def _contract(cost: Floats, root: int) -> Ints:
 
 
 def _cycles(parent: list[int], root: int) -> list[Ints]:
-    seen = [-1] * len(parent)
-    seen[root] = root
+    visited_from = [-1] * len(parent)
+    visited_from[root] = root
     cycles = []
     for start in range(len(parent)):
-        at = start
-        while seen[at] < 0:
-            seen[at] = start
-            at = parent[at]
-        if seen[at] == start and at != root:
-            cycle = [at]
-            while parent[cycle[-1]] != at:
+        rank = start
+        while visited_from[rank] < 0:
+            visited_from[rank] = start
+            rank = parent[rank]
+        if visited_from[rank] == start and rank != root:
+            cycle = [rank]
+            while parent[cycle[-1]] != rank:
                 cycle.append(parent[cycle[-1]])
             cycles.append(np.array(cycle, dtype=np.int64))
     return cycles
@@ -94,7 +97,7 @@ def _cycles(parent: list[int], root: int) -> list[Ints]:
 def shallow(
     cost: Floats, delay: Floats, roots: Ints, weights: Floats, max_depth: int
 ) -> tuple[Ints, Bools]:
-    """Return a tree of at most `max_depth` hops for each root and weight, and which of them exist.
+    """Return a tree of at most `max_depth` hops per root and weight, and whether each exists.
 
     Trees grow rank by rank, each step minimizing price plus `weight` times the arrival time. Weight
     0 gives Prim's algorithm, a large weight Dijkstra's. All trees grow at once, vectorized.
@@ -134,38 +137,30 @@ def depths(parent: Ints) -> Ints:
     return hops
 
 
+# ------------------------------------------------------------ packings of trees
+
 DROPPED = (0.03, 3e-3)  # fractions of the data below which a tree is dropped
 HOPELESS = 1.5  # times the useful time: more columns will not help
 GUESSES, STEEP = 8, 4.0  # initial prices, and by how much the most used edge becomes dearer
 SLACK = 1e-3  # relative cost allowed for fewer or shallower trees
 WEIGHTS = (1e-3, 0.03, 1.0)  # weight of depth relative to prices
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Part:
-    """A part of the data: the tree along which it is summed into `root`, and the one along which
-    the result is copied out.
-
-    Trees are parents by rank, -1 at the root; None if the operation has no such half.
-    """
-
-    weight: float
-    root: int
-    inward: Ints | None
-    outward: Ints | None
+INWARD, OUTWARD = 0, 1  # directions of a tree
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packing:
-    """The parts of one solution; `depth` is the largest number of hops in a tree."""
+    """The trees of one solution; `depth` is the largest number of hops in a tree."""
 
-    parts: tuple[Part, ...]
+    trees: tuple[Tree, ...]
     s_per_byte: float
     depth: int
 
 
 class TreeProblem:
-    """The flows of a demand on a network, one pair of flows or one per orbit of roots."""
+    """Pack trees for a demand: one flow per orbit of roots and direction.
+
+    The program may have at most `max_chunks`.
+    """
 
     def __init__(
         self,
@@ -173,34 +168,34 @@ class TreeProblem:
         demand: Demand,
         symmetry: Symmetry,
         *,
-        most_chunks: float = math.inf,
+        max_chunks: float = math.inf,
     ) -> None:
-        """Set up the problem for a program of at most `most_chunks`."""
         self.network, self.demand, self.symmetry = network, demand, symmetry
-        self.most_chunks = most_chunks
+        self.max_chunks = max_chunks
         shares = demand.shares
         self.roots = [
             root for root in symmetry.representatives() if shares is None or shares[root] > 0
         ]
         self.place = {root: i for i, root in enumerate(self.roots)}
         self.directions = [
-            direction for direction, used in ((0, demand.inward), (1, demand.outward)) if used
+            direction
+            for direction, is_used in ((INWARD, demand.inward), (OUTWARD, demand.outward))
+            if is_used
         ]
         labels, self.orbit = np.unique(symmetry.resource_orbit, return_inverse=True)
         sizes = np.bincount(symmetry.rank_orbit, minlength=network.num_ranks)
-        each = None if shares is None else [shares[r] * float(sizes[r]) for r in self.roots]
+        amounts = None if shares is None else [shares[r] * float(sizes[r]) for r in self.roots]
         self.master = Master(
             capacity=np.bincount(
                 self.orbit, weights=network.capacity, minlength=len(labels)
             ).astype(np.float64),
             num_flows=len(self.roots) * len(self.directions),
-            demand=None if each is None else np.repeat(np.array(each), len(self.directions)),
+            demand=None if amounts is None else np.repeat(np.array(amounts), len(self.directions)),
         )
-        usual = network.latency_s + network.message_s
-        self.delay = network.matrix(usual / max(float(usual.max(initial=0.0)), 1e-12) + 1.0)
-        self.used = np.append(self.orbit, len(labels))[
-            network.uses
-        ]  # -1 (none) indexes the last entry
+        hop_s = network.latency_s + network.message_s
+        self.delay = network.matrix(hop_s / max(float(hop_s.max(initial=0.0)), 1e-12) + 1.0)
+        # -1 (no resource) indexes the last entry.
+        self.used = np.append(self.orbit, len(labels))[network.uses]
         self.bound = 0.0
         self.prices: Floats = np.zeros(0)
         self.columns: dict[tuple[int, bytes], Column] = {}
@@ -211,19 +206,19 @@ class TreeProblem:
         """Return the index of a flow."""
         return self.place[root] * len(self.directions) + self.directions.index(direction)
 
-    def made(self, flows: Sequence[int], direction: int, parents: Ints) -> list[Column]:
-        """Return trees as columns; direction 0 means trees into the root."""
-        place, rank = np.nonzero(parents >= 0)
-        other = parents[place, rank]
+    def columns_of(self, flows: Sequence[int], direction: int, parents: Ints) -> list[Column]:
+        """Return trees as columns, with the load of each on every orbit of resources."""
+        tree, rank = np.nonzero(parents >= 0)
+        parent = parents[tree, rank]
         edge = self.network.edge
-        edges = edge[rank, other] if direction == 0 else edge[other, rank]
+        edges = edge[rank, parent] if direction == INWARD else edge[parent, rank]
         width = len(self.master.capacity) + 1
-        used = self.used[edges] + width * place[:, None]
+        used = self.used[edges] + width * tree[:, None]
         count = np.bincount(used.ravel(), minlength=width * len(parents)).astype(np.float64)
         loads = count.reshape(len(parents), width)[:, :-1]
-        deep = depths(parents).max(axis=1, initial=0).tolist()
+        max_depths = depths(parents).max(axis=1, initial=0).tolist()
         return [
-            Column(flow=flow, path=parents[i], load=loads[i], depth=deep[i])
+            Column(flow=flow, path=parents[i], load=loads[i], depth=max_depths[i])
             for i, flow in enumerate(flows)
         ]
 
@@ -236,10 +231,10 @@ class TreeProblem:
         cost = self.costs(prices)
         columns, costs_of_flows = [], np.zeros(self.master.num_flows)
         for direction in self.directions:
-            side = cost.T if direction == 0 else cost
-            parents = np.array([cheapest(side, root) for root in self.roots])
+            directed = cost.T if direction == INWARD else cost
+            parents = np.array([cheapest(directed, root) for root in self.roots])
             flows = [self.flow(root, direction) for root in self.roots]
-            columns += self.made(flows, direction, parents)
+            columns += self.columns_of(flows, direction, parents)
         for column in columns:
             costs_of_flows[column.flow] = column.load @ prices
         return columns, costs_of_flows
@@ -253,24 +248,23 @@ class TreeProblem:
         late = np.tile(np.maximum(np.array(weights), 1e-9) * unit, len(self.roots))
         columns = []
         for direction in self.directions:
-            sides = (cost.T, self.delay.T) if direction == 0 else (cost, self.delay)
-            parents, complete = shallow(*sides, roots, late, max_depth)
+            matrices = (cost.T, self.delay.T) if direction == INWARD else (cost, self.delay)
+            parents, complete = shallow(*matrices, roots, late, max_depth)
             flows = [self.flow(root, direction) for root in roots[complete].tolist()]
-            columns += self.made(flows, direction, parents[complete])
+            columns += self.columns_of(flows, direction, parents[complete])
         return columns
 
     # ------------------------------------------------------------ solutions
 
-    def optimum(self, extra: Sequence[Column], limit_s: float) -> Packing:
-        """Return the fastest packing of any depth; sets `bound` and `prices`."""
-        start = [*self._guesses(), *extra]
-        generated = generate(self.master, start, self.price, limit_s=limit_s)
+    def optimum(self, limit_s: float) -> Packing:
+        """Return the fastest packing of any depth; set `bound` and `prices`."""
+        generated = generate(self.master, self._guesses(), self.price, limit_s=limit_s)
         self.bound, self.prices = generated.bound, generated.prices
         self.columns = {column.key: column for column in generated.columns}
         return self.packing(generated.columns, generated.answer)
 
     def _guesses(self) -> list[Column]:
-        """Return initial trees: at even prices, and then with used edges made more expensive."""
+        """Return initial trees: at even prices, then with rising prices on the edges in use."""
         even = 1.0 / np.maximum(self.master.capacity, 1e-300)
         columns = self.grown(even, (0.0, 1.0), self.network.num_ranks)
         used = np.zeros_like(even)
@@ -282,11 +276,17 @@ class TreeProblem:
         return columns
 
     def within(self, max_depth: int, rounds: int, useful: float) -> Packing | None:
-        """Return a fast packing of trees of at most `max_depth` hops, or None if a root has no such
-        tree or it seems to take more than `useful` seconds per byte.
+        """Return a fast packing of trees of at most `max_depth` hops.
+
+        Return None if a root has no such tree, or if the packing seems to take more than `useful`
+        seconds per byte.
         """
         grown = self.grown(self.prices, WEIGHTS, max_depth)
-        if self.master.bound(self._least(grown)) > useful:
+        cheapest_costs = np.full(self.master.num_flows, np.inf)
+        if grown:
+            costs = np.array([column.load for column in grown]) @ self.prices
+            np.minimum.at(cheapest_costs, [column.flow for column in grown], costs)
+        if self.master.bound(cheapest_costs) > useful:
             return None  # such trees are too expensive at the prices that prove the bound
         for column in grown:
             self.columns.setdefault(column.key, column)
@@ -314,25 +314,16 @@ class TreeProblem:
             return None
         return self.packing(columns[: len(answer.weights)], answer)
 
-    def _least(self, columns: Sequence[Column]) -> Floats:
-        """Return the cost of the cheapest of these columns for every flow."""
-        minimum = np.full(self.master.num_flows, np.inf)
-        if columns:
-            costs = np.array([column.load for column in columns]) @ self.prices
-            np.minimum.at(minimum, [column.flow for column in columns], costs)
-        return minimum
-
     def packing(self, columns: Sequence[Column], answer: Answer) -> Packing:
-        """Return the answer with few trees, as parts over the entire symmetry group."""
+        """Return the answer with few trees, copied over the entire symmetry group."""
         columns, answer = self._trimmed(columns, answer)
         used = [
             (column, float(weight))
             for column, weight in zip(columns, answer.weights, strict=True)
             if weight > 1e-9
         ]
-        parts = [copy for part in self._paired(used) for copy in self._copies(part)]
         return Packing(
-            parts=tuple(parts),
+            trees=tuple(copy for tree in self._paired(used) for copy in self._copies(tree)),
             s_per_byte=answer.time,
             depth=max((column.depth for column, _ in used), default=0),
         )
@@ -343,73 +334,66 @@ class TreeProblem:
         If each edge carries its share of all messages one after the other, a hop takes as long as
         one message.
         """
-        per_edge = self.most_chunks * (self.network.num_ranks - 1) / self.network.num_edges
+        per_edge = self.max_chunks * (self.network.num_ranks - 1) / self.network.num_edges
         return s_per_byte * (1 + depth * len(self.directions) / max(per_edge, 1.0))
 
     def _trimmed(self, columns: Sequence[Column], answer: Answer) -> tuple[list[Column], Answer]:
-        """Return the columns and answer without trees that carry little, if that costs next to
-        nothing.
-        """
+        """Drop trees that carry little of their flow, or of all data, if that costs little time."""
+        heaviest = np.zeros(self.master.num_flows)
+        np.maximum.at(heaviest, [column.flow for column in columns], answer.weights)
+        fixed = self.demand.shares is not None
         for threshold in DROPPED:
-            strong = self._strong(columns, answer.weights, threshold)
-            if len(strong) < np.count_nonzero(answer.weights) and self._covers(strong):
-                again = self.master.solve(strong)
-                if again.time <= answer.time * (1 + SLACK):
-                    return strong, again
+            heavy = [
+                column
+                for column, weight in zip(columns, answer.weights, strict=True)
+                if weight >= threshold * (heaviest[column.flow] if fixed else 1.0) and weight > 0
+            ]
+            if len(heavy) < np.count_nonzero(answer.weights) and self._covers(heavy):
+                trimmed = self.master.solve(heavy)
+                if trimmed.time <= answer.time * (1 + SLACK):
+                    return heavy, trimmed
         return list(columns), answer
 
-    def _strong(self, columns: Sequence[Column], weights: Floats, threshold: float) -> list[Column]:
-        """Return the columns that carry much of their flow or of all data."""
-        heaviest = np.zeros(self.master.num_flows)
-        np.maximum.at(heaviest, [column.flow for column in columns], weights)
-        fixed = self.demand.shares is not None
-        return [
-            column
-            for column, weight in zip(columns, weights, strict=True)
-            if weight >= threshold * (heaviest[column.flow] if fixed else 1.0) and weight > 0
-        ]
-
     def _covers(self, columns: Sequence[Column]) -> bool:
+        """Return whether the columns can carry all data."""
         flows = {column.flow for column in columns}
         if self.demand.shares is not None:
             return len(flows) == self.master.num_flows
         return any({2 * i, 2 * i + 1} <= flows for i in range(len(self.roots)))
 
-    def _paired(self, used: Sequence[tuple[Column, float]]) -> list[Part]:
-        """Return trees into a root joined with trees out of it that carry equally much data."""
-        parts = []
+    def _paired(self, used: Sequence[tuple[Column, float]]) -> list[Tree]:
+        """Join trees into a root with trees out of it that carry the same data."""
+        trees = []
         for root in self.roots:
             sides = [
                 [(c.path, w) for c, w in used if c.flow == self.flow(root, direction)]
                 for direction in self.directions
             ]
             ends = [accumulate((weight for _, weight in side), initial=0.0) for side in sides]
-            cuts = sorted({round(end, 12) for side in ends for end in side})
-            for low, high in pairwise(cuts):
+            breaks = sorted({round(end, 12) for side in ends for end in side})
+            for low, high in pairwise(breaks):
                 if high - low < 1e-9:
                     continue
-                trees = [_at(side, (low + high) / 2) for side in sides]
-                by_direction = dict(zip(self.directions, trees, strict=True))
-                parts.append(
-                    Part(
+                halves = [tuple(_at(side, (low + high) / 2).tolist()) for side in sides]
+                by_direction = dict(zip(self.directions, halves, strict=True))
+                trees.append(
+                    Tree(
                         weight=high - low,
                         root=root,
-                        inward=by_direction.get(0),
-                        outward=by_direction.get(1),
+                        inward=by_direction.get(INWARD, ()),
+                        outward=by_direction.get(OUTWARD, ()),
                     )
                 )
-        return parts
+        return trees
 
-    def _copies(self, part: Part) -> Iterable[Part]:
-        """Yield the part once for each permutation of the symmetry, with its data divided among
-        them.
-        """
+    def _copies(self, tree: Tree) -> Iterable[Tree]:
+        """Yield the tree under each permutation of the symmetry; the copies share its data."""
         for turn in self.symmetry.elements:
-            yield Part(
-                weight=part.weight / self.symmetry.order,
-                root=int(turn[part.root]),
-                inward=_turned(part.inward, turn),
-                outward=_turned(part.outward, turn),
+            yield Tree(
+                weight=tree.weight / self.symmetry.order,
+                root=int(turn[tree.root]),
+                inward=_permuted(tree.inward, turn),
+                outward=_permuted(tree.outward, turn),
             )
 
 
@@ -423,30 +407,37 @@ def _at(side: Sequence[tuple[Ints, float]], position: float) -> Ints:
     return side[-1][0]
 
 
-def _turned(parent: Ints | None, turn: Ints) -> Ints | None:
-    if parent is None:
-        return None
-    turned = np.full(len(parent), -1, dtype=np.int64)
-    turned[turn] = np.where(parent >= 0, turn[parent], -1)
-    return turned
+def _permuted(parents: tuple[int, ...], turn: Ints) -> tuple[int, ...]:
+    permuted = [-1] * len(parents)
+    for rank, parent in enumerate(parents):
+        permuted[turn[rank]] = int(turn[parent]) if parent >= 0 else -1
+    return tuple(permuted)
 
 
-def load_time(network: Network, parts: Iterable[Part]) -> float:
+def edges_of(network: Network, parents: tuple[int, ...], direction: int) -> Ints:
+    """Return the edges of a tree, -1 where the network has no such edge."""
+    parent = np.array(parents, dtype=np.int64)
+    rank = np.flatnonzero(parent >= 0)
+    ends = (rank, parent[rank]) if direction == INWARD else (parent[rank], rank)
+    return np.asarray(network.edge[ends])
+
+
+def load_time(network: Network, trees: Iterable[Tree]) -> float:
     """Return the seconds per byte of the busiest resource."""
     load = np.zeros(len(network.resources))
-    for part in parts:
-        for direction, parent in ((0, part.inward), (1, part.outward)):
-            if parent is not None:
-                rank = np.flatnonzero(parent >= 0)
-                ends = (rank, parent[rank]) if direction == 0 else (parent[rank], rank)
-                load += part.weight * network.loads(network.edge[ends])
+    for tree in trees:
+        for direction, parents in ((INWARD, tree.inward), (OUTWARD, tree.outward)):
+            load += tree.weight * network.loads(edges_of(network, parents, direction))
     return float((load / network.capacity).max(initial=0.0)) if len(load) else 0.0
 
 
-def deepest(parts: Iterable[Part]) -> int:
-    """Return the largest number of hops of any tree."""
-    trees = [tree for part in parts for tree in (part.inward, part.outward) if tree is not None]
-    return max((int(depths(tree).max(initial=0)) for tree in trees), default=0)
+def max_depth_of(trees: Iterable[Tree]) -> int:
+    """Return the largest number of hops in any tree."""
+    halves = [half for tree in trees for half in (tree.inward, tree.outward) if half]
+    return max((int(depths(np.array(half)).max(initial=0)) for half in halves), default=0)
+
+
+# ------------------------------------------------------------ routes of an all-to-all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -459,7 +450,7 @@ class Route:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Routes, the seconds per byte they take, and the lower bound."""
+    """Routes, the seconds per byte that they take, and a lower bound on it."""
 
     routes: tuple[Route, ...]
     s_per_byte: float
@@ -467,7 +458,7 @@ class Routing:
 
 
 class RouteProblem:
-    """The routing problem, with one flow per orbit of pairs of ranks."""
+    """Choose the routes of an all-to-all: one flow per orbit of pairs of ranks."""
 
     def __init__(self, network: Network, demand: Demand, symmetry: Symmetry) -> None:
         assert demand.shares is not None
@@ -480,7 +471,7 @@ class RouteProblem:
             for b in range(count)
             if a != b and shares[b] > 0
         ]
-        # Only pairs that start at a representative; one stands for its whole orbit.
+        # A pair that starts at a representative stands for its orbit.
         sizes = np.bincount(symmetry.rank_orbit, minlength=count)
         _, self.orbit = np.unique(symmetry.resource_orbit, return_inverse=True)
         capacity = np.bincount(self.orbit, weights=network.capacity)
@@ -497,10 +488,12 @@ class RouteProblem:
         generated = generate(self.master, start, self.price, limit_s=limit_s)
         self.prices = generated.prices
         routes = [
-            Route(ranks=tuple(int(r) for r in turn[column.path]), weight=float(weight) / each)
+            Route(
+                ranks=tuple(turn[column.path].tolist()),
+                weight=float(weight) / self.symmetry.order,
+            )
             for column, weight in zip(generated.columns, generated.answer.weights, strict=True)
             if weight > 1e-9 * self.master.demand[column.flow]  # type: ignore[index]
-            for each in [float(self.symmetry.order)]
             for turn in self.symmetry.elements
         ]
         return Routing(
@@ -531,7 +524,7 @@ class RouteProblem:
 
 
 def _next_hops(cost: Floats) -> Ints:
-    """Return the next rank on the cheapest path from i to j (Floyd, Warshall)."""
+    """Return the next rank on the cheapest path from i to j (Floyd-Warshall)."""
     count = len(cost)
     best = cost.copy()
     np.fill_diagonal(best, 0.0)
