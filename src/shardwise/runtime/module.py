@@ -440,7 +440,9 @@ def _plain(loss: Tensor) -> Tensor:
 
 def _returned(loss: Tensor) -> Tensor:
     """Return a loss as the user gets it: detached, in float32 or wider."""
-    return loss.detach().to(widened(loss.dtype)).as_subclass(StepLoss)
+    loss = loss.detach().to(widened(loss.dtype))
+    # A fake tensor, of a rank whose memory is predicted, cannot change its class.
+    return loss.as_subclass(StepLoss) if type(loss) is Tensor else loss
 
 
 def _refuse_backward(losses: Any) -> None:
