@@ -1,8 +1,8 @@
 """Check this machine, for `shardwise doctor`.
 
-Every check yields `Finding`s: a name, a status and what to do about it. Missing optional packages
-are `ok`, with the command that installs them. Checks that may crash the process (bf16 arithmetic on
-some CPUs) run in a child process.
+Every check yields `Finding`s: a name, a status, a value and what to try. A missing optional package
+is `ok`, with the command that installs it. A check that may crash the process (bf16 arithmetic on
+some CPUs) runs in a child process.
 """
 
 from __future__ import annotations
@@ -48,12 +48,18 @@ _MIN_DISK, _MIN_SHM, _MIN_FILES = 5 * 2**30, 2**30, 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One check: its result as text, and a hint where it is not ok."""
+    """The result of a check as text, with a hint if it is not ok."""
 
     name: str
     status: Status
     value: str
     hint: str = ""
+
+
+def _finding(name: str, value: str, *, warn: bool = False, hint: str = "") -> Finding:
+    """Return an `ok` finding, or a warning with a hint."""
+    status: Status = "warn" if warn else "ok"
+    return Finding(name=name, status=status, value=value, hint=hint if warn else "")
 
 
 def examine() -> tuple[Finding, ...]:
@@ -100,14 +106,13 @@ def show(findings: Iterable[Finding]) -> None:
 
 
 def _versions() -> Iterator[Finding]:
-    yield Finding(name="python", status="ok", value=platform.python_version())
+    yield _finding("python", platform.python_version())
     for package in ("shardwise", "torch", "numpy"):
-        version = str(importlib.import_module(package).__version__)
-        yield Finding(name=package, status="ok", value=version)
+        yield _finding(package, str(importlib.import_module(package).__version__))
 
 
 def _packages() -> Iterator[Finding]:
-    """Check the packages of integrations and logs, without importing them."""
+    """Check the packages for integrations and logs without importing them."""
     for package, minimum, install in _OPTIONAL:
         try:
             version = importlib.metadata.version(package)
@@ -117,33 +122,29 @@ def _packages() -> Iterator[Finding]:
         numbers = tuple(int(n) for n in version.split(".")[:2] if n.isdigit())
         old = numbers < minimum
         required = ".".join(map(str, minimum))
-        yield Finding(
-            name=package,
-            status="warn" if old else "ok",
-            value=version + (f", older than {required}" if old else ""),
-            hint=install.replace("install", "install --upgrade") if old else "",
+        yield _finding(
+            package,
+            version + (f", older than {required}" if old else ""),
+            warn=old,
+            hint=install.replace("install", "install --upgrade"),
         )
 
 
 def _compiler() -> Iterator[Finding]:
-    """Check what `compile: true` and the user's own C++ operators need."""
+    """Check the compiler for `compile: true` and C++ operators of the user."""
     names = [os.environ.get("CXX", ""), "g++", "clang++"]
     compiler = next((path for name in names if name and (path := shutil.which(name))), None)
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    missing = [
-        what
-        for what, exists in (("a C++ compiler", compiler), ("Python's headers", headers.is_file()))
-        if not exists
-    ]
-    yield Finding(
-        name="compiler",
-        status="warn" if missing else "ok",
-        value=f"no {' and no '.join(missing)}: compile: true fails" if missing else str(compiler),
-        hint="apt install g++ python3-dev" if missing else "",
+    required = (("C++ compiler", compiler), ("Python headers", headers.is_file()))
+    missing = [name for name, exists in required if not exists]
+    yield _finding(
+        "compiler",
+        f"no {' and no '.join(missing)}: compile: true fails" if missing else str(compiler),
+        warn=bool(missing),
+        hint="apt install g++ python3-dev",
     )
-    nvcc = shutil.which("nvcc")
-    if nvcc is not None:
-        yield Finding(name="nvcc", status="ok", value=nvcc)
+    if nvcc := shutil.which("nvcc"):
+        yield _finding("nvcc", nvcc)
 
 
 def _backends() -> Iterator[Finding]:
@@ -159,7 +160,7 @@ def _backends() -> Iterator[Finding]:
     )
     yield _nccl(available and dist.is_nccl_available())
     mpi = available and dist.is_mpi_available()
-    yield Finding(name="mpi", status="ok", value="available" if mpi else "not in this build")
+    yield _finding("mpi", "available" if mpi else "not in this build")
 
 
 def _nccl(available: bool) -> Finding:
@@ -168,13 +169,13 @@ def _nccl(available: bool) -> Finding:
 
     if available:
         version = torch.cuda.nccl.version() if torch.cuda.is_available() else ()  # type: ignore[no-untyped-call]
-        return Finding(name="nccl", status="ok", value=".".join(map(str, version)) or "available")
+        return _finding("nccl", ".".join(map(str, version)) or "available")
     needed = torch.cuda.device_count() > 1
-    return Finding(
-        name="nccl",
-        status="warn" if needed else "ok",
-        value="not in this build" + (": GPUs communicate through the host" if needed else ""),
-        hint="install a torch build for CUDA" if needed else "",
+    return _finding(
+        "nccl",
+        "not in this build" + (": GPUs communicate through the host" if needed else ""),
+        warn=needed,
+        hint="install a torch build for CUDA",
     )
 
 
@@ -193,107 +194,91 @@ def _loopback() -> Iterator[Finding]:
         yield Finding(name="loopback", status="fail", value=str(error), hint=hint)
         return
     assert received == b"x"
-    yield Finding(name="loopback", status="ok", value=f"port {port} on 127.0.0.1 answered")
+    yield _finding("loopback", f"port {port} on 127.0.0.1 answered")
 
 
 def _port() -> Iterator[Finding]:
     """Check that the default rendezvous port is free."""
     try:
         with socket.create_server(("127.0.0.1", _PORT)):
-            yield Finding(name="port", status="ok", value=f"{_PORT} is free")
+            yield _finding("port", f"{_PORT} is free")
     except OSError as error:
-        yield Finding(
-            name="port",
-            status="warn",
-            value=f"{_PORT}: {error.strerror or error}",
-            hint="torchrun --master-port 29501, or shardwise launch --port 0",
-        )
+        hint = "torchrun --master-port 29501, or shardwise launch --port 0"
+        yield _finding("port", f"{_PORT}: {error.strerror or error}", warn=True, hint=hint)
 
 
 def _hostname() -> Iterator[Finding]:
-    """Check that this machine's own name has an address, as gloo expects."""
+    """Check that the name of this machine resolves to an address, as gloo expects."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
     except OSError as error:
-        yield Finding(
-            name="host name",
-            status="warn",
-            value=f"{name}: {error}",
-            hint="export GLOO_SOCKET_IFNAME=lo, or eth0 for several machines",
-        )
+        hint = "export GLOO_SOCKET_IFNAME=lo, or eth0 for several nodes"
+        yield _finding("host name", f"{name}: {error}", warn=True, hint=hint)
         return
-    yield Finding(name="host name", status="ok", value=f"{name} is {address}")
+    yield _finding("host name", f"{name} is {address}")
 
 
 def _disk() -> Iterator[Finding]:
-    """Check the disk space for checkpoints, and for temporary files of compilers and loaders."""
-    seen: set[int] = set()
+    """Check the disk space for checkpoints and for temporary files."""
+    devices: set[int] = set()
     for place in (Path.cwd(), Path(tempfile.gettempdir())):
         try:
             usage, device = shutil.disk_usage(place), place.stat().st_dev
         except OSError as error:
-            yield Finding(name="disk", status="warn", value=f"{place}: {error.strerror}")
+            yield _finding("disk", f"{place}: {error.strerror}", warn=True)
             continue
-        if device in seen:
+        if device in devices:
             continue
-        seen.add(device)
-        low = usage.free < _MIN_DISK
-        yield Finding(
-            name="disk",
-            status="warn" if low else "ok",
-            value=f"{place}: {size(usage.free)} free of {size(usage.total)}",
-            hint="remove files, or train with --folder on another disk" if low else "",
+        devices.add(device)
+        yield _finding(
+            "disk",
+            f"{place}: {size(usage.free)} free of {size(usage.total)}",
+            warn=usage.free < _MIN_DISK,
+            hint="remove files, or train with --folder on another disk",
         )
 
 
 def _shared_memory() -> Iterator[Finding]:
-    """Check `/dev/shm`, through which data loaders and ranks of one machine pass tensors."""
+    """Check `/dev/shm`, which data loaders and ranks of one node use to exchange tensors."""
     place = Path("/dev/shm")
     if not place.is_dir():
-        yield Finding(name="/dev/shm", status="ok", value="not on this system")
+        yield _finding("/dev/shm", "not on this system")
         return
     usage = shutil.disk_usage(place)
-    low = usage.free < _MIN_SHM
-    yield Finding(
-        name="/dev/shm",
-        status="warn" if low else "ok",
-        value=f"{size(usage.free)} free of {size(usage.total)}",
-        hint="docker run --ipc host, or --shm-size 8g; else data.workers: 0" if low else "",
+    yield _finding(
+        "/dev/shm",
+        f"{size(usage.free)} free of {size(usage.total)}",
+        warn=usage.free < _MIN_SHM,
+        hint="docker run --ipc host, or --shm-size 8g; else data.workers: 0",
     )
 
 
 def _open_files() -> Iterator[Finding]:
-    """Check the limit that many ranks and data loaders reach first."""
+    """Check the limit of open files, which many ranks and data loaders reach first."""
     try:
         import resource
     except ImportError:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    low = 0 <= soft < _MIN_FILES
-    yield Finding(
-        name="open files",
-        status="warn" if low else "ok",
-        value=f"{soft} of at most {hard}",
-        hint=f"ulimit -n {min(65536, hard) if hard > 0 else 65536}" if low else "",
+    yield _finding(
+        "open files",
+        f"{soft} of at most {hard}",
+        warn=0 <= soft < _MIN_FILES,
+        hint=f"ulimit -n {min(65536, hard) if hard > 0 else 65536}",
     )
 
 
 def _memory() -> Iterator[Finding]:
-    yield Finding(name="cpus", status="ok", value=str(os.cpu_count() or 1))
+    yield _finding("cpus", str(os.cpu_count() or 1))
     try:
         page = os.sysconf("SC_PAGE_SIZE")
         free, total = (page * os.sysconf(f"SC_{kind}PHYS_PAGES") for kind in ("AV", ""))
     except (AttributeError, ValueError, OSError):
-        yield Finding(name="memory", status="warn", value="unknown on this system")
+        yield _finding("memory", "unknown on this system", warn=True)
         return
-    low = free < 2**30
-    yield Finding(
-        name="memory",
-        status="warn" if low else "ok",
-        value=f"{size(free)} free of {size(total)}",
-        hint="use fewer ranks" if low else "",
-    )
+    text = f"{size(free)} free of {size(total)}"
+    yield _finding("memory", text, warn=free < 2**30, hint="use fewer ranks")
 
 
 def _bf16() -> Iterator[Finding]:
@@ -301,7 +286,7 @@ def _bf16() -> Iterator[Finding]:
 
 
 def bf16_finding(program: str) -> Finding:
-    """Run `program` in a child process and return how it ended."""
+    """Run `program` in a child process and report how it ended."""
     name = "bf16 matmul"
     try:
         child = subprocess.run(
@@ -314,7 +299,7 @@ def bf16_finding(program: str) -> Finding:
     except subprocess.TimeoutExpired:
         return Finding(name=name, status="fail", value=f"no answer in {_CHILD_TIMEOUT_S} s")
     if child.returncode == 0:
-        return Finding(name=name, status="ok", value="works")
+        return _finding(name, "works")
     if child.returncode < 0:
         cause = signal.Signals(-child.returncode).name
         hint = "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"
@@ -327,9 +312,9 @@ def _cuda() -> Iterator[Finding]:
     import torch
 
     if not torch.cuda.is_available():
-        yield Finding(name="cuda", status="ok", value="no devices")
+        yield _finding("cuda", "no devices")
         return
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         text = f"{torch.cuda.get_device_name(index)}, {size(free)} free of {size(total)}"
-        yield Finding(name=f"cuda:{index}", status="ok", value=text)
+        yield _finding(f"cuda:{index}", text)

@@ -1,4 +1,4 @@
-"""Define all errors that users can meet.
+"""The errors that Shardwise raises for users.
 
 ShardwiseError
 ├── CaptureError      the model cannot be captured as a graph
@@ -7,22 +7,22 @@ ShardwiseError
 ├── RuleError         a sharding rule is malformed, or does not allow a requested split
 ├── PlanError         a plan file or a plan's decision is wrong
 │   └── PlanMismatch  the plan was made for another model or cluster
-├── WeightsError      initial weights are missing, not numbers, or of another model
-├── InfeasiblePlan    no plan satisfies the request (for example: no dim to split)
-├── ProgramError      a lowered program is inconsistent (our fault, or that of a hand edit)
+├── WeightsError      initial weights are missing, not numeric, or from another model
+├── InfeasiblePlan    no plan satisfies the request (for example, no dim can be split)
+├── ProgramError      a lowered program is inconsistent (a bug, or an edit by hand)
 ├── VerifyError       the check itself could not run (a difference is a Certificate, not an error)
 ├── BatchError        the program cannot take a batch, or batches differ between ranks
 ├── OptimizerError    an optimizer would be wrong on shards
 ├── ConfigError       training settings are wrong: a file, a key or a value
 ├── TrainingError     training cannot continue: loss not finite, or data ran out or changed
-├── CheckpointError   a checkpoint is corrupt, incomplete or of another model, or cannot be written
-├── TraceError        a recorded trace is corrupt, or of another plan
+├── CheckpointError   a checkpoint is corrupt, incomplete, from another model, or not writable
+├── TraceError        a recorded trace is corrupt, or from another plan
 ├── WatchError        a run's folder cannot be watched
 ├── RankError         ranks disagree, are missing, or died
 │   └── LinkError     a message between two named ranks did not arrive
 └── LaunchError       a node cannot be reached, or cannot start its ranks
 
-A message has numbers, the place (user's file:line or parameter name) and a hint to type.
+A message has the numbers, the place (the user's file:line or a parameter name) and what to try.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ __all__ = [
 
 
 class ShardwiseError(Exception):
-    """The base class of all errors: a message, where it arose, and what to try."""
+    """The base class of all errors: a message, the place, and what to try."""
 
     def __init__(self, message: str, *, where: str | None = None, hint: str | None = None) -> None:
         self.message = shown(message)
@@ -79,7 +79,7 @@ class LossError(ShardwiseError):
 
 
 class ClusterError(ShardwiseError, ValueError):
-    """A cluster or mesh is malformed; `part` leads to the field of a cluster file."""
+    """A cluster or mesh is malformed; `part` is the path of the field in a cluster file."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class PlanMismatch(PlanError):
 
 
 class WeightsError(ShardwiseError):
-    """Initial weights are missing, not numbers, or of another model."""
+    """Initial weights are missing, not numeric, or from another model."""
 
 
 class InfeasiblePlan(ShardwiseError):
@@ -141,11 +141,11 @@ class OptimizerError(ShardwiseError):
 
 
 class CheckpointError(ShardwiseError):
-    """A checkpoint is corrupt, incomplete or of another model, or cannot be written."""
+    """A checkpoint is corrupt, incomplete, from another model, or not writable."""
 
 
 class TraceError(ShardwiseError):
-    """A recorded trace is corrupt, or of another plan."""
+    """A recorded trace is corrupt, or from another plan."""
 
 
 class WatchError(ShardwiseError):
@@ -188,9 +188,9 @@ _MAX_MESSAGE = 10_000  # characters
 
 
 def shown(text: str) -> str:
-    r"""Escape control characters of a text and limit its length.
+    r"""Escape control characters in a text and limit its length.
 
-    Messages quote files and names, which must not move a terminal's cursor or fill a log.
+    Messages quote files and names, which must not control the terminal or flood a log.
 
     >>> shown("plan \x1b[2J")
     'plan \\x1b[2J'
@@ -221,7 +221,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def failed(
     kind: type[_Error], what: str, error: Exception, hint: str = "shardwise --debug …"
 ) -> _Error:
-    """Return the error to raise when the user's own code failed: `what` failed, at its line."""
+    """Return an error that names the line at which `what`, the user's code, failed."""
     if isinstance(error, SyntaxError):
         where = f"{error.filename}:{error.lineno}"
     else:

@@ -1,14 +1,14 @@
-"""Files are data: read with limits, and written whole or not at all.
+"""Read files with limits, and write them atomically.
 
-Every reader of the project goes through `read_text`, `parse_json` or `compose_yaml`. They bound the
-size, the nesting and the number of values before any work is done with them, so that a hostile or a
-damaged file ends in an error within seconds, never in a hang, an endless recursion or gigabytes of
-memory. YAML aliases count as often as they are used. A number that is not finite, a key that is
-given twice and text that is not UTF-8 are errors too.
+All files are read through `read_text`, `parse_json` or `compose_yaml`. They limit the size, the
+nesting and the number of values before processing them, so that a hostile or corrupt file causes an
+error within seconds and never a hang, an endless recursion or gigabytes of memory. YAML aliases
+count each time they are used. Numbers that are not finite, duplicate keys and text that is not
+UTF-8 are errors, too.
 
-Every writer goes through `write_text`, which renames a finished file into place: after a full disk
-or a kill the old file is still there. What the system refuses is raised as the caller's own kind of
-`ShardwiseError`, with the path, the reason and a cure.
+All files are written through `write_text`, which renames a finished file into place: after a full
+disk or a kill the old file is still there. Errors of the operating system are raised as the
+caller's kind of `ShardwiseError`, with the path, the reason and what to try.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ __all__ = [
 ]
 
 MAX_BYTES = 64 << 20  # of a file that a person or a plan search wrote
-MAX_DEPTH = 64  # of lists and mappings inside each other
-MAX_VALUES = 4_000_000  # in one file, with every alias of YAML written out
-MAX_INTEGER = 1 << 64  # larger ones overflow wherever they are used as sizes or seeds
+MAX_DEPTH = 64  # of nested lists and mappings
+MAX_VALUES = 4_000_000  # per file, with YAML aliases expanded
+MAX_INTEGER = 1 << 64  # larger sizes and seeds would overflow
 _WAIT_S = 5.0  # for the next bytes of a pipe
 _SURROGATE = re.compile(r"\\[uU](?:0000)?[dD][89a-fA-F]")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -65,9 +65,9 @@ def read_text(
     hint: str | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> str:
-    """Return the text of a file of at most `max_bytes` bytes of UTF-8.
+    """Return the text of a UTF-8 file of at most `max_bytes` bytes.
 
-    Pipes are read as well, such as `<(command)` in a shell; one that stays silent is an error.
+    Pipes such as `<(command)` in a shell work, too; a pipe that sends nothing is an error.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -83,9 +83,7 @@ def read_text(
         reason = getattr(problem, "strerror", None) or problem
         raise error(f"cannot read {path}: {reason}", hint=hint) from None
     if len(data) > max_bytes:
-        raise error(
-            f"{path} has more than the {max_bytes:,} bytes that a {what} may have", hint=hint
-        )
+        raise error(f"{path} has more than {max_bytes:,} bytes, the limit for a {what}", hint=hint)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
@@ -106,7 +104,7 @@ def _read_bytes(handle: int, max_bytes: int) -> bytes:
     pieces, size = [], 0
     while size <= max_bytes:
         if waits and not poll.poll(_WAIT_S * 1000):
-            raise TimeoutError(errno.ETIMEDOUT, f"nothing came for {_WAIT_S:g} s")
+            raise TimeoutError(errno.ETIMEDOUT, f"no data for {_WAIT_S:g} s")
         piece = os.read(handle, min(1 << 20, max_bytes + 1 - size))
         if not piece:
             break
@@ -124,7 +122,7 @@ def read_json(
     max_bytes: int = MAX_BYTES,
     free: bool = False,
 ) -> Any:
-    """Return the JSON value in a file; `free` is that of `parse_json`."""
+    """Return the JSON value of a file; `free` is as in `parse_json`."""
     text = read_text(path, error, what=what, hint=hint, max_bytes=max_bytes)
     return parse_json(text, error, where=str(path), hint=hint, free=free)
 
@@ -140,7 +138,7 @@ def parse_json(
 ) -> Any:
     """Return the value of a JSON text.
 
-    With `free`, numbers may be of any size and may be NaN or infinite: for what a user's own code
+    With `free`, numbers may have any size and may be NaN or infinite, for data that the user's code
     wrote and reads again.
     """
 
@@ -152,10 +150,10 @@ def parse_json(
             text = text.decode("utf-8-sig")
         except UnicodeDecodeError as problem:
             fail(f"not UTF-8 text: byte {problem.start} is 0x{text[problem.start]:02x}")
-    # Every value but the first follows one of these: an upper bound, found without parsing.
+    # Every value but the first follows one of these, which bounds their number without parsing.
     count = 1 + sum(text.count(opener) for opener in ",[{")
     if count > max_values:
-        fail(f"up to {count:,} values, more than the {max_values:,} that are read")
+        fail(f"up to {count:,} values, more than the limit of {max_values:,}")
     decoder = json.JSONDecoder(
         object_pairs_hook=_distinct,
         parse_int=int if free else _bounded_int,
@@ -167,20 +165,19 @@ def parse_json(
     except json.JSONDecodeError as problem:
         fail(f"not JSON: {problem.msg}", f"{where}:{problem.lineno}")
     except RecursionError:
-        fail(f"not JSON that is read: lists and objects nested more than {MAX_DEPTH} deep")
+        fail(f"unsupported JSON: lists and objects are nested more than {MAX_DEPTH} deep")
     except ValueError as problem:
-        fail(f"not JSON that is read: {problem}")
+        fail(f"unsupported JSON: {problem}")
     _require_shallow(value, fail, texts=_SURROGATE.search(text) is not None)
     return value
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice!r} is given twice")
-    return found
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"duplicate key {next(key for key in keys if keys.count(key) > 1)!r}")
+    return values
 
 
 def _bounded_int(text: str) -> int:
@@ -202,7 +199,7 @@ def _refused_constant(text: str) -> float:
 
 
 def _require_shallow(value: Any, fail: Any, *, texts: bool) -> None:
-    """Refuse deep nesting, and text with half of a surrogate pair, which no file can hold."""
+    """Refuse deep nesting, and text with unpaired surrogates, which cannot be encoded."""
     level = [value]
     for _ in range(MAX_DEPTH):
         if texts:
@@ -239,10 +236,10 @@ def compose_yaml(
     hint: str | None = None,
     max_values: int = MAX_VALUES,
 ) -> yaml.Node | None:
-    """Return the tree of nodes of a YAML text; `loader` is a class of PyYAML's.
+    """Return the node tree of a YAML text; `loader` is a loader class of PyYAML.
 
-    The text is first read as a list of events, which takes no recursion and no memory: nesting and
-    the number of values are known before any of them is built.
+    The text is first parsed as a stream of events, which needs neither recursion nor memory, to
+    check the nesting and the number of values before any of them is built.
     """
     import yaml
 
@@ -260,14 +257,14 @@ def compose_yaml(
 
 
 def _require_small(events: Any, max_values: int) -> None:
-    """Refuse nesting that is too deep, and aliases that stand for too many values."""
+    """Refuse deep nesting, and aliases that expand to too many values."""
     import yaml
 
     def fail(problem: str, event: Any) -> NoReturn:
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
 
-    sizes: dict[str, int] = {}  # of what an anchor names
-    open_parts: list[tuple[str | None, int]] = []  # anchors, and the values before each
+    sizes: dict[str, int] = {}  # number of values of each anchor
+    open_parts: list[tuple[str | None, int]] = []  # anchors, and the number of values before them
     count = 0
     for event in events:
         count += isinstance(event, yaml.NodeEvent)
@@ -289,7 +286,7 @@ def _require_small(events: Any, max_values: int) -> None:
             if anchor:
                 sizes[anchor] = count - before
         if count > max_values:
-            fail(f"more than {max_values:,} values, with every alias written out", event)
+            fail(f"more than {max_values:,} values with aliases expanded", event)
 
 
 # ------------------------------------------------------------ writing
@@ -302,7 +299,7 @@ def write_text(
     *,
     hint: str | None = None,
 ) -> None:
-    """Write a text as UTF-8, as `write_bytes` writes."""
+    """Write a text as UTF-8, see `write_bytes`."""
     write_bytes(path, text.encode("utf-8", "backslashreplace"), error, hint=hint)
 
 
@@ -313,9 +310,9 @@ def write_bytes(
     *,
     hint: str | None = None,
 ) -> None:
-    """Write a file at once: readers find the old one or the whole new one, also after a kill.
+    """Write a file atomically: readers see the old or the complete new file, even after a kill.
 
-    Missing folders are made. Links are followed; devices and pipes are written to as they are.
+    Missing folders are created and links are followed; devices and pipes are written directly.
     """
     with writing(path, error, hint=hint):
         target = Path(os.path.realpath(path))
@@ -342,16 +339,16 @@ def write_bytes(
 
 
 def _umask() -> int:
-    found = os.umask(0)
-    os.umask(found)
-    return found
+    mask = os.umask(0)  # it can only be read by setting it
+    os.umask(mask)
+    return mask
 
 
 @contextmanager
 def writing(
     path: str | Path, error: type[ShardwiseError] = ShardwiseError, *, hint: str | None = None
 ) -> Iterator[None]:
-    """Turn what the system refuses while `path` is written into an `error` about it."""
+    """Turn operating system errors while `path` is written into an `error` about it."""
     try:
         yield
     except OSError as problem:
@@ -361,16 +358,16 @@ def writing(
 def require_writable(
     path: str | Path, error: type[ShardwiseError] = ShardwiseError, *, hint: str | None = None
 ) -> None:
-    """Refuse a path that cannot be written as a file, before long work."""
+    """Refuse a path that cannot be written as a file, to fail before long work."""
     path = Path(path)
     with writing(path, error, hint=hint):
         above = next((folder for folder in path.absolute().parents if folder.exists()), path)
-        for wrong, code in (
+        for is_refused, code in (
             (path.is_dir(), errno.EISDIR),
             (not above.is_dir(), errno.ENOTDIR),
             (not os.access(path if path.exists() else above, os.W_OK), errno.EACCES),
         ):
-            if wrong:
+            if is_refused:
                 raise OSError(code, os.strerror(code))
 
 
@@ -381,9 +378,9 @@ def write_error(
     *,
     hint: str | None = None,
 ) -> ShardwiseError:
-    """Return the error for a file that could not be written: reason, free space and a cure."""
+    """Return an error with the reason why a file cannot be written, and what to try."""
     reason = problem.strerror or str(problem)
-    cure = hint or "a folder that you may write to"
+    cure = hint or "a writable folder"
     if problem.errno in _FULL:
         with suppress(OSError):
             above = next(p for p in Path(path).absolute().parents if p.exists())

@@ -1,6 +1,6 @@
 """Format times, sizes, counts and tables as text for people.
 
-The report page formats numbers in the same way (`reporting/page/format.js`).
+The report page formats numbers in the same way (`reports/page/format.js`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ __all__ = [
 ]
 
 GIB = 2**30
-NARROWEST = 40  # columns; terminals do not report less truthfully
+NARROWEST = 40  # columns; a smaller reported width is wrong
 PIPE = 100  # columns of output that does not go to a terminal
-READABLE = 24  # columns that the last cell of a row needs beside the others
+READABLE = 24  # columns that the last cell of a row needs next to the others
 
 
 def seconds(value: float) -> str:
@@ -66,15 +66,15 @@ def duration(value: float) -> str:
     >>> duration(42), duration(125), duration(7300), duration(200000)
     ('42 s', '2 min 5 s', '2 h 1 min', '2 d 7 h')
     """
-    whole = int(value)
+    total = int(value)
     for size, unit, smaller, name in (
         (86400, "d", 3600, "h"),
         (3600, "h", 60, "min"),
         (60, "min", 1, "s"),
     ):
-        if whole >= size:
-            return f"{whole // size} {unit} {whole % size // smaller} {name}"
-    return f"{whole} s"
+        if total >= size:
+            return f"{total // size} {unit} {total % size // smaller} {name}"
+    return f"{total} s"
 
 
 def size(num_bytes: float) -> str:
@@ -85,9 +85,9 @@ def size(num_bytes: float) -> str:
     """
     if not num_bytes:
         return "0"
-    for unit, each in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(num_bytes) >= each:
-            return f"{num_bytes / each:,.1f} {unit}"
+    for unit, unit_bytes in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(num_bytes) >= unit_bytes:
+            return f"{num_bytes / unit_bytes:,.1f} {unit}"
     return f"{num_bytes:.0f} B"
 
 
@@ -97,9 +97,9 @@ def short_size(num_bytes: float) -> str:
     >>> short_size(16 << 20), short_size(1536), short_size(100)
     ('16 MiB', '1.5 KiB', '100 B')
     """
-    for unit, each in (("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= each:
-            return f"{num_bytes / each:.3g} {unit}"
+    for unit, unit_bytes in (("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= unit_bytes:
+            return f"{num_bytes / unit_bytes:.3g} {unit}"
     return f"{num_bytes:.0f} B"
 
 
@@ -116,30 +116,30 @@ def amount(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def digits(value: float, most: int) -> str:
-    """Return a number with that many significant digits, never as a power of ten.
+def digits(value: float, count: int) -> str:
+    """Return a number with `count` significant digits, without an exponent.
 
     >>> digits(2.134, 2), digits(99.7, 2), digits(1315.2, 2), digits(0.0000123, 3)
     ('2.1', '100', '1,315', '0.0000123')
     """
-    if abs(value) >= 10**most - 0.5:
+    if abs(value) >= 10**count - 0.5:
         return f"{value:,.0f}"
-    return f"{Decimal(f'{value:.{most}g}'):f}"
+    return f"{Decimal(f'{value:.{count}g}'):f}"
 
 
 def terminal_width() -> int:
-    """Return the terminal's columns, or a usual number where there is no terminal."""
+    """Return the number of columns of the terminal, or `PIPE` without a terminal."""
     width = shutil.get_terminal_size((0, 0)).columns
     return PIPE if width < NARROWEST else width
 
 
-def counted(number: int, what: str) -> str:
+def counted(number: int, noun: str) -> str:
     """Return a number with its noun.
 
     >>> counted(1, "rank"), counted(1024, "rank")
     ('1 rank', '1,024 ranks')
     """
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def money(value: float | None) -> str:
@@ -164,7 +164,7 @@ def bar(share: float, width: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of figures; those with the largest `order` are dropped first if space is short."""
+    """A column of figures; columns with the largest `order` are dropped first in narrow tables."""
 
     title: str
     order: int = 0
@@ -173,7 +173,7 @@ class Column:
 def table(
     columns: Sequence[Column], last: str, rows: Sequence[Sequence[str]], width: int
 ) -> list[str]:
-    """Return lines of right-aligned figures and one cell of text, which wraps or goes below."""
+    """Return lines of right-aligned figures and a cell of text, which wraps or moves below."""
     shown = list(range(len(columns)))
     widths = [
         max(len(c.title), *(len(row[i]) for row in rows), 0) if rows else len(c.title)

@@ -10,10 +10,10 @@ __all__ = ["listening_socket"]
 
 
 def listening_socket(host: str, port: int = 0, *, num_hosts: int = 1) -> socket.socket:
-    """Return a socket that listens on `host` alone; port 0 selects a free port.
+    """Return a socket that listens only on `host`; port 0 selects a free port.
 
     It listens on all interfaces if `host` is not an address of this machine (a Kubernetes service),
-    or a host name that resolves to the loopback interface although other hosts connect.
+    or if it is a name that resolves to the loopback interface although other hosts connect.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     loopback = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback

@@ -1,10 +1,10 @@
 """Keep freed CPU memory in the process for its next step.
 
-A training step allocates and frees the same tensors again and again. By default, glibc returns
-large blocks to the system at once; new ones have to be mapped and cleared by the kernel, which
-takes a quarter of a step whose gradients have tens of MiB. `keep_heap` makes glibc keep them, so
-that the process stays at its peak size. Settings of the user (`MALLOC_MMAP_THRESHOLD_`,
-`GLIBC_TUNABLES`, …) take precedence.
+Every training step allocates and frees the same tensors. By default, glibc returns large blocks to
+the system immediately, and the kernel has to map and clear new ones, which takes a quarter of a
+step whose gradients have tens of MiB. `keep_heap` makes glibc keep them, so that the process stays
+at its peak size. Settings of the user (`MALLOC_MMAP_THRESHOLD_`, `GLIBC_TUNABLES`, …) take
+precedence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["keep_heap"]
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-UNLIMITED = 2**31 - 1  # the largest value that mallopt takes
+UNLIMITED = 2**31 - 1  # the largest value that mallopt accepts
 BLOCK_BYTES = (1 << 30, 32 << 20)  # largest block to keep; old versions of glibc allow only 32 MiB
 
 

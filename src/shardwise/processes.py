@@ -1,8 +1,8 @@
 """Start local ranks, wait for them with a time limit, and collect their results or first error.
 
-`fork_ranks` runs a function in forks of this process and `fork_server` keeps a fork in reserve that
-does so later. `run_workers` runs a module of the library in fresh processes that exchange JSON,
-`run_commands` any command for each rank, and `run_until_exit` ranks that run as long as they like.
+`fork_ranks` runs a function in forks of this process, and `fork_server` keeps a fork in reserve for
+later calls. `run_workers` runs a module of the library in new processes that exchange JSON,
+`run_commands` runs a command for each rank, and `run_until_exit` runs ranks without a time limit.
 No process outlives its call: all are killed at its end, and by the kernel if this process dies.
 """
 
@@ -45,10 +45,10 @@ __all__ = [
 ]
 
 TIMEOUT_S = 120.0
-GRACE_S = 20.0  # after a rank failed, for the others to report what they saw of it
-_END_S = 30.0  # for a process that was killed
+GRACE_S = 20.0  # for the other ranks to report the failure of a rank
+_END_S = 30.0  # for a killed process to end
 _POLL_S = 0.02
-_TAIL = 6  # lines of a failed process's output in an error
+_TAIL = 6  # lines of output of a failed process in an error
 _PR_SET_PDEATHSIG = 1
 _ABANDONED = "abandoned by another rank"
 
@@ -65,7 +65,7 @@ def fork_ranks(
     """Return the results of `work(rank, meet)` in forks of this process; `meet()` is a barrier.
 
     Forks share the graph, the program and the user's functions, which cannot be pickled; results
-    come back as JSON. The error names the first rank that failed by itself, not one that waited.
+    are returned as JSON. The error names the first rank that failed, not one that waited for it.
     """
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(ranks)
@@ -88,27 +88,27 @@ def fork_ranks(
 
 @contextlib.contextmanager
 def fork_server(serve: Callable[[Any], Any], timeout_s: float = 2 * TIMEOUT_S) -> Iterator[Ask]:
-    """Fork this process as it is now; the fork answers JSON questions by `serve`.
+    """Fork this process now; the fork answers JSON requests with `serve`.
 
     CUDA builds of torch start autograd threads on first use (even for meta tensors) and then refuse
-    to run in forked children, so a process that will compute costs forks a server before. Its ranks
-    use CPUs and see no GPUs, for which autograd would start threads.
+    to run in forked children, so a process forks a server before it computes costs. GPUs are hidden
+    from its ranks, because autograd would start threads for them.
     """
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(serve, ours, theirs))
+    client, server = context.Pipe()
+    process = context.Process(target=_serve, args=(serve, client, server))
     process.start()
-    theirs.close()
+    server.close()
 
-    def ask(question: Any) -> Any:
+    def ask(request: Any) -> Any:
         try:
-            ours.send_bytes(json.dumps(question).encode())
+            client.send_bytes(json.dumps(request).encode())
         except OSError:
-            raise RankError("the process in which plans run has ended") from None
-        if not ours.poll(timeout_s):
-            ours.close()  # a late answer would be mistaken for the next one
-            raise RankError(f"there was no answer within {timeout_s:g} s")
-        answer = _receive(ours, 0)
+            raise RankError("the process that runs plans has ended") from None
+        if not client.poll(timeout_s):
+            client.close()  # a late answer would be taken for the next one
+            raise RankError(f"no answer within {timeout_s:g} s")
+        answer = _receive(client, 0)
         if "failed" in answer:
             raise RankError(answer["failed"], hint=_fork_hint(answer["failed"]))
         return answer["result"]
@@ -116,33 +116,33 @@ def fork_server(serve: Callable[[Any], Any], timeout_s: float = 2 * TIMEOUT_S) -
     try:
         yield ask
     finally:
-        ours.close()  # which ends the server
+        client.close()  # ends the server
         assert process.pid is not None
         wait_for([process.sentinel], 1.0)  # until it is joined, its id is not reused
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # with ranks that it may have left
+            os.killpg(process.pid, signal.SIGKILL)  # including ranks that it started
         process.kill()
         process.join(timeout_s)
 
 
-def _serve(serve: Callable[[Any], Any], other: Connection, end: Connection) -> None:
+def _serve(serve: Callable[[Any], Any], client: Connection, end: Connection) -> None:
     os.setpgrp()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    other.close()
+    client.close()
     while True:
         try:
-            question = json.loads(end.recv_bytes())
+            request = json.loads(end.recv_bytes())
         except (EOFError, OSError):
             return
         try:
-            answer = {"result": serve(question)}
+            answer = {"result": serve(request)}
         except ShardwiseError as error:
             answer = {"failed": error.message}
-        except Exception as error:  # a model's own operators may fail in any way
+        except Exception as error:  # operators of a model may raise anything
             answer = {"failed": _first_line(error)}
         try:
             end.send_bytes(json.dumps(answer).encode())
-        except OSError:  # nobody waits for it
+        except OSError:  # the client has gone
             return
 
 
@@ -150,12 +150,12 @@ def _run_fork(work: Any, rank: int, barrier: Any, end: Connection, timeout_s: fl
     import torch
 
     torch.set_num_threads(1)  # a fork has none of its parent's threads
-    keep_heap()  # as ranks do
+    keep_heap()  # like the ranks of a run
     try:
         answer: dict[str, Any] = {"result": work(rank, lambda: barrier.wait(timeout_s))}
     except threading.BrokenBarrierError:
         answer = {"failed": _ABANDONED}
-    except Exception as error:  # a model's own operators may fail in any way
+    except Exception as error:  # operators of a model may raise anything
         answer = {"failed": _first_line(error)}
         barrier.abort()
     end.send_bytes(json.dumps(answer).encode())
@@ -182,7 +182,7 @@ def _fork_results(ends: list[Connection], timeout_s: float) -> list[Any]:
                 raise RankError(f"rank {rank} cannot run here: {failed}", hint=_fork_hint(failed))
     if len(results) < len(ends):
         names = ", ".join(map(str, missing or abandoned))
-        raise RankError(f"rank {names} did not end within {timeout_s:g} s")
+        raise RankError(f"rank {names} did not finish within {timeout_s:g} s")
     return [results[rank] for rank in range(len(ends))]
 
 
@@ -190,42 +190,42 @@ def _receive(end: Connection, rank: int) -> dict[str, Any]:
     try:
         answer: dict[str, Any] = json.loads(end.recv_bytes())
     except (EOFError, OSError):
-        raise RankError(f"rank {rank} died while it ran here") from None
+        raise RankError(f"rank {rank} died on this machine") from None
     return answer
 
 
 def _first_line(error: Exception) -> str:
-    """Return an error without the advice to CUDA developers that may follow its first line."""
+    """Return an error without the advice for CUDA developers after its first line."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _fork_hint(failed: str) -> str:
-    """Return the cure if autograd or a GPU's driver was used before the fork was made."""
+    """Return a hint if autograd or the CUDA driver was used before the fork."""
     if "autograd's threading" in failed:
         return "shardwise tune, or a fresh process"
     if "CUDA" in failed:
-        return "CUDA_VISIBLE_DEVICES= in the environment: no GPU is planned for"
+        return "set CUDA_VISIBLE_DEVICES= in the environment; the plan uses no GPUs"
     return ""
 
 
-# ------------------------------------------------------------ fresh processes
+# ------------------------------------------------------------ new processes
 
 
 def run_workers(
     module: str,
     jobs: Sequence[Mapping[str, Any]],
     timeout_s: float,
-    progress: Callable[[str], None] = lambda what: None,
+    progress: Callable[[str], None] = lambda step: None,
     *,
     environment: Mapping[str, str] | None = None,
     hint: str = "shardwise doctor",
 ) -> list[Any]:
-    """Run `python -m MODULE` for each job and return the results, in order.
+    """Run `python -m MODULE` for each job and return the results in order.
 
-    A worker reads its job as JSON from standard input, with the path of a file `store` that all
-    may share, and writes lines `{"doing": …}` for `progress` and one `{"result": …}`.
+    A worker reads its job as JSON from standard input, with the path `store` of a file that all
+    workers share. It writes lines `{"doing": …}` for `progress` and one line `{"result": …}`.
     """
-    lines: queue.Queue[tuple[int, str | None]] = queue.Queue()  # None: the output was closed
+    lines: queue.Queue[tuple[int, str | None]] = queue.Queue()  # None: end of the output
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-ranks-")))
         workers = []
@@ -244,7 +244,7 @@ def run_workers(
                 )
             )
             workers.append(worker)
-            with contextlib.suppress(BrokenPipeError):  # a worker that died at once: see below
+            with contextlib.suppress(BrokenPipeError):  # the worker died: reported below
                 worker.stdin.write(json.dumps({**job, "store": f"{folder}/store"}) + "\n")
                 worker.stdin.close()
             threading.Thread(target=_read_lines, args=(rank, worker, lines), daemon=True).start()
@@ -273,7 +273,7 @@ def _worker_results(
         except queue.Empty:
             missing = [rank for rank in range(len(workers)) if rank not in results]
             raise RankError(
-                f"ranks {missing} of {len(workers)} gave no result within {timeout_s:g} s",
+                f"ranks {missing} of {len(workers)} returned no result within {timeout_s:g} s",
                 hint=hint,
             ) from None
         if line is None and rank not in results:
@@ -302,10 +302,10 @@ def run_commands(
     timeout_s: float,
     environment: Mapping[str, str],
 ) -> None:
-    """Run a command for each rank of `what` and wait for all."""
+    """Run a command for each rank of `what` and wait for all of them."""
     deadline = time.monotonic() + timeout_s
     with contextlib.ExitStack() as stack:
-        # A new session: Ctrl-C reaches this process alone, which then ends the others.
+        # In new sessions, Ctrl-C reaches only this process, which then ends the others.
         processes = [
             stack.enter_context(
                 _started(command, environment, stdout=sys.stderr, start_new_session=True)
@@ -316,7 +316,7 @@ def run_commands(
             _require_success(processes, what)
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"ranks {running} of {what} were not done after {timeout_s:.0f} s",
+                    f"ranks {running} of {what} did not finish within {timeout_s:.0f} s",
                     hint="a longer --timeout-s, or fewer bytes",
                 )
             time.sleep(_POLL_S)
@@ -328,15 +328,15 @@ def _require_success(processes: Sequence[Any], what: str) -> None:
         if process.returncode:
             raise LaunchError(
                 f"rank {rank} of {what} ended with {process.returncode}",
-                hint="its output above",
+                hint="see its output above",
             )
 
 
 def run_until_exit(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
     """Run a command in each environment; return the exit code of the first that fails, or 0.
 
-    SIGTERM and SIGINT are passed on, so that ranks can save their state. After a failure the other
-    processes have some seconds to report what they saw of it.
+    SIGTERM and SIGINT are forwarded, so that ranks can save their state. After a failure the other
+    processes have some seconds to report it.
     """
     failed, deadline = 0, math.inf
     processes: list[Any] = []
@@ -358,7 +358,7 @@ def run_until_exit(command: Sequence[str], environments: Sequence[Mapping[str, s
 def _started(
     command: Sequence[str], environment: Mapping[str, str], **options: Any
 ) -> Iterator[Any]:
-    """Start a process with more environment variables; kill it at the end."""
+    """Start a process with additional environment variables, and kill it at the end."""
     process = subprocess.Popen(
         command, env={**os.environ, **environment}, preexec_fn=_die_with_parent(), **options
     )
@@ -375,14 +375,14 @@ def _started(
 
 
 def _die_with_parent() -> Callable[[], None] | None:
-    """Return what a child calls so that the kernel kills it when this process ends."""
+    """Return a function for a child, after which the kernel kills it when this process ends."""
     if not sys.platform.startswith("linux"):
         return None
     libc = ctypes.CDLL(None)
     return lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-# ------------------------------------------------------------ signals and leftovers
+# ------------------------------------------------------------ signals and abandoned files
 
 
 @contextlib.contextmanager
@@ -407,7 +407,7 @@ def _forwarded_signals(processes: Sequence[Any]) -> contextlib.AbstractContextMa
 
 
 def terminated_as_interrupt() -> contextlib.AbstractContextManager[None]:
-    """Handle SIGTERM and SIGHUP like Ctrl-C, so that what was made is removed."""
+    """Handle SIGTERM and SIGHUP like Ctrl-C, so that cleanup code runs."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -418,11 +418,11 @@ def terminated_as_interrupt() -> contextlib.AbstractContextManager[None]:
 
 
 def owned(prefix: str) -> str:
-    """Return the beginning of a name that says which process made what it names."""
+    """Return a prefix for names that identifies this process as the owner."""
     return f"{prefix}{os.getpid()}-"
 
 
 def is_abandoned(name: str, prefix: str) -> bool:
-    """Return whether a name begins as `owned` says, with the id of a process that is gone."""
+    """Return whether a name has a prefix of `owned` whose process no longer exists."""
     owner = name.removeprefix(prefix).partition("-")[0]
     return name.startswith(prefix) and owner.isdigit() and not os.path.exists(f"/proc/{owner}")

@@ -2,9 +2,9 @@
 
 The types of a dataclass describe a format: nested dataclasses, `Mapping[str, X]`, `tuple[X, ...]`,
 `Literal`, `X | None`, and `Annotated` with the constraints of this module. `Reader` checks every
-value against its type and reports a mistake with the file, the line, the field and what the field
-may be; `Writer` is its inverse. `check_fields` applies the same constraints to objects that were
-made in Python. Files are opened and parsed by `shardwise.files`, which bounds size and nesting.
+value against its type and reports a mistake with the file, the line, the field and its valid
+values; `Writer` is its inverse. `check_fields` applies the same constraints to objects that were
+created in Python. `shardwise.files` opens and parses files, and limits their size and nesting.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 Hook: TypeAlias = Callable[[Any, Any, KeyPath], Any]  # reader, value, path -> value
 _Read: TypeAlias = Callable[[Any, KeyPath], Any]
 
-SMALLEST, LARGEST = 1e-20, 1e20  # magnitudes of decimals: no physical figure lies outside
+SMALLEST, LARGEST = 1e-20, 1e20  # limits of decimals, beyond all physical figures
 _PLAIN = (str, bool, int, float, Mapping, list, tuple, type(None))
 _NAMES = {str: "text", bool: "true or false"}
 _IDENTIFIER = re.compile(r"[\w-]+")
@@ -61,7 +61,7 @@ _IDENTIFIER = re.compile(r"[\w-]+")
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A number of at least `low` (above it if `above`) and at most `high`; finite by default."""
+    """A number between `low` (excluded if `above`) and `high`, finite by default."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -83,7 +83,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """One of some texts; `what` they are is named in errors, or else the field."""
+    """One of several texts; `what` names them in errors instead of the field."""
 
     values: tuple[str, ...]
     what: str = ""
@@ -91,7 +91,7 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A text that a regular expression matches in full; `what` says what it should be."""
+    """A text that matches a regular expression in full; `what` describes it in errors."""
 
     pattern: str
     what: str
@@ -99,11 +99,11 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The name and the unit that a field has in files, where they differ from Python's.
+    """How files store a field, where that differs from Python: its name and unit.
 
-    A field that equals its default is left out of files unless it is to be written `always`.
-    A `finite` one may be infinite in Python but not in files; a `hidden` one is not in files. Of a
-    tuple that may be `single`, a lone item is written without its list.
+    A field that equals its default is omitted from files unless `always` is set. A `finite` field
+    may be infinite in Python but not in files; a `hidden` field is not in files. A tuple of one
+    item is written without its list if `single`.
     """
 
     name: str = ""
@@ -116,7 +116,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A value that files hold as another type, text by default; `read` raises if it is invalid."""
+    """A value that files store as another type, by default text; `read` raises if it is invalid."""
 
     read: Callable[[Any], Any]
     write: Callable[[Any], Any] = lambda value: value
@@ -140,7 +140,7 @@ def check_fields(value: Any, error: type[ShardwiseError], where: str | None = No
         items = [field] if part is None else [pair[part] for pair in _pairs_of(field)]
         for item in items:
             if item is None:
-                continue  # of an optional field
+                continue  # an optional field
             if isinstance(marker, OneOf) and item not in marker.values:
                 message, hint = _unknown(item, marker, name)
                 raise error(message, where=where, hint=hint)
@@ -161,8 +161,8 @@ def parse_yaml(
 ) -> tuple[Any, dict[KeyPath, int]]:
     """Return the value of a YAML text and the line of every key.
 
-    Scalars become Python values, or remain text if not `typed`, so that no digit of a number is
-    lost. Tags that would build objects are refused.
+    Scalars become Python values, or remain text if not `typed`, which preserves all digits of
+    numbers. Tags that would build objects are refused.
     """
     loader = _typed_loader() if typed else _loader()
     root = compose_yaml(text, error, where=where, loader=loader, max_values=max_values)
@@ -174,7 +174,7 @@ def parse_yaml(
         return plain, lines
     try:
         return loader("").construct_document(root), lines
-    except Exception as problem:  # PyYAML raises anything for tags such as !!int "x"
+    except Exception as problem:  # PyYAML raises arbitrary errors for tags such as !!int "x"
         mark = getattr(problem, "problem_mark", None)
         place = where if mark is None else f"{where}:{mark.line + 1}"
         reason = getattr(problem, "problem", None) or f"{type(problem).__name__}: {problem}"
@@ -189,7 +189,7 @@ def _loader() -> Any:
 
 @functools.cache
 def _typed_loader() -> Any:
-    """Return a loader for which 1e-3 is a number, as in YAML 1.2; YAML 1.1 takes it for text."""
+    """Return a loader that reads 1e-3 as a number, as in YAML 1.2; in YAML 1.1 it is text."""
     loader: Any = type("Loader", (_loader(),), {})
     number = re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
     loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
@@ -203,7 +203,7 @@ def _walk(
     error: type[ShardwiseError],
     where: str,
 ) -> Any:
-    """Return the values below a node with scalars as text; note the line of every path."""
+    """Return the values below a node with scalars as text, and record the line of every path."""
     import yaml
 
     lines.setdefault(path, node.start_mark.line + 1)
@@ -216,7 +216,7 @@ def _walk(
         name, inner = str(key.value), (*path, str(key.value))
         if name in values:
             place = f"{where}:{key.start_mark.line + 1} ({_shown_path(inner)})"
-            raise error(f"field {name!r} is given twice", where=place)
+            raise error(f"duplicate field {name!r}", where=place)
         lines[inner] = key.start_mark.line + 1
         values[name] = _walk(value, inner, lines, error, where)
     return values
@@ -226,13 +226,13 @@ def _walk(
 
 
 class Reader:
-    """Reads values as the types of a format; every mistake is an `error` with its place.
+    """Read values as the types of a format; report every mistake as an `error` with its place.
 
     `name` is the file and `lines` the lines of its keys. With `decimals`, scalars are the texts of
-    `parse_yaml(typed=False)`, null stands for an absent field, and units are applied exactly.
-    `hooks` are the functions that read types whose form in files is special. In a `call`, values
-    are a caller's, whose objects may stand where files have names. `hint` is that of errors that
-    have none of their own.
+    `parse_yaml(typed=False)`, null means an absent field, and units are applied exactly. `hooks`
+    are functions that read types with a special form in files. In a `call`, the values are
+    arguments, which may be objects where files have names. `hint` is the hint of errors without
+    one.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class Reader:
         raise self.error(message, where=self.at(path), hint=hint or self._hint)
 
     def read(self, kind: Any, value: Any, path: KeyPath = ()) -> Any:
-        """Return the value as a type."""
+        """Read a value as a type."""
         if kind not in self._readers:
             self._readers[kind] = self._reader(kind)
         return self._readers[kind](value, path)
@@ -271,9 +271,9 @@ class Reader:
     def fields(
         self, kind: Any, value: Any, path: KeyPath = (), *, required: bool | None = None
     ) -> dict[str, Any]:
-        """Return the values of a dataclass's fields, by their names in Python.
+        """Return the values of the fields of a dataclass by their names in Python.
 
-        All fields must be given if `required`, none if it is False; else those without a default.
+        By default, fields without a default are required; `required` applies to all fields.
         """
         known = _fields_of(kind)
         if not isinstance(value, Mapping):
@@ -297,17 +297,17 @@ class Reader:
         return result
 
     def construct(self, make: Callable[..., T], path: KeyPath, /, *args: Any, **values: Any) -> T:
-        """Call `make`; an error that it raises gets the class of this reader and the place."""
+        """Call `make`, and raise its errors as this reader's class of error with the place."""
         try:
             return make(*args, **values)
         except ShardwiseError as problem:
-            # Checks of the whole name the part that they are about.
+            # A check of the full object names the part that it is about.
             part = getattr(problem, "part", ())
             place = self.at((*path, *part), None if path else problem.where)
             hint = problem.hint or self._hint
             raise self.error(problem.message, where=place, hint=hint) from None
 
-    # ------------------------------------------------------------ a reader for each type
+    # ------------------------------------------------------------ readers of types
 
     def _reader(self, kind: Any) -> _Read:
         if kind in self._hooks:
@@ -352,7 +352,7 @@ class Reader:
             return functools.partial(self._one_of, texts)
         if isinstance(texts, Match):
             return functools.partial(self._match, texts)
-        optional = [each for each in typing.get_args(kind) if each is not type(None)]
+        optional = [arg for arg in typing.get_args(kind) if arg is not type(None)]
         if typing.get_origin(kind) in (Union, types.UnionType) and len(optional) == 1:
             read = self._annotated(optional[0], markers)
             return lambda value, path: None if value is None else read(value, path)
@@ -368,7 +368,7 @@ class Reader:
             self.fail(f"{_name(path)} is {_shown(value)}: {problem}", path)
 
     def _union(self, args: tuple[Any, ...]) -> _Read:
-        """Read `X | None`, or a text or number that may be a list instead."""
+        """Read `X | None`, or a text or number that may also be a list."""
         kinds = [kind for kind in args if kind is not type(None)]
         lists = [kind for kind in kinds if typing.get_origin(kind) is tuple]
         others = [kind for kind in kinds if kind not in lists]
@@ -382,7 +382,7 @@ class Reader:
         return read
 
     def _object_or(self, kind: Any, value: Any, path: KeyPath) -> Any:
-        """Read a plain value as `kind`; any other object stands for itself."""
+        """Read a plain value as `kind`; return any other object unchanged."""
         plain = isinstance(value, _PLAIN) and value is not None
         if self.call and isinstance(value, list | tuple):
             plain = False  # a list of samples, for example
@@ -432,7 +432,7 @@ class Reader:
         return self.construct(kind, path, **self.fields(kind, value, path))
 
     def _one_of(self, known: OneOf, value: Any, path: KeyPath) -> Any:
-        if value is False and "off" in known.values:  # YAML 1.1 takes off for false
+        if value is False and "off" in known.values:  # YAML 1.1 reads off as false
             value = "off"
         if not isinstance(value, str | int) or value not in known.values:
             message, hint = _unknown(value, known, _name(path))
@@ -467,9 +467,9 @@ class Reader:
     def _decimal(
         self, kind: type, limits: Range, unit: str, value: Any, path: KeyPath
     ) -> int | float:
-        """Return the number that a text stands for, times its unit."""
-        name, whole = _name(path), kind is int and unit == "1"
-        hint = f"{name}: {8 if whole else 1.5}"
+        """Return the number of a text, times its unit."""
+        name, is_integer = _name(path), kind is int and unit == "1"
+        hint = f"{name}: {8 if is_integer else 1.5}"
         text = value if isinstance(value, str) else ""
         if limits.infinite and text in ("inf", ".inf"):
             return math.inf
@@ -484,9 +484,11 @@ class Reader:
             hint = "inf, for no limit" if limits.infinite else hint
             self.fail(f"{name} is {value!r}, not between {SMALLEST:g} and {LARGEST:g}", path, hint)
         scaled = float(number * Decimal(unit))
-        good = text and number.is_finite() and not (whole and number != int(number))
+        good = text and number.is_finite() and not (is_integer and number != int(number))
         if not good or scaled not in limits:
-            problem = _wrong_number(name, _shown(value), int if whole else float, limits, scaled)
+            problem = _wrong_number(
+                name, _shown(value), int if is_integer else float, limits, scaled
+            )
             self.fail(problem, path, hint)
         return round(scaled) if kind is int else scaled
 
@@ -495,7 +497,7 @@ class Reader:
         near, hint = did_you_mean(name, known), ", ".join(known)
         if not near and "args" in known:
             owner, short = _shown_path(path), getattr(kind, "SHORT_FORM", "name")
-            hint = f"{owner}.args.{name}, if it is an argument of what {owner}.{short} names"
+            hint = f"{owner}.args.{name}, if it is an argument of {owner}.{short}"
         self.fail(f"unknown field {name!r}{near}", (*path, name), hint)
 
 
@@ -503,10 +505,10 @@ class Reader:
 
 
 class Writer:
-    """Writes dataclasses as plain mappings, lists, texts and numbers: the inverse of `Reader`.
+    """Write dataclasses as plain mappings, lists, texts and numbers: the inverse of `Reader`.
 
-    `number` writes a number in its unit; `hooks`, or else a method `to_json`, write types whose
-    form in files is special.
+    `number` writes a number in its unit; `hooks`, or else a method `to_json`, write types with a
+    special form in files.
     """
 
     def __init__(
@@ -536,12 +538,14 @@ class Writer:
             return {name: self.write(item, inner) for name, item in pairs}
         if isinstance(value, tuple | list):
             kinds = args if args and args[-1] is not Ellipsis else (args or (Any,))[:1] * len(value)
-            items = [self.write(item, each) for item, each in zip(value, kinds, strict=True)]
+            items = [
+                self.write(item, item_kind) for item, item_kind in zip(value, kinds, strict=True)
+            ]
             return items[0] if stored.single and len(items) == 1 else items
         return value
 
     def fields(self, value: Any) -> dict[str, Any]:
-        """Return the fields of a dataclass by their names in files, without unneeded defaults."""
+        """Return the fields of a dataclass by their names in files, without defaults."""
         result = {}
         for name, field in _fields_of(typing.cast(Any, type(value))).items():
             item = getattr(value, field.python)
@@ -550,12 +554,12 @@ class Writer:
         return result
 
 
-# ------------------------------------------------------------ what types say
+# ------------------------------------------------------------ inspecting types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Field:
-    """A field of a dataclass as files have it."""
+    """A field of a dataclass in files."""
 
     python: str
     kind: Any
@@ -599,7 +603,7 @@ def _markers(kind: Any) -> tuple[Any, ...]:
     if typing.get_origin(kind) is Annotated:
         return typing.get_args(kind)[1:]
     if typing.get_origin(kind) in (Union, types.UnionType):
-        return tuple(marker for each in typing.get_args(kind) for marker in _markers(each))
+        return tuple(marker for arg in typing.get_args(kind) for marker in _markers(arg))
     return ()
 
 
@@ -611,20 +615,20 @@ def _is_optional(kind: Any) -> bool:
 
 @functools.cache
 def _constraints(kind: Any) -> tuple[tuple[str, type, Range | OneOf, int | None], ...]:
-    """Return what `check_fields` checks: field, type, constraint, and which part of its pairs."""
+    """Return the field, type, constraint and index in pairs of each check of `check_fields`."""
     result: list[tuple[str, type, Range | OneOf, int | None]] = []
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         plain = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
         args = typing.get_args(plain)
         parts: list[tuple[Any, int | None]] = [(hint, None)]
         if AS_MAPPING in _markers(hint):
-            parts = [(each, i) for i, each in enumerate(typing.get_args(args[0]))]
+            parts = [(inner, i) for i, inner in enumerate(typing.get_args(args[0]))]
         elif len(args) == 2 and typing.get_origin(plain) is typing.get_origin(Mapping[str, int]):
-            parts = [(each, i) for i, each in enumerate(args)]
-        for each, part in parts:
-            number = int if int in _flattened(each) else float
-            found = [m for m in _markers(each) if isinstance(m, Range | OneOf)]
-            result += [(name, number, marker, part) for marker in found]
+            parts = [(inner, i) for i, inner in enumerate(args)]
+        for inner, part in parts:
+            number = int if int in _flattened(inner) else float
+            constraints = [m for m in _markers(inner) if isinstance(m, Range | OneOf)]
+            result += [(name, number, marker, part) for marker in constraints]
     return tuple(result)
 
 
@@ -644,7 +648,7 @@ def _flattened(kind: Any) -> tuple[Any, ...]:
     return tuple(inner for arg in args for inner in (_flattened(arg) or (arg,)))
 
 
-# ------------------------------------------------------------ words of messages
+# ------------------------------------------------------------ messages
 
 
 def _unknown(value: Any, known: OneOf, name: str) -> tuple[str, str]:
@@ -660,7 +664,7 @@ def _wrong_number(name: str, shown: str, kind: type, limits: Range, value: Any) 
 
 
 def _name(path: KeyPath) -> str:
-    """Return the last part of a path, with the list that an index is of."""
+    """Return the last key of a path, with its indices."""
     if not path:
         return "the file"
     start = max((i for i, key in enumerate(path) if isinstance(key, str)), default=0)

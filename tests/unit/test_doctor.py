@@ -1,3 +1,5 @@
+"""`shardwise doctor`: the checks of this machine and their hints."""
+
 from __future__ import annotations
 
 import contextlib
@@ -13,7 +15,7 @@ import pytest
 from shardwise import cli, doctor
 
 
-def test_this_machine_is_examined(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_checks_run_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
@@ -24,7 +26,7 @@ def test_this_machine_is_examined(capsys: pytest.CaptureFixture[str]) -> None:
     assert (exit_.value.code == 0) == report["ok"]
 
 
-def test_a_crash_of_bf16_is_reported_with_the_cure() -> None:
+def test_a_crash_of_bf16_is_reported_with_a_hint() -> None:
     finding = doctor.bf16_finding("import os, signal; os.kill(os.getpid(), signal.SIGILL)")
     assert finding.status == "fail"
     assert finding.value == "crashes with SIGILL"
@@ -46,29 +48,29 @@ def test_a_closed_loopback_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_table_shows_hints(capsys: pytest.CaptureFixture[str]) -> None:
-    doctor.show([doctor.Finding(name="x", status="fail", value="broken", hint="mend it")])
+    doctor.show([doctor.Finding(name="x", status="fail", value="broken", hint="fix it")])
     out = capsys.readouterr().out
     assert "broken" in out
-    assert "try: mend it" in out
+    assert "try: fix it" in out
 
 
-def test_what_is_optional_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optional_packages_have_install_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         if name == "lightning":
             return "2.1.3"
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr("importlib.metadata.version", missing)
-    found = {finding.name: finding for finding in doctor._packages()}
-    assert found["transformers"].status == "ok"
-    assert found["transformers"].hint == 'pip install "shardwise[huggingface]"'
-    assert (found["lightning"].status, found["lightning"].value) == (
+    findings = {finding.name: finding for finding in doctor._packages()}
+    assert findings["transformers"].status == "ok"
+    assert findings["transformers"].hint == 'pip install "shardwise[huggingface]"'
+    assert (findings["lightning"].status, findings["lightning"].value) == (
         "warn",
         "2.1.3, older than 2.5",
     )
 
 
-def test_little_room_and_a_missing_compiler_are_warnings(
+def test_little_space_and_a_missing_compiler_are_warnings(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=2**20)
@@ -80,17 +82,17 @@ def test_little_room_and_a_missing_compiler_are_warnings(
             assert finding.hint or "not on this" in finding.value
 
 
-def test_a_port_in_use_is_named() -> None:
+def test_a_port_in_use_is_a_warning() -> None:
     with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", doctor._PORT)):
         (finding,) = doctor._port()
         assert finding.status == "warn"
         assert "--master-port" in finding.hint
 
 
-def test_optional_packages_are_those_of_the_extras() -> None:
+def test_optional_packages_match_the_extras() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     extras = tomllib.loads(text)["project"]["optional-dependencies"]
-    for package, least, install in doctor._OPTIONAL:
+    for package, minimum, install in doctor._OPTIONAL:
         extra = install.partition("[")[2].partition("]")[0]
-        wanted = next(entry for entry in extras[extra] if entry.startswith(package))
-        assert wanted.partition(">=")[2] == ".".join(map(str, least))
+        requirement = next(entry for entry in extras[extra] if entry.startswith(package))
+        assert requirement.partition(">=")[2] == ".".join(map(str, minimum))

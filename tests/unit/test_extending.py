@@ -1,6 +1,6 @@
-"""One of everything that can be added, added from outside the package.
+"""Strategies, schedules, plan fields, dtypes and redistributions can be added from outside.
 
-CONTRIBUTING.md says which source files an addition inside the package touches.
+CONTRIBUTING.md lists the source files to change for an addition inside the package.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def tiny() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 @pytest.fixture
 def halves() -> Iterator[str]:
-    """A strategy that shards the batch over half of the ranks and parameters over the others."""
+    """Register a strategy that shards the batch on one axis and parameters on the other."""
 
     def halves(graph: sw.Graph, cluster: sw.Cluster, *, seed: int = 0) -> sw.Plan:
         return sw.strategies.make_plan("halves", graph, cluster, dp=2, tp=2, seed=seed)
@@ -54,7 +54,7 @@ def halves() -> Iterator[str]:
     del strategies._STRATEGIES["halves"]
 
 
-def test_a_strategy_is_known_to_trainers_and_to_the_command_line(
+def test_a_new_strategy_works_in_trainers_and_on_the_command_line(
     halves: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert halves in sw.strategies.strategy_names()
@@ -67,7 +67,7 @@ def test_a_strategy_is_known_to_trainers_and_to_the_command_line(
     assert "dp=2, tp=2" in capsys.readouterr().out
 
 
-def test_a_name_is_registered_once(halves: str) -> None:
+def test_a_name_cannot_be_registered_twice(halves: str) -> None:
     with pytest.raises(PlanError, match="halves"):
         sw.strategies.register_strategy(halves, sw.strategies.ddp)
 
@@ -77,7 +77,7 @@ def test_a_name_is_registered_once(halves: str) -> None:
 
 @pytest.fixture
 def sequential() -> Iterator[str]:
-    """A schedule in which each micro-batch is finished before the next one begins."""
+    """Register a schedule that finishes each micro-batch before the next one begins."""
 
     def build(num_stages: int, num_microbatches: int, num_groups: int) -> Schedule:
         rows = (
@@ -92,7 +92,7 @@ def sequential() -> Iterator[str]:
     del SCHEDULES["sequential"]
 
 
-def test_a_schedule_is_known_to_plans_and_to_the_search(sequential: str) -> None:
+def test_a_new_schedule_works_in_plans_and_in_the_search(sequential: str) -> None:
     model, batch = tiny()
     plan = sw.strategies.pipeline(
         sw.capture(model, batch), sw.Cluster.local(2), schedule=sequential, num_microbatches=2
@@ -114,12 +114,12 @@ def test_a_schedule_is_known_to_plans_and_to_the_search(sequential: str) -> None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Longer(sw.Plan):
-    """A plan with one decision more."""
+    """A plan with one more field."""
 
     overlap: str | tuple[str, ...] = "all"
 
 
-def test_a_field_of_a_plan_is_written_shown_and_read_by_its_type() -> None:
+def test_a_new_plan_field_is_written_printed_and_read_by_its_type() -> None:
     model, batch = tiny()
     plan = sw.strategies.ddp(sw.capture(model, batch), sw.Cluster.local(2))
     values = {f.name: getattr(plan, f.name) for f in fields(plan)}

@@ -1,4 +1,4 @@
-"""Everything that errors and pages tell people to type exists: names, verbs and options."""
+"""Names, verbs and options that errors and pages tell people to type exist."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ FOREIGN = {
     "--upgrade",
     "--node-rank",
 }
-WORDS = ("as", "import", "program")  # that follow the project's name in sentences
+WORDS = ("as", "import", "program")  # follow the project's name in sentences
 
 
 @functools.cache
 def commands() -> dict[str, set[str]]:
-    """The options of every verb."""
+    """Return the options of every verb."""
 
     def walk(command: Any, name: str) -> Iterator[tuple[str, set[str]]]:
         yield name, {o for p in command.params for o in (*p.opts, *p.secondary_opts)}
-        for each, inner in getattr(command, "commands", {}).items():
-            yield from walk(inner, f"{name} {each}".strip())
+        for verb, inner in getattr(command, "commands", {}).items():
+            yield from walk(inner, f"{name} {verb}".strip())
 
-    found = dict(walk(typer.main.get_command(app), ""))
-    return {name: options | found[""] | {"--help"} for name, options in found.items()}
+    options = dict(walk(typer.main.get_command(app), ""))
+    return {name: own | options[""] | {"--help"} for name, own in options.items()}
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """Every string of a module, with `…` where a value is filled in; docstrings, too."""
+    """Yield every string of a module, including docstrings, with `…` for inserted values."""
     tree = ast.parse(path.read_text("utf-8"))
     inside = {id(v) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for v in n.values}
     for node in ast.walk(tree):
@@ -66,15 +66,15 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def missing_name(path: str) -> bool:
-    """Whether the public API has no such name; attributes of values are not followed."""
-    first, *rest = path.split(".")
+    """Return whether the public API lacks a name; attributes of values are not followed."""
+    first, *attributes = path.split(".")
     if first not in sw.__all__:
         return True
-    found = getattr(sw, first)
-    for each in rest:
-        if not hasattr(found, each):
-            return not hasattr(type(found), each) and not _is_field(found, each)
-        found = getattr(found, each)
+    value = getattr(sw, first)
+    for name in attributes:
+        if not hasattr(value, name):
+            return not hasattr(type(value), name) and not _is_field(value, name)
+        value = getattr(value, name)
     return False
 
 
@@ -82,24 +82,25 @@ def _is_field(kind: Any, name: str) -> bool:
     return name in getattr(kind, "__dataclass_fields__", {})
 
 
-def wrong(text: str) -> Iterator[str]:
+def mistakes(text: str) -> Iterator[str]:
+    """Yield the names, verbs and options in a text that do not exist."""
     for match in NAME.finditer(text):
         if missing_name(match[1]):
             yield f"sw.{match[1]}"
-    for verb, second, rest in VERB.findall(text):
+    for verb, second, arguments in VERB.findall(text):
         both = f"{verb} {second}".strip()
         name = both if both in commands() else verb
         if name not in commands():
             if verb not in WORDS:
                 yield f"shardwise {verb}"
             continue
-        own = rest.partition(" -- ")[0].partition("torchrun")[0]
-        known = commands()[name] | FOREIGN
-        yield from (f"shardwise {name} {o}" for o in OPTION.findall(own) if o not in known)
+        own = arguments.partition(" -- ")[0].partition("torchrun")[0]
+        options = commands()[name] | FOREIGN
+        yield from (f"shardwise {name} {o}" for o in OPTION.findall(own) if o not in options)
 
 
 def hints(path: Path) -> Iterator[tuple[int, str]]:
-    """The texts of `hint=`."""
+    """Yield the texts of `hint=`."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.keyword) and node.arg == "hint":
             for part in ast.walk(node.value):
@@ -107,37 +108,37 @@ def hints(path: Path) -> Iterator[tuple[int, str]]:
                     yield part.lineno, part.value
 
 
-def test_what_code_tells_people_to_type_exists() -> None:
-    found = [
-        f"{path.relative_to(ROOT)}:{line}: {what}"
+def test_names_verbs_and_options_in_code_exist() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {mistake}"
         for path in SOURCES
         for line, text in texts(path)
-        for what in wrong(text)
+        for mistake in mistakes(text)
     ]
-    assert found == []
+    assert wrong == []
 
 
-def test_what_pages_tell_people_to_type_exists() -> None:
-    found = [
-        f"{path.relative_to(ROOT)}:{number}: {what}"
+def test_names_verbs_and_options_on_pages_exist() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}: {mistake}"
         for path in PAGES
-        if "decisions" not in path.parts  # which are of their time
+        if "decisions" not in path.parts  # decisions describe the past
         for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1)
-        for what in wrong(line)
+        for mistake in mistakes(line)
     ]
-    assert found == []
+    assert wrong == []
 
 
-def test_options_in_hints_are_of_some_verb() -> None:
-    every = set().union(*commands().values()) | FOREIGN
-    found = [
+def test_options_in_hints_exist() -> None:
+    options = set().union(*commands().values()) | FOREIGN
+    wrong = [
         f"{path.relative_to(ROOT)}:{line}: {option}"
         for path in SOURCES
         for line, text in hints(path)
         for option in OPTION.findall(text)
-        if option not in every
+        if option not in options
     ]
-    assert found == []
+    assert wrong == []
 
 
 @pytest.mark.parametrize(
@@ -150,5 +151,5 @@ def test_options_in_hints_are_of_some_verb() -> None:
         ("shardwise collective solve c.yaml -o f", []),
     ],
 )
-def test_what_does_not_exist_is_found(text: str, missing: list[str]) -> None:
-    assert list(wrong(text)) == missing
+def test_mistakes_are_detected(text: str, missing: list[str]) -> None:
+    assert list(mistakes(text)) == missing

@@ -1,4 +1,4 @@
-"""A small part of `python -m benchmarks.hostile`, in this process."""
+"""Run a small part of `python -m benchmarks.hostile` in this process."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_damaged_and_hostile_files_are_read_or_refused(tmp_path: Path) -> None:
+def test_corrupt_and_hostile_files_are_read_or_refused(tmp_path: Path) -> None:
     formats = plain_formats(tmp_path)
     sentinel = tmp_path / "ran"
     strings = mutate.hostile_strings(100, str(sentinel))
     for number in range(6 * len(formats)):
         form = formats[number % len(formats)]
         begin = time.process_time()
-        how, detail = read_once(form, damaged(form, number)[1], tmp_path / "work")
-        assert how not in FAULTS, (form.name, number, detail)
+        result, detail = read_once(form, damaged(form, number)[1], tmp_path / "work")
+        assert result not in FAULTS, (form.name, number, detail)
         data = hostile(form, number, strings[number % len(strings)])
-        how, detail = read_once(form, data, tmp_path / "work")
-        assert how not in FAULTS, (form.name, number, detail)
+        result, detail = read_once(form, data, tmp_path / "work")
+        assert result not in FAULTS, (form.name, number, detail)
         assert not sentinel.exists(), (form.name, strings[number % len(strings)])
         assert time.process_time() - begin < 10
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support import language
 
 
-def test_no_more_than_remain() -> None:
+def test_no_word_occurs_more_often_than_the_baseline_allows() -> None:
     problems = language.excess(language.count())
     assert not problems, "\n".join([*problems, "python -m tests.support.language PATH lists them"])
 
@@ -30,7 +30,7 @@ def test_no_more_than_remain() -> None:
         ("text = 'a file was not found'  # as they were told\n", ["told"]),
     ],
 )
-def test_what_is_recognized(
+def test_occurrences_are_recognized(
     source: str, rules: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(language, "ROOT", tmp_path)

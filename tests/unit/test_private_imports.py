@@ -1,4 +1,4 @@
-"""Every use of torch's private modules, in one place: what to check when torch is updated."""
+"""List every use of torch's private modules, to check when torch is updated."""
 
 from __future__ import annotations
 
@@ -11,39 +11,40 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 MAYBE = re.compile(r"\btorch\.[\w.]*\b_|\btorch\._|from torch\b[^\n]*import\b([^\n(]|\([^)]*)*\b_")
 
-# Private name -> why there is no public way.
+# Private name -> why no public name can replace it.
 ALLOWED = {
-    "torch.distributed.distributed_c10d._get_default_store": "ranks agree before a collective",
-    "torch.cuda.memory._set_allocator_settings": "the environment is read before a job can set it",
-    "torch.overrides._get_current_function_mode_stack": "graphs made under a mode are not stored",
+    "torch.distributed.distributed_c10d._get_default_store": "ranks must agree before a collective",
+    "torch.cuda.memory._set_allocator_settings": "torch reads the environment too early for a job",
+    "torch.overrides._get_current_function_mode_stack": "graphs made under a mode are not cached",
     "torch._assert_async": "indices are checked on a device without waiting for it",
+    "torch._C": "DisableTorchFunctionSubclass, to detach a subclass, has no public name",
     "torch._ops": "OpOverload, the type of what a graph calls, has no public name",
     "torch._subclasses": "FakeTensorMode, which capture traces under, has no public name",
     "torch.utils._python_dispatch": "capture evaluates constants outside of the trace",
-    "torch.utils._pytree": "torch.export speaks of its inputs and outputs in these pytrees",
+    "torch.utils._pytree": "torch.export describes its inputs and outputs by pytrees",
 }
 
 
 def private_imports(path: Path) -> set[str]:
-    """The imported names below torch with a component that starts with one underscore."""
-    found = set()
+    """Return the imported names of torch with a component that starts with one underscore."""
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Attribute):
-            found.add(ast.unparse(node))
-    return {private_part(name) for name in found if is_private(name)}
+            names.add(ast.unparse(node))
+    return {private_part(name) for name in names if is_private(name)}
 
 
 def is_private(name: str) -> bool:
-    root, *rest = name.split(".")
-    return root == "torch" and any(p.startswith("_") and not p.startswith("__") for p in rest)
+    root, *parts = name.split(".")
+    return root == "torch" and any(p.startswith("_") and not p.startswith("__") for p in parts)
 
 
 def private_part(name: str) -> str:
-    """`torch.a._b.c` -> `torch.a._b`: the name up to its first private component."""
+    """Return a name up to its first private component: `torch.a._b` for `torch.a._b.c`."""
     parts = name.split(".")
     first = next(i for i, p in enumerate(parts) if p.startswith("_") and not p.startswith("__"))
     return ".".join(parts[: first + 1])
@@ -51,20 +52,20 @@ def private_part(name: str) -> str:
 
 @functools.cache
 def uses() -> dict[str, list[str]]:
-    """Private name -> the files that use it."""
-    found: dict[str, list[str]] = {}
+    """Return the files that use each private name."""
+    files: dict[str, list[str]] = {}
     for path in sorted(SOURCE.rglob("*.py")):
-        if not MAYBE.search(path.read_text()):  # reading them all as Python takes seconds
+        if not MAYBE.search(path.read_text()):  # parsing all files takes seconds
             continue
         for name in private_imports(path):
-            found.setdefault(name, []).append(str(path.relative_to(SOURCE)))
-    return found
+            files.setdefault(name, []).append(str(path.relative_to(SOURCE)))
+    return files
 
 
 def test_private_torch_names_are_listed_with_a_reason() -> None:
     assert {name: files for name, files in uses().items() if name not in ALLOWED} == {}
 
 
-def test_the_list_has_nothing_unused() -> None:
+def test_every_listed_name_is_used() -> None:
     assert set(ALLOWED) - set(uses()) == set()
     assert all(ALLOWED.values())

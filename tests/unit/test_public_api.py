@@ -1,3 +1,5 @@
+"""The public API: its names, and types that can be imported."""
+
 from __future__ import annotations
 
 import builtins
@@ -74,7 +76,7 @@ def _methods(kind: type) -> Iterator[tuple[str, Any]]:
             yield name, function
 
 
-# Ids are names alone: those with addresses differ between the processes of pytest-xdist.
+# Ids are plain names, because addresses differ between the processes of pytest-xdist.
 @pytest.mark.parametrize(
     ("name", "function"), [pytest.param(*pair, id=pair[0]) for pair in _signatures()]
 )
@@ -88,11 +90,11 @@ def test_types_of_public_signatures_can_be_imported(name: str, function: Any) ->
         for word in re.findall(r"(?<!\w)[A-Z]\w*", text):
             public = word in shardwise.__all__ or word in shardwise.types.__all__
             alias = getattr(function, "__globals__", {}).get(word)
-            public |= typing.get_origin(alias) is typing.Annotated  # a plain type, as stored
+            public |= typing.get_origin(alias) is typing.Annotated  # an alias of a plain type
             assert public or any(hasattr(module, word) for module in ELSEWHERE), (name, text)
 
 
-def test_types_are_pinned() -> None:
+def test_all_types_exist_and_are_sorted() -> None:
     assert shardwise.types.__all__ == sorted(shardwise.types.__all__)
     assert all(hasattr(shardwise.types, name) for name in shardwise.types.__all__)
 

@@ -1,4 +1,4 @@
-"""Unequal shares of a mesh axis: what every rank takes, and that nothing is lost."""
+"""Unequal shares of a mesh axis: every rank's part, and no element is lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ extents = st.one_of(st.integers(1, 6), weights.map(Shares.of))
 
 
 @given(st.integers(0, 500), extents)
-def test_parts_follow_each_other_and_are_the_whole(size: int, parts: int) -> None:
+def test_parts_are_contiguous_and_cover_the_size(size: int, parts: int) -> None:
     ends = [part(size, parts, i) for i in range(parts)]
     assert ends[0][0] == 0
     assert sum(ends[-1]) == size
@@ -31,21 +31,21 @@ def test_parts_follow_each_other_and_are_the_whole(size: int, parts: int) -> Non
 
 
 @given(st.integers(0, 500), weights)
-def test_no_boundary_is_further_than_one_half_from_its_share(size: int, given: list[int]) -> None:
-    assume(len(set(given)) > 1)
-    parts = Shares(*given)
-    for index, before in enumerate(accumulate(given[:-1], initial=0)):
-        exact = Fraction(size * before, sum(given))
+def test_boundaries_are_within_one_half_of_the_exact_share(size: int, shares: list[int]) -> None:
+    assume(len(set(shares)) > 1)
+    parts = Shares(*shares)
+    for index, before in enumerate(accumulate(shares[:-1], initial=0)):
+        exact = Fraction(size * before, sum(shares))
         assert abs(part(size, parts, index)[0] - exact) <= Fraction(1, 2)
     if size % sh.grain(parts) == 0:
-        assert [part(size, parts, i)[1] * sum(given) for i in range(parts)] == [
-            size * weight for weight in given
+        assert [part(size, parts, i)[1] * sum(shares) for i in range(parts)] == [
+            size * weight for weight in shares
         ]
 
 
 @given(st.lists(extents, min_size=1, max_size=3), st.integers(0, 3))
-def test_axes_as_one_cut_like_one_inside_the_other(axes: list[int], times: int) -> None:
-    """Where a size is a multiple of all grains."""
+def test_a_product_of_axes_splits_like_nested_axes(axes: list[int], times: int) -> None:
+    """Sizes are multiples of all grains."""
     size = times
     for axis in axes:
         size *= sh.grain(axis)
@@ -58,23 +58,23 @@ def test_axes_as_one_cut_like_one_inside_the_other(axes: list[int], times: int) 
         assert part(size, joined, index) == (start, length)
 
 
-def test_shares_count_as_ranks_but_equal_only_themselves() -> None:
+def test_shares_behave_like_counts_but_equal_only_themselves() -> None:
     two = Shares(2, 1)
     assert (two + 1, list(range(two)), two > 1, [0] * two) == (3, [0, 1], True, [0, 0])
     assert two == Shares(4, 2)
     assert hash(two) == hash(Shares(4, 2))
     assert two not in (2, Shares(1, 2))
     assert two != 2
-    assert [part(6, 2, 0), part(6, two, 0)] == [(0, 3), (0, 4)]  # no cache mixes them up
+    assert [part(6, 2, 0), part(6, two, 0)] == [(0, 3), (0, 4)]  # caches distinguish them
     assert [str(two), repr(two), f"dp={two}"] == ["2:1", "Shares(2, 1)", "dp=2:1"]
     assert pickle.loads(pickle.dumps(two)) == copy.deepcopy(two) == two
 
 
 @given(st.integers(1, 9), st.integers(1, 10**12))
-def test_equal_weights_are_a_number_of_ranks(ranks: int, weight: int) -> None:
-    made = Shares.of([weight] * ranks)
-    assert type(made) is int
-    assert made == ranks
+def test_equal_weights_become_a_plain_count(ranks: int, weight: int) -> None:
+    shares = Shares.of([weight] * ranks)
+    assert type(shares) is int
+    assert shares == ranks
 
 
 def test_large_weights_are_exact() -> None:
@@ -83,14 +83,14 @@ def test_large_weights_are_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [[], [0, 0], [2, -1], [1.5, 1], ["2", "1"], [True, 1], None, "2:1", {"a": 1}, 2.0]
+    "shares", [[], [0, 0], [2, -1], [1.5, 1], ["2", "1"], [True, 1], None, "2:1", {"a": 1}, 2.0]
 )
-def test_what_is_no_share_is_refused(given: Any) -> None:
+def test_invalid_shares_are_refused(shares: Any) -> None:
     with pytest.raises(ClusterError, match=r"mesh axis dp has .*need.*\n  try: "):
-        sh.axes_of({"dp": given})
+        sh.axes_of({"dp": shares})
 
 
 @given(extents)
-def test_what_is_written_is_read_again(parts: int) -> None:
+def test_written_shares_are_read_back(parts: int) -> None:
     again = sh.axes_of({"dp": sh.written(parts)})["dp"]
     assert (type(again), again) == (type(parts), parts)

@@ -1,8 +1,8 @@
-"""The command line: `shardwise VERB`, mostly with a model as `MODULE.py:FUNCTION`, or a plan file.
+"""The command line: `shardwise VERB`, usually with a model as `MODULE.py:FUNCTION` or a plan file.
 
-Results go to stdout, as JSON with `--json`, and errors to stderr. The exit code is 0 for success,
-1 for a failure, 2 for wrong usage and 3 if no plan fits. Verbs import torch when they run, so that
-`--help` answers at once.
+Results go to stdout, as JSON with `--json`, and errors to stderr. The exit code is 0 for success, 1
+for a failure, 2 for wrong usage and 3 if no plan fits. Verbs import torch only when they run, which
+keeps `--help` fast.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = ["app", "load_target", "main"]
 app = typer.Typer(name="shardwise", no_args_is_help=True, pretty_exceptions_enable=False)
 
 
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"shardwise {__version__}")
         raise typer.Exit
 
@@ -41,7 +41,7 @@ def options(
     ] = False,
 ) -> None:
     """Turn a PyTorch training step for one device into a verified, readable one for many."""
-    # `main` looks for --debug itself: it also covers errors outside a verb.
+    # `main` handles --debug, so that it covers errors outside verbs, too.
 
 
 for verb in (
@@ -83,7 +83,7 @@ def doctor(as_json: AsJson = False) -> None:
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit with its code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    # What follows `--` is another program's.
+    # Arguments after `--` belong to the program that is launched.
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     try:
         app(arguments, prog_name="shardwise")

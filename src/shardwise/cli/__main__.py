@@ -2,7 +2,7 @@
 
 import signal
 
-# A rank that is interrupted during imports ends without a traceback.
+# Let a rank that is interrupted during imports end without a traceback.
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.manifest import Manifest
     from shardwise.checkpoint.opening import Opened
 
-app = typer.Typer(no_args_is_help=True, help="Look at, check and convert checkpoints.")
+app = typer.Typer(no_args_is_help=True, help="Inspect, verify and convert checkpoints.")
 
 Folder = Annotated[
     Path,
     typer.Argument(
-        metavar="CHECKPOINT", help="Its folder, or one of Hugging Face.", show_default=False
+        metavar="CHECKPOINT", help="Checkpoint or Hugging Face folder.", show_default=False
     ),
 ]
 Section = Annotated[
-    str, typer.Option("--section", help="Which weights to take as the model: ema, …")
+    str, typer.Option("--section", help="Section with the model's weights: model, ema, …")
 ]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="Dtype of floating-point tensors: bfloat16, …")
@@ -34,16 +34,16 @@ Dtype = Annotated[
 @app.command()
 def inspect(
     folder: Folder,
-    tensors: Annotated[bool, typer.Option("--tensors", help="Every tensor.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what is in a checkpoint, without reading its tensors."""
+    """Show the contents of a checkpoint without reading its tensors."""
     from shardwise.checkpoint.opening import open_checkpoint
 
     opened = open_checkpoint(folder)
     manifest = opened.manifest
     if as_json:
-        echo(_to_json(opened) | ({"tensors": dict(_listed(manifest))} if tensors else {}))
+        echo(_to_json(opened) | ({"tensors": dict(_tensor_rows(manifest))} if tensors else {}))
         return
     step = "" if manifest.step is None else f", step {manifest.step}"
     kind = "Hugging Face folder" if opened.foreign else "checkpoint"
@@ -57,8 +57,10 @@ def inspect(
     lines += table(columns, "section", rows, terminal_width())
     if tensors:
         columns = [Column("boxes"), Column("type"), Column("shape")]
-        listed = [[str(t["boxes"]), t["dtype"], str(t["shape"]), n] for n, t in _listed(manifest)]
-        lines += ["", *table(columns, "tensor", listed, terminal_width())]
+        tensor_rows = [
+            [str(t["boxes"]), t["dtype"], str(t["shape"]), n] for n, t in _tensor_rows(manifest)
+        ]
+        lines += ["", *table(columns, "tensor", tensor_rows, terminal_width())]
     if manifest.extra:
         lines += ["", f"extra: {', '.join(manifest.extra)}"]
     typer.echo("\n".join(lines))
@@ -66,11 +68,11 @@ def inspect(
 
 @app.command()
 def verify(folder: Folder, as_json: AsJson = False) -> None:
-    """Read all of a checkpoint and compare checksums; exit 1 if something is corrupt."""
+    """Read a full checkpoint and compare its checksums; exit 1 if it is corrupt."""
     from shardwise.checkpoint.opening import previous_of, verify_checkpoint
 
     result = verify_checkpoint(folder)
-    earlier = None if result.ok else previous_of(folder)
+    previous = None if result.ok else previous_of(folder)
     if as_json:
         echo(
             {
@@ -79,7 +81,7 @@ def verify(folder: Folder, as_json: AsJson = False) -> None:
                 "without_checksum": result.num_unchecked,
                 "bytes": result.bytes_read,
                 "problems": list(result.problems),
-                "previous": None if earlier is None else str(earlier),
+                "previous": None if previous is None else str(previous),
             }
         )
     elif result.ok:
@@ -88,8 +90,8 @@ def verify(folder: Folder, as_json: AsJson = False) -> None:
         typer.echo(f"{folder}: ok, {result.num_boxes} boxes{note}, {size(result.bytes_read)} read")
     else:
         typer.echo("\n".join(result.problems))
-        if earlier is not None:
-            typer.echo(f"  try: the previous checkpoint, {earlier}")
+        if previous is not None:
+            typer.echo(f"  try: the previous checkpoint, {previous}")
     if not result.ok:
         raise typer.Exit(FAILURE)
 
@@ -97,21 +99,19 @@ def verify(folder: Folder, as_json: AsJson = False) -> None:
 @app.command()
 def convert(
     folder: Folder,
-    to: Annotated[
-        str, typer.Option("--to", help="hf, torch (a file of weights) or shardwise (one rank).")
-    ],
+    to: Annotated[str, typer.Option("--to", help="hf, torch (one file) or shardwise (one rank).")],
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Output folder, or file for --to torch.")
     ],
     config: Annotated[
         Path | None,
-        typer.Option("--config", help="For hf: config.json, or the folder with it."),
+        typer.Option("--config", help="config.json or its folder, for --to hf."),
     ] = None,
     section: Section = "model",
     dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder, a plain torch file, or for one rank."""
+    """Convert a checkpoint to a Hugging Face folder, a torch file, or a one-rank checkpoint."""
     from shardwise.checkpoint.convert import convert_checkpoint
     from shardwise.checkpoint.files import dtype_named
 
@@ -148,7 +148,7 @@ def _totals(manifest: Manifest) -> dict[str, dict[str, int]]:
     }
 
 
-def _listed(manifest: Manifest) -> list[tuple[str, dict[str, Any]]]:
+def _tensor_rows(manifest: Manifest) -> list[tuple[str, dict[str, Any]]]:
     from shardwise.checkpoint.manifest import full_name
     from shardwise.dtypes import dtype_name
 
@@ -166,22 +166,22 @@ def export(
     checkpoint: Folder,
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", help="Output file MODEL.pt2 for a program, or output folder."),
+        typer.Option("--out", "-o", help="Output: a program MODEL.pt2, or a Hugging Face folder."),
     ],
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", help="For a program: MODULE.py:FUNCTION returning (model, inputs)."
+            "--model", help="MODULE.py:FUNCTION returning (model, inputs), for a program."
         ),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option("--config", help="For a folder: config.json, or the folder.")
+        Path | None, typer.Option("--config", help="config.json or its folder, for a folder.")
     ] = None,
     section: Section = "model",
     dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a trained model for serving: a torch.export program, or a Hugging Face folder."""
+    """Export a trained model for serving, as a torch.export program or Hugging Face folder."""
     from shardwise.checkpoint.files import dtype_named
     from shardwise.checkpoint.write import require_free
     from shardwise.training.export import PROGRAM
@@ -190,7 +190,7 @@ def export(
     if out.suffix == PROGRAM:
         require_own(out, "program")
         if model is None:
-            raise typer.BadParameter(f"{out} needs --model MODULE.py:FUNCTION, of (model, inputs)")
+            raise typer.BadParameter(f"{out} needs --model MODULE.py:FUNCTION")
     else:
         require_free(out)
     loaded = None if model is None else load_target(model)

@@ -1,4 +1,4 @@
-"""`shardwise collective`: solve, show, time and choose collectives for the links of a cluster."""
+"""`shardwise collective`: solve, show, benchmark and choose collectives for a cluster."""
 
 from __future__ import annotations
 
@@ -25,51 +25,50 @@ if TYPE_CHECKING:
     from shardwise.collectives.messages.check import Facts
     from shardwise.plans import Plan
 
-app = typer.Typer(no_args_is_help=True, help="Solve collectives for the links of a cluster.")
+app = typer.Typer(no_args_is_help=True, help="Optimize collectives for the links of a cluster.")
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-# Larger values are typing mistakes; gloo cannot wait longer than that either.
+# Larger values are typing errors, and gloo does not support longer timeouts.
 MAX_BYTES, MAX_RANKS, MAX_TIMEOUT_S = 2**60, 2**20, 10**6
 ITEM_BYTES = {dtype.name: dtype.num_bytes for dtype in DTYPES.values()}
-MAX_CHUNKS = 40  # that `show` lists unless a rank is asked for
+MAX_CHUNKS = 40  # listed by `show` without --rank
 
-Where = Annotated[
+ClusterArgument = Annotated[
     str,
-    typer.Argument(
-        metavar="CLUSTER", help="A file such as cluster.yaml, or h100:8x8.", show_default=False
-    ),
+    typer.Argument(metavar="CLUSTER", help="Cluster: a file, or h100:8x8.", show_default=False),
 ]
 Operation = Annotated[
     str,
     typer.Option("--op", help="all_reduce, reduce_scatter, all_gather, broadcast, reduce, …"),
 ]
-Bytes = Annotated[str, typer.Option("--bytes", help="The size of the data: 64MB, 16MiB, 4096.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="Dtype of an element.")]
+Bytes = Annotated[str, typer.Option("--bytes", help="Size of the data: 64MB, 16MiB, 4096.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="Dtype of the elements.")]
 Root = Annotated[int | None, typer.Option("--root", help="Root rank (broadcast and reduce only).")]
 Members = Annotated[
-    str, typer.Option("--members", help="The ranks of the group: 0-3,8. All if empty.")
+    str, typer.Option("--members", help="Ranks of the group: 0-3,8.", show_default="all")
 ]
+Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Number of timed runs.")]
 
 
 def _print_choices(plan: Plan) -> None:
     lines = [str(choice) for choice in plan.collectives]
-    typer.echo("\n".join(lines or ["all collectives use the library"]))
+    typer.echo("\n".join(lines or ["all collectives use the communication library"]))
 
 
 @app.command()
 def tune(
     plan_file: Annotated[
-        Path, typer.Argument(metavar="PLAN.json", help="A plan with choices of collectives.")
+        Path, typer.Argument(metavar="PLAN.json", help="Plan with chosen collectives.")
     ],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Output file: the tuned plan.")
     ] = None,
-    num_bytes: Annotated[str, typer.Option("--bytes", help="The size of the data.")] = "16MiB",
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Times to run each.")] = 3,
+    num_bytes: Bytes = "16MiB",
+    rounds: Rounds = 3,
     timeout_s: Annotated[float, typer.Option("--timeout-s", help="Timeout in seconds.")] = 60.0,
 ) -> None:
-    """Try sizes of chunks on the ranks of a plan, next to the library, and keep the fastest.
+    """Time chunk sizes and the library on the ranks of a plan, and select the fastest.
 
     torchrun --no-python --nproc-per-node 4 shardwise collective tune plan.json -o tuned.json
     """
@@ -80,7 +79,7 @@ def tune(
 
     size = parse_bytes(num_bytes)
     if size < 1:
-        raise typer.BadParameter(f"--bytes {num_bytes}: there is nothing to send")
+        raise typer.BadParameter(f"--bytes {num_bytes}: must be positive")
     if not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise typer.BadParameter(
             f"--timeout-s {timeout_s:g}: must be above 0 and at most {MAX_TIMEOUT_S:,} seconds"
@@ -89,7 +88,7 @@ def tune(
     plan = load_plan(plan_file)
     if "RANK" not in os.environ:
         raise typer.BadParameter(
-            f"the ranks of a plan tune it together: torchrun --no-python --nproc-per-node "
+            f"start one process per rank: torchrun --no-python --nproc-per-node "
             f"{plan.num_ranks} shardwise collective tune {plan_file}"
         )
     init_process_group("gloo", datetime.timedelta(seconds=timeout_s))
@@ -104,17 +103,17 @@ def tune(
 
 @app.command()
 def choose(
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan.")],
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN.json", help="Plan file.")],
     cluster: Annotated[
         str, typer.Option("--cluster", "-c", help="The plan's cluster: a file, or h100:8x8.")
     ],
     out: PlanOut = None,
     use: Annotated[
-        str, typer.Option("--use", help="Force library, hierarchical, solved or shared.")
+        str, typer.Option("--use", help="Always use library, hierarchical, solved or shared.")
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Choose how each collective of a plan is implemented on a cluster, by predicted time."""
+    """Choose the fastest implementation of each collective of a plan by predicted time."""
     import shardwise
     from shardwise.cluster.presets import parse_cluster
 
@@ -130,7 +129,7 @@ def choose(
 
 @app.command()
 def solve(
-    cluster: Where,
+    cluster: ClusterArgument,
     operation: Operation = "all_reduce",
     num_bytes: Bytes = "64MB",
     dtype: Dtype = "float32",
@@ -141,7 +140,7 @@ def solve(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest program, with its time and a lower bound for all programs."""
+    """Find the fastest message program, and print its time and a lower bound."""
     require_own(out, "collective")
     solution = _solve(cluster, operation, num_bytes, dtype, root, members)
     if out is not None:
@@ -157,7 +156,7 @@ def show(
         str,
         typer.Argument(
             metavar="PROGRAM.json|CLUSTER",
-            help="What `solve -o` wrote, or a cluster to solve for.",
+            help="Program written by `solve -o`, or cluster to solve for.",
             show_default=False,
         ),
     ],
@@ -167,14 +166,14 @@ def show(
     root: Root = None,
     members: Members = "",
     rank: Annotated[
-        int | None, typer.Option("--rank", help="Show only what this rank does.")
+        int | None, typer.Option("--rank", help="Show only the actions of this rank.")
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option("--svg", help="Output file: a picture of the trees.")
+        Path | None, typer.Option("--svg", help="Output file: a drawing of the trees.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a program: the trees of its data, and what each rank sends, receives and adds."""
+    """Show the trees of a program, and what each rank sends, receives and adds."""
     from shardwise.collectives.messages.check import check
     from shardwise.collectives.messages.drawing import svg
     from shardwise.errors import ProgramError
@@ -194,44 +193,44 @@ def show(
 
 @app.command()
 def bench(
-    cluster: Where,
+    cluster: ClusterArgument,
     operation: Operation = "all_reduce",
     num_bytes: Annotated[
-        str, typer.Option("--bytes", help="Sizes of the data: 64MB, or 16MB,64MB.")
+        str, typer.Option("--bytes", help="Sizes of the data: 16MB,64MB.")
     ] = "64MB",
     dtype: Dtype = "float32",
     root: Root = None,
     members: Members = "",
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Times to run each.")] = 5,
+    rounds: Rounds = 5,
     emulate: Annotated[
-        bool, typer.Option("--emulate", help="Emulate hosts with the cluster's rates (needs root).")
+        bool, typer.Option("--emulate", help="Emulate the cluster's links (needs root).")
     ] = False,
     use: Annotated[
-        str, typer.Option("--use", help="solved or library; what a plan would use if empty.")
+        str, typer.Option("--use", help="solved or library.", show_default="as chosen for a plan")
     ] = "",
     timeout_s: Annotated[
-        float, typer.Option("--timeout-s", min=1, help="Timeout of the whole run in seconds.")
+        float, typer.Option("--timeout-s", min=1, help="Timeout of the run in seconds.")
     ] = 300.0,
     as_json: AsJson = False,
 ) -> None:
-    """Time the implementation that a plan uses, solved or the library's, beside the library.
+    """Time the implementation that a plan uses against the communication library.
 
-    Under torchrun it runs on its processes; with --emulate, in network namespaces of this machine
-    that have the cluster's rates; otherwise in processes of this machine.
+    Runs on the processes of torchrun, in network namespaces with the cluster's bandwidths and
+    latencies (--emulate), or else in processes of this machine.
     """
     from shardwise.collectives.bench import benchmark as benches
 
     if use not in ("", benches.SOLVED, benches.LIBRARY):
         raise typer.BadParameter(f"--use {use!r}: {benches.SOLVED} or {benches.LIBRARY}")
-    parsed, network, item = _network(cluster, dtype, members)
-    sizes = [_parse_elements(size, dtype) * item for size in num_bytes.split(",")]
-    if min(sizes) < item * network.num_ranks:
-        raise typer.BadParameter(f"--bytes {num_bytes}: less than one {dtype} for each rank")
+    parsed, network, item_bytes = _network(cluster, dtype, members)
+    sizes = [_parse_elements(size, dtype) * item_bytes for size in num_bytes.split(",")]
+    if min(sizes) < item_bytes * network.num_ranks:
+        raise typer.BadParameter(f"--bytes {num_bytes}: less than one {dtype} per rank")
     task = benches.Bench(
         network=network,
         operation=operation,
         sizes=sizes,
-        item_bytes=item,
+        item_bytes=item_bytes,
         dtype=dtype,
         root=root,
         rounds=rounds,
@@ -256,9 +255,9 @@ def _time(task: Bench, *, emulate: bool) -> list[Row] | None:
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
         return benches.in_this_group(task)
     typer.echo(
-        f"{task.network.num_ranks} processes of this machine communicate through its memory, not "
-        "through the cluster's links; --emulate gives them the cluster's rates, torchrun runs this "
-        "on the cluster itself",
+        f"note: {task.network.num_ranks} processes communicate through the memory of this machine, "
+        "not through the cluster's links; use --emulate to emulate them, or torchrun to run on the "
+        "cluster",
         err=True,
     )
     return benches.on_this_machine(task)
@@ -271,18 +270,18 @@ def _lines(program: MessageProgram, facts: Facts, rank: int | None) -> Iterable[
         yield from program.lines(None if rank is None else [rank])
     else:
         yield program.lines([])[0]
-        yield "--rank 0 lists the chunks and what rank 0 does"
+        yield "--rank 0 lists the chunks and the actions of rank 0"
     yield ""
     yield trees_text(program)
     yield ""
     yield (
         f"checked: every rank ends with its result; at most {program.window} messages in flight "
-        f"on an edge, {facts.scratch_elements} elements of scratch on a rank"
+        f"per edge, {facts.scratch_elements} elements of scratch memory per rank"
     )
 
 
 def _read(source: str) -> MessageProgram | None:
-    """Return the program in a file, or None if it holds something else, such as a cluster."""
+    """Return the program in a file, or None if the file is something else, such as a cluster."""
     from shardwise.collectives.messages import MessageProgram
     from shardwise.errors import ProgramError
     from shardwise.files import read_json
@@ -299,8 +298,8 @@ def _solve(
 ) -> Solution:
     from shardwise.collectives import solve
 
-    _, network, item = _network(cluster, dtype, members)
-    return solve(network, operation, _parse_elements(size, dtype), item_bytes=item, root=root)
+    _, network, item_bytes = _network(cluster, dtype, members)
+    return solve(network, operation, _parse_elements(size, dtype), item_bytes=item_bytes, root=root)
 
 
 def _network(text: str, dtype: str, members: str) -> tuple[Cluster, Network, int]:
@@ -318,14 +317,14 @@ def _parse_elements(size: str, dtype: str) -> int:
     num_bytes = parse_bytes(size)
     if num_bytes % ITEM_BYTES[dtype]:
         raise typer.BadParameter(
-            f"--bytes {size}: {num_bytes} bytes are not a multiple of the {ITEM_BYTES[dtype]} of "
-            f"a {dtype}"
+            f"--bytes {size}: {num_bytes} bytes are not a multiple of {ITEM_BYTES[dtype]}, the "
+            f"size of a {dtype}"
         )
     return num_bytes // ITEM_BYTES[dtype]
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of a size with its unit.
+    """Parse a size with a unit into bytes.
 
     >>> parse_bytes("64MB"), parse_bytes("1.5 KiB"), parse_bytes("12")
     (64000000, 1536, 12)
@@ -342,7 +341,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_ranks(text: str) -> list[int]:
-    """Return the ranks of a list of ranks and ranges.
+    """Parse a list of ranks and ranges.
 
     >>> parse_ranks("0-3,8")
     [0, 1, 2, 3, 8]
@@ -353,8 +352,8 @@ def parse_ranks(text: str) -> list[int]:
         if not low.isdigit() or (dash and not high.isdigit()):
             raise typer.BadParameter(f"--members {text!r} is not a list of ranks such as 0-3,8")
         if dash and int(high) < int(low):
-            raise typer.BadParameter(f"--members {text!r}: {part} is empty, {high}-{low} is not")
+            raise typer.BadParameter(f"--members {text!r}: {part} is empty; use {high}-{low}")
         if len(high or low) > len(str(MAX_RANKS)):
-            raise typer.BadParameter(f"--members {text!r}: there is no rank {high or low}")
+            raise typer.BadParameter(f"--members {text!r}: rank {high or low} does not exist")
         ranks += range(int(low), int(high or low) + 1)
     return ranks

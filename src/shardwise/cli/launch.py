@@ -12,11 +12,11 @@ import typer
 from shardwise.cli.output import load_plan, require_own, write_output
 from shardwise.errors import ClusterError
 
-CONTEXT = {"allow_interspersed_args": False}  # what follows the program is the program's
+CONTEXT = {"allow_interspersed_args": False}  # arguments after the program belong to it
 
 
 class To(StrEnum):
-    """Who starts the nodes."""
+    """The system that starts the nodes."""
 
     ssh = "ssh"
     slurm = "slurm"
@@ -29,18 +29,18 @@ def launch(
         list[str] | None,
         typer.Argument(
             metavar="-- train.py … | -- -m MODULE … | -- shardwise train config.yaml",
-            help="What every rank runs.",
+            help="Command that every rank runs.",
             show_default=False,
         ),
     ] = None,
     cluster: Annotated[
-        str, typer.Option("--cluster", "-c", help="A cluster file; or cpu:4 for this machine.")
+        str, typer.Option("--cluster", "-c", help="Cluster file, or cpu:4 for this machine.")
     ] = "cluster.yaml",
     plan: Annotated[
         Path | None,
-        typer.Option("--plan", help="A plan's file: start only the devices that it uses."),
+        typer.Option("--plan", help="Plan file; starts only the devices that it uses."),
     ] = None,
-    to: Annotated[To, typer.Option("--to", help="Start by ssh, or write a job file.")] = To.ssh,
+    to: Annotated[To, typer.Option("--to", help="Start with ssh, or write a job file.")] = To.ssh,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Output file: the job.")] = None,
     port: Annotated[
         int | None,
@@ -58,14 +58,16 @@ def launch(
     ] = None,
     env: Annotated[
         list[str] | None,
-        typer.Option("--env", "-e", help="NAME=VALUE for every node; NAME: its value here."),
+        typer.Option(
+            "--env", "-e", help="NAME=VALUE for every node, or NAME to copy it from here."
+        ),
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option("--option", help="NAME=VALUE of sbatch, Kubernetes (image, …) or Ray."),
+        typer.Option("--option", help="NAME=VALUE for sbatch, Kubernetes (image, …) or Ray."),
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the job.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands only.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the commands.")] = False,
 ) -> None:
     """Start a command on every node of a cluster, or write a job file that does."""
     from shardwise import launch as launching
@@ -110,12 +112,14 @@ def launch(
     raise typer.Exit(launching.launch(nodes, words, **settings))
 
 
-def _environment(given: list[str]) -> tuple[tuple[str, str], ...]:
+def _environment(texts: list[str]) -> tuple[tuple[str, str], ...]:
     values = {}
-    for text in given:
+    for text in texts:
         name, equals, value = text.partition("=")
         if not equals and name not in os.environ:
-            raise ClusterError(f"--env {name}: no such variable here", hint=f"--env {name}=VALUE")
+            raise ClusterError(
+                f"--env {name}: the variable is not set here", hint=f"--env {name}=VALUE"
+            )
         values[name] = value if equals else os.environ[name]
     return tuple(values.items())
 

@@ -1,6 +1,6 @@
-"""Options and arguments that several commands share: the model, the cluster, and the plan.
+"""Options and arguments that several commands share: the model, the cluster and the plan.
 
-Torch is imported when an option is used, not here: `shardwise --help` answers at once.
+Torch is imported only when an option is used, which keeps `shardwise --help` fast.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="MODULE.py:FUNCTION",
-        help="A function returning (model, batch) or (model, batch, loss_fn); "
+        help="Function returning (model, batch) or (model, batch, loss_fn); "
         "also package.module:FUNCTION.",
         show_default=False,
     ),
@@ -46,14 +46,16 @@ Perfetto = Annotated[
 ]
 Table = Annotated[
     Path | None,
-    typer.Option("--table", help="Measured times of operators.", exists=True, dir_okay=False),
+    typer.Option(
+        "--table", help="File with measured times of operators.", exists=True, dir_okay=False
+    ),
 ]
 Simulated = Annotated[
     str | None,
     typer.Option("--cluster", "-c", help="Cluster to simulate: a file, or h100:8x8."),
 ]
 PlanFile = Annotated[
-    Path, typer.Argument(metavar="PLAN.json", help="What `shardwise plan -o` wrote.")
+    Path, typer.Argument(metavar="PLAN.json", help="Plan written by `shardwise plan -o`.")
 ]
 PlanOut = Annotated[Path | None, typer.Option("--out", "-o", help="Output file: the plan.")]
 NoProgress = Annotated[bool, typer.Option("--no-progress", help="Do not show progress.")]
@@ -64,13 +66,13 @@ def _size(name: str, help: str, **limits: Any) -> Any:
 
 
 def _check_strategy(name: str | None) -> str | None:
-    """Refuse an unknown strategy while options are parsed, before a model is built for it."""
+    """Refuse an unknown strategy before the model is built."""
     return _one_of("strategy", name, strategy_names())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """The options that make a plan; each field is an option of the command line."""
+    """The options that describe a plan; each field is an option of the command line."""
 
     strategy: Annotated[
         str | None,
@@ -91,27 +93,27 @@ class PlanOptions:
     ] = None
     dp: Annotated[int | None, _size("--dp", "Data-parallel ranks.")] = None
     tp: Annotated[int | None, _size("--tp", "Tensor-parallel ranks.")] = None
-    pp: Annotated[int | None, _size("--pp", "Pipeline-parallel groups of ranks.")] = None
+    pp: Annotated[int | None, _size("--pp", "Pipeline-parallel groups.")] = None
     virtual_stages: Annotated[
-        int | None, _size("--virtual-stages", "Pipeline stages on each group.")
+        int | None, _size("--virtual-stages", "Pipeline stages per group.")
     ] = None
     zero: Annotated[int | None, _size("--zero", "ZeRO level over dp.", min=0, max=3)] = None
     num_microbatches: Annotated[
-        int | None, _size("--num-microbatches -m", "Micro-batches of a step.")
+        int | None, _size("--num-microbatches -m", "Micro-batches per step.")
     ] = None
     per_microbatch: Annotated[
-        bool, typer.Option("--per-microbatch", help="Each micro-batch is a batch of its own.")
+        bool, typer.Option("--per-microbatch", help="Treat each micro-batch as a separate batch.")
     ] = False
     schedule: Annotated[
         str | None, typer.Option("--schedule", help=f"{', '.join(SCHEDULES)}, or a file.")
     ] = None
     recompute: Annotated[
         str | None,
-        typer.Option("--recompute", help="none, full, selective, or module globs with commas."),
+        typer.Option("--recompute", help="none, full, selective, or comma-separated module globs."),
     ] = None
     offload: Annotated[
         str | None,
-        typer.Option("--offload", help="To host memory: optimizer, activations, parameters; none."),
+        typer.Option("--offload", help="Move to host memory: optimizer, activations, parameters."),
     ] = None
     precision: Annotated[
         str | None, typer.Option("--precision", help="bf16, fp16, bf16-autocast, …")
@@ -121,20 +123,20 @@ class PlanOptions:
         typer.Option("--memory-gib", help="Memory limit per device, with --cluster.", min=1e-6),
     ] = None
     constraint: Annotated[
-        list[str], typer.Option("--constraint", help="How to shard parameters: 'lm_head.*=0'.")
+        list[str], typer.Option("--constraint", help="Sharding of parameters: 'lm_head.*=0'.")
     ] = field(default_factory=list)
     table: Table = None
     all_devices: Annotated[
         bool,
         typer.Option(
             "--all-devices",
-            help="Use all devices, even those that slow the step down, with --cluster.",
+            help="Use all devices, even if fewer were faster, with --cluster.",
         ),
     ] = False
     no_progress: NoProgress = False
     plan_file: Annotated[
         Path | None,
-        typer.Option("--plan", help="Use this plan file instead.", exists=True, dir_okay=False),
+        typer.Option("--plan", help="Use this plan file.", exists=True, dir_okay=False),
     ] = None
 
     @property
@@ -143,15 +145,15 @@ class PlanOptions:
         return self.cluster is not None and self.strategy is None and self.plan_file is None
 
     def check_search(self) -> None:
-        """Report mistakes in the options of a search before a model is captured for it."""
+        """Report mistakes in the options of a search before the model is captured."""
         self.load_cluster(), self.search_options()
 
     def load_plan(self) -> Plan | None:
-        """Return the plan of `--plan`, if it was given."""
+        """Return the plan of `--plan`, if given."""
         return None if self.plan_file is None else load_plan(self.plan_file)
 
     def load_cluster(self) -> Cluster | None:
-        """Return the cluster of `--cluster`, if it was given."""
+        """Return the cluster of `--cluster`, if given."""
         if self.cluster is None:
             return None
         from shardwise.cluster.presets import parse_cluster
@@ -159,7 +161,7 @@ class PlanOptions:
         cluster = parse_cluster(self.cluster)
         if self.ranks not in (None, cluster.num_ranks):
             raise typer.BadParameter(
-                f"--ranks {self.ranks}, but --cluster {self.cluster} has {cluster.num_ranks}"
+                f"--ranks {self.ranks}, but --cluster {self.cluster} has {cluster.num_ranks} ranks"
             )
         return cluster
 
@@ -185,14 +187,14 @@ class PlanOptions:
     def hide_unplanned_gpus(self) -> None:
         """Hide GPUs from this process if the cluster has CPUs only.
 
-        Tuning runs ranks as forks, which cannot compute once this process has initialized CUDA.
+        Tuning runs ranks as forks, which fail if this process has initialized CUDA.
         """
         cluster = self.load_cluster()
         if cluster is not None and all(node.devices[0].kind == "cpu" for node in cluster.nodes):
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
     def tune(self, graph: Graph, table_out: Path | None) -> Plan:
-        """Return the fastest plan by times measured here, and write these times to `table_out`."""
+        """Return the fastest plan by measured times, and write the times to `table_out`."""
         import shardwise
         from shardwise.cost import OpTable
 
@@ -211,12 +213,12 @@ class PlanOptions:
         return plan
 
     def search_options(self) -> dict[str, Any]:
-        """Return the keyword arguments of `sw.plan` that were given."""
+        """Return the keyword arguments for `sw.plan`."""
         if self.per_microbatch:
-            raise typer.BadParameter("--per-microbatch is for a named --strategy")
+            raise typer.BadParameter("--per-microbatch needs a --strategy")
         _one_of("schedule", self.schedule, tuple(SCHEDULES))
         _one_of("recompute", self.recompute, ("none", "selective", "full"))
-        return _given(
+        return _without_none(
             {name: getattr(self, name) for name in SIZES}
             | self._common_options()
             | {
@@ -227,7 +229,7 @@ class PlanOptions:
         )
 
     def _common_options(self) -> dict[str, Any]:
-        """Return the options of the search that all named strategies have, too."""
+        """Return the options that the search and all named strategies share."""
         return {
             "num_microbatches": self.num_microbatches,
             "constraints": parse_constraints(self.constraint) or None,
@@ -243,41 +245,41 @@ class PlanOptions:
 
         for option in ("memory_gib", "table", "all_devices"):
             if getattr(self, option):
-                raise typer.BadParameter(f"{_flag(option)}: with --cluster, without --strategy")
+                raise typer.BadParameter(f"{_flag(option)} needs --cluster without --strategy")
         strategy = find_strategy(self.strategy or "ddp")
         sizes = {size: getattr(self, size) for size in SIZES if getattr(self, size)}
-        known = option_names(strategy)
-        if unused := [_flag(size) for size in sizes if size not in known]:
+        accepted = option_names(strategy)
+        if unused := [_flag(size) for size in sizes if size not in accepted]:
             raise typer.BadParameter(
-                f"{', '.join(unused)}: for --strategy hybrid, or with --cluster and no strategy"
+                f"{', '.join(unused)}: only with --strategy hybrid, or --cluster without --strategy"
             )
-        num_ranks = self.ranks or self._default_ranks(known)
+        num_ranks = self.ranks or self._default_ranks(accepted)
         cluster = self.load_cluster() or shardwise.Cluster.local(num_ranks)
-        if self.dp and not self.tp:  # `hybrid` itself fills in dp where tp is given
+        if self.dp and not self.tp:  # `hybrid` derives dp from tp
             sizes["tp"] = max(1, cluster.num_ranks // (self.dp * (self.pp or 1)))
         globs = self.recompute.split(",") if self.recompute else None
         options = {
             "recompute": globs[0] if globs and globs[0] in RECOMPUTE_MODES else globs,
             "per_microbatch": self.per_microbatch or None,
         }
-        return strategy(graph, cluster, **_given(self._common_options() | options), **sizes)
+        return strategy(graph, cluster, **_without_none(self._common_options() | options), **sizes)
 
-    def _default_ranks(self, known: Sequence[str]) -> int:
-        """Return as many ranks as the sizes ask for, or two for an axis that is left open."""
+    def _default_ranks(self, accepted: Sequence[str]) -> int:
+        """Return the product of the given sizes, with two ranks for an axis without a size."""
         size: int = math.prod((self.dp or 1, self.tp or 1, self.pp or 1))
-        is_open = not (self.dp and self.tp) if "dp" in known else not self.pp
+        is_open = not (self.dp and self.tp) if "dp" in accepted else not self.pp
         return max(size, DEFAULT_RANKS * (self.pp or 1)) if is_open else size
 
 
 def with_plan_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with an option for each field of its argument `options: PlanOptions`."""
+    """Replace the parameter `options: PlanOptions` of a command by an option for each field."""
     own_hints = get_type_hints(command, include_extras=True)
     hints = get_type_hints(PlanOptions, include_extras=True)
     names = [f.name for f in fields(PlanOptions)]
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
-        command(options=PlanOptions(**{name: given.pop(name) for name in names}), **given)
+    def run(**values: Any) -> None:
+        command(options=PlanOptions(**{name: values.pop(name) for name in names}), **values)
 
     def keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -298,7 +300,7 @@ def with_plan_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def parse_constraints(texts: Sequence[str]) -> dict[str, str | dict[str, str]]:
-    """Return shardings by glob: of `GLOB=SHARDING`, or `GLOB=AXIS:SHARDING` for one mesh axis.
+    """Parse `GLOB=SHARDING`, or `GLOB=AXIS:SHARDING` for one mesh axis, into shardings by glob.
 
     >>> parse_constraints(["lm_head.*=0", "tok.weight=tp:whole"])
     {'lm_head.*': '0', 'tok.weight': {'tp': 'replicate'}}
@@ -310,12 +312,12 @@ def parse_constraints(texts: Sequence[str]) -> dict[str, str | dict[str, str]]:
             raise typer.BadParameter(
                 f"--constraint {text!r} is not GLOB=SHARDING, such as 'lm_head.*=0'"
             )
-        axis, colon, rest = sharding.partition(":")
-        constraints[glob] = {axis: rest} if colon and axis.isalpha() and rest else sharding
+        axis, colon, on_axis = sharding.partition(":")
+        constraints[glob] = {axis: on_axis} if colon and axis.isalpha() and on_axis else sharding
     return constraints
 
 
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -323,11 +325,11 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _one_of(option: str, value: str | None, known: tuple[str, ...]) -> str | None:
-    if value is not None and value not in known:
-        more = "" if option == "strategy" else "; more with --strategy"
+def _one_of(option: str, value: str | None, choices: tuple[str, ...]) -> str | None:
+    if value is not None and value not in choices:
+        more = "" if option == "strategy" else "; others need --strategy"
         raise typer.BadParameter(
-            f"--{option} {value!r}{did_you_mean(value, known)} One of {', '.join(known)}{more}"
+            f"--{option} {value!r}{did_you_mean(value, choices)} One of {', '.join(choices)}{more}"
         )
     return value
 
@@ -342,7 +344,7 @@ def _parse_offload(text: str) -> tuple[str, ...]:
 
 
 def load_table(path: Path | None) -> OpTable | None:
-    """Return the measured times of operators of `--table`, if it was given."""
+    """Return the measured times of `--table`, if given."""
     if path is None:
         return None
     from shardwise.cost import OpTable
@@ -355,7 +357,7 @@ def load_table(path: Path | None) -> OpTable | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What the function of a target returned."""
+    """The results of a target function."""
 
     model: Any
     batch: Any
@@ -363,7 +365,7 @@ class Loaded:
 
 
 def load_target(target: str) -> Loaded:
-    """Call the function that `path/module.py:function` or `package.module:function` names."""
+    """Call the function `path/module.py:function` or `package.module:function`."""
     from shardwise.training.planning import load_object, module_is_missing
 
     module, separator, name = target.rpartition(":")
@@ -372,16 +374,16 @@ def load_target(target: str) -> Loaded:
             f"{target!r} is not of the form MODULE.py:FUNCTION or package.module:FUNCTION"
         )
     if module.endswith(".py") and not Path(module).is_file():
-        raise typer.BadParameter(f"no file {module}")
+        raise typer.BadParameter(f"file {module} does not exist")
     if not module.endswith(".py") and module_is_missing(module):
         raise typer.BadParameter(
-            f"no module {module!r} here or installed; name a file with its suffix: "
+            f"module {module!r} is neither here nor installed; give a file with its suffix: "
             f"{module.replace('.', '/')}.py:{name}"
         )
     try:
         function = load_object(target, target)
     except ConfigError as error:
-        if error.where != target:  # a fault in the user's own code
+        if error.where != target:  # an error in the user's code
             raise
         raise typer.BadParameter(error.message) from error
     if not callable(function):
@@ -401,10 +403,10 @@ def load_target(target: str) -> Loaded:
 def capture_target(
     target: str, *, precision: str | None = None, plan: Plan | None = None
 ) -> tuple[Loaded, Graph]:
-    """Return the model and its graph, in the dtypes of `plan` or else of `precision`."""
+    """Load and capture the model, in the dtypes of `plan` or else of `precision`."""
     import shardwise
 
-    shardwise.Precision.of(precision)  # refuse an unknown one before the model is built
+    shardwise.Precision.of(precision)  # check the name before the model is built
     loaded = load_target(target)
     graph = shardwise.capture(
         loaded.model,

@@ -1,8 +1,8 @@
 """Read plan files, print results and write files for the commands.
 
-A command overwrites only what it could have written itself: an existing file is recognized by marks
-at its beginning, and one of another kind is refused before any long work. Empty files, devices and
-pipes may always be written.
+A command overwrites only files that it could have written itself: it recognizes an existing file by
+marks at its beginning, and refuses one of another kind before any long work. Empty files, devices
+and pipes may always be written.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def echo(value: object) -> None:
 
 
 def fit(text: str) -> str:
-    """Wrap lines wider than the terminal, indented further; text for a pipe stays as it is."""
+    """Wrap lines wider than the terminal with a deeper indent; leave text for a pipe unchanged."""
     width = shutil.get_terminal_size((0, 0)).columns
     if width < NARROWEST:
         return text
@@ -66,7 +66,7 @@ def fit(text: str) -> str:
 
 @contextmanager
 def naming_plan(path: Path) -> Iterator[None]:
-    """Let errors about a plan name its file, and how to write one."""
+    """Add the plan file, and how to write one, to errors about a plan."""
     try:
         yield
     except PlanError as error:
@@ -92,7 +92,7 @@ def load_plan(path: Path) -> Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of file: its name in a sentence, and sets of marks of which one is at its start."""
+    """A kind of file: its name in messages, and alternative sets of marks at its beginning."""
 
     name: str
     marks: tuple[tuple[bytes, ...], ...]
@@ -139,17 +139,17 @@ _BY_SUFFIX = {
 
 
 def write_output(path: Path, text: str, *, option: str = "-o") -> None:
-    """Write a file at once; errors say what to type for `option`."""
+    """Write a file atomically; errors suggest a value for `option`."""
     files.write_text(path, text, hint=_hint(path, option))
 
 
 def writing(path: Path, *, option: str = "-o") -> AbstractContextManager[None]:
-    """Turn what the system refuses here into an error about `path`."""
+    """Turn operating system errors into an error about `path`."""
     return files.writing(path, hint=_hint(path, option))
 
 
 def _hint(path: Path, option: str) -> str:
-    folder = path / "FILE" if path.is_dir() else "with a folder that you may write to"
+    folder = path / "FILE" if path.is_dir() else "with a writable folder"
     return f"{option} {folder}"
 
 
@@ -167,13 +167,13 @@ def require_own(path: Path | None, kind: str, *, option: str = "-o") -> None:
 
 
 def require_own_folder(path: Path) -> None:
-    """Refuse a folder that holds anything but code that was generated before."""
+    """Refuse a folder with anything but generated code."""
     if not path.is_dir():
         return
-    names = sorted(each.name for each in path.iterdir())
+    names = sorted(file.name for file in path.iterdir())
     if names and not set(CODE) <= set(names):
-        what = f"a folder with {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else "")
-        _refuse(path, what, "the generated code needs a folder of its own", "-o")
+        contents = f"a folder with {names[0]}" + (f" and {len(names) - 1} more" * bool(names[1:]))
+        _refuse(path, contents, "generated code needs a separate folder", "-o")
 
 
 def _describe(path: Path, head: bytes) -> str:
@@ -183,7 +183,7 @@ def _describe(path: Path, head: bytes) -> str:
 
 def _refuse(path: Path, what: str, why: str, option: str) -> NoReturn:
     raise ShardwiseError(
-        f"{path} is {what}, which is not overwritten: {why}",
+        f"refusing to overwrite {path}, {what}: {why}",
         where=f"{option} {path}",
         hint=f"another name for {option}, or remove {path} first",
     )

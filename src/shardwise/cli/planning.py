@@ -50,14 +50,14 @@ def _capture(target: str, options: PlanOptions) -> tuple[Loaded, Graph]:
     return capture_target(target, precision=options.precision, plan=options.load_plan())
 
 
-# ------------------------------------------------------------ making plans
+# ------------------------------------------------------------ creating plans
 
 
 @with_plan_options
 def plan(
     target: Target, options: PlanOptions, out: PlanOut = None, as_json: AsJson = False
 ) -> None:
-    """Find the best plan for a cluster, or make a named one, and print it."""
+    """Find the best plan for a cluster, or build a named one, and print it."""
     require_own(out, "plan")
     if options.is_automatic:
         options.check_search()
@@ -72,7 +72,7 @@ def tune(
     out: PlanOut = None,
     table_out: Annotated[
         Path | None,
-        typer.Option("--table-out", help="Output file: measured times; those in it are used."),
+        typer.Option("--table-out", help="File with measured times: read, extended and written."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -80,9 +80,7 @@ def tune(
     require_own(out, "plan")
     require_own(table_out, "times", option="--table-out")
     if not options.is_automatic:
-        raise typer.BadParameter(
-            "tune searches for a plan: --cluster, without --strategy or --plan"
-        )
+        raise typer.BadParameter("tune needs --cluster, without --strategy or --plan")
     options.check_search()
     options.hide_unplanned_gpus()
     _, graph = _capture(target, options)
@@ -90,7 +88,7 @@ def tune(
 
 
 def _finish_plan(plan: Plan, graph: Graph, target: str, out: Path | None, as_json: bool) -> None:
-    """Write the plan to `out`, with its code, and print it."""
+    """Print the plan, and write it with its code to `out`."""
     if out is not None:
         from shardwise.reports.render import with_code_if_quick
 
@@ -103,7 +101,7 @@ def _finish_plan(plan: Plan, graph: Graph, target: str, out: Path | None, as_jso
 
 
 def plan_text(plan: Plan) -> str:
-    """Return the text of a plan, with its figures if it was searched for, for this terminal."""
+    """Format a plan for this terminal, with the figures of its search if there was one."""
     if plan.search is None or plan.is_edited:
         return str(plan)
     from shardwise.plans.text import plan_text
@@ -120,11 +118,11 @@ def verify(
     options: PlanOptions,
     program: Annotated[
         Path | None,
-        typer.Option("--program", help="Check the code in this folder, with the plan beside it."),
+        typer.Option("--program", help="Check the code in this folder, with its plan.json."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check by execution that the parallel program equals the model; exit 1 if it does not."""
+    """Run the parallel program and the model and compare them; exit 1 if they differ."""
     import shardwise
 
     if program is not None:
@@ -141,7 +139,7 @@ def verify(
 
 
 def certificate_json(certificate: Certificate) -> dict[str, Any]:
-    """Return the certificate as data, with null for an error that is not finite."""
+    """Return the certificate as data; an error that is not finite becomes null."""
     error = certificate.max_relative_error
     return {
         "ok": certificate.ok,
@@ -172,7 +170,7 @@ def compile(
     from shardwise.files import require_writable
 
     require_own_folder(out)
-    require_writable(out / "plan.json", hint="-o FOLDER, in a place that you may write to")
+    require_writable(out / "plan.json", hint="-o with a writable folder")
     _, graph = _capture(target, options)
     program = shardwise.compile(graph, options.make_plan(graph))
     files = {str(out / name): ranks for name, ranks in program.save(out).items()}
@@ -190,17 +188,17 @@ def explain(
         str,
         typer.Argument(
             metavar="PLAN.json|MODULE.py:FUNCTION",
-            help="A plan that was searched for, or a model.",
+            help="Plan found by a search, or model.",
             show_default=False,
         ),
     ],
     options: PlanOptions,
     node: Annotated[
-        str | None, typer.Option("--node", help="Show every option of one node.")
+        str | None, typer.Option("--node", help="Show all options of one node.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say why a plan is the best, or what it shards and communicates, and where in your code."""
+    """Explain why a plan was chosen, or what it shards and communicates at each line."""
     import shardwise
 
     if Path(target).suffix == ".json":
@@ -232,7 +230,7 @@ def advise(
     ] = "a100-80,h100,h200",
     counts: Annotated[str, typer.Option("--counts", help="Numbers of devices.")] = "8,16,64",
     cluster: Annotated[
-        list[str], typer.Option("--cluster", "-c", help="These instead: files, or h100:8x8.")
+        list[str], typer.Option("--cluster", "-c", help="Clusters instead: files, or h100:8x8.")
     ] = [],  # noqa: B006  typer reads it
     precision: Annotated[str | None, typer.Option("--precision", help="bf16, fp16, …")] = None,
     memory_gib: Annotated[
@@ -241,14 +239,14 @@ def advise(
     no_progress: NoProgress = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare clusters: step time, cost and memory of the best plan on each."""
+    """Compare the step time, cost and memory of the best plan on several clusters."""
     import shardwise
     from shardwise.cluster.presets import parse_cluster, preset_device
 
     clusters = [parse_cluster(text) for text in cluster]
     kinds = [] if clusters else [kind.strip() for kind in devices.split(",") if kind.strip()]
     for kind in kinds:
-        preset_device(kind)  # refuse an unknown one before the model is captured
+        preset_device(kind)  # check the name before the model is captured
     numbers = [] if clusters else _parse_counts(counts)
     _, graph = capture_target(target, precision=precision)
     advice = shardwise.advise(
@@ -266,14 +264,14 @@ def advise(
 
 
 def _parse_counts(text: str) -> list[int]:
-    pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
-    if not pieces or not all(piece.isdigit() and int(piece) for piece in pieces):
+    counts = [count.strip() for count in text.split(",") if count.strip()]
+    if not counts or not all(count.isdigit() and int(count) for count in counts):
         raise typer.BadParameter(f"--counts {text!r} is not a list of numbers, such as 8,16,64")
-    return [int(piece) for piece in pieces]
+    return [int(count) for count in counts]
 
 
 def advice_text(advice: Advice, width: int) -> str:
-    """Return a table of the clusters with a plan, then why the others have none."""
+    """Format a table of the clusters with a plan, and why the others have none."""
     feasible = [row for row in advice.rows if row.feasible]
     unit = "tokens" if any(row.per_s("tokens") for row in feasible) else "rows"
     name = "tokens" if unit == "tokens" else "samples"

@@ -1,4 +1,4 @@
-"""`shardwise profile` and `predict`: measure this machine, and predict published measurements."""
+"""`shardwise profile` and `predict`: measure this machine, or predict published measurements."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ def profile(
             "--ranks", "-n", min=1, show_default="GPUs, or cores", help="Number of ranks."
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option("--device", help="cpu or cuda.")] = None,
-    threads: Annotated[
-        int, typer.Option("--threads", min=1, help="Threads of each CPU process.")
-    ] = 1,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, shorter.")] = False,
+    device: Annotated[
+        str | None, typer.Option("--device", help="Kind of device: cpu or cuda.")
+    ] = None,
+    threads: Annotated[int, typer.Option("--threads", min=1, help="Threads per CPU rank.")] = 1,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure fewer sizes for less time.")
+    ] = False,
     timeout_s: Annotated[float, typer.Option("--timeout-s", help="Timeout in seconds.")] = 300,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine: rates by size, overheads, links; write a cluster file."""
+    """Measure the compute, memory and links of this machine, and write a cluster file."""
     from rich.console import Console
 
     from shardwise.profiling import profile as measure
@@ -47,7 +49,7 @@ def profile(
             quick=quick,
             threads=threads,
             timeout_s=timeout_s,
-            progress=lambda what: status.update(f"measuring {what}"),
+            progress=lambda step: status.update(f"measuring {step}"),
             report=lambda note: console.print(f"note: {note}", markup=False, highlight=False),
         )
     write_output(out, cluster.to_yaml())
@@ -88,12 +90,12 @@ def predict(
 def _after_patience(
     start: Callable[[], None], update: Callable[[str], None]
 ) -> Callable[[int, int], None]:
-    """Return a function that shows how many rows are done, once some time has passed."""
+    """Return a function that shows the number of finished rows after some time."""
     began = time.monotonic()
 
     def show(done: int, total: int) -> None:
         if time.monotonic() - began >= PATIENCE_S:
-            start()  # no effect once it is started
+            start()  # no effect if already started
             update(f"{done} of {total} rows")
 
     return show

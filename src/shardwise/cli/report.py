@@ -1,4 +1,4 @@
-"""`shardwise simulate`, `report` and `diff`: what a plan file predicts, as text or page."""
+"""`shardwise simulate`, `report` and `diff`: show the predictions of plans as text or a page."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ if TYPE_CHECKING:
     from shardwise.simulation import Estimate
 
 REPORT = Path("report.html")
-MAX_CHANGES = 12  # of a kind
-MIN_SHARE = 1e-4  # of the step or the peak: smaller differences are not listed
+MAX_CHANGES = 12  # listed per kind
+MIN_SHARE = 1e-4  # of the step time or peak memory, for differences to be listed
 MAX_GROUPS = 8
 CHART_WIDTH = 48
 CHART_HEIGHT = 6
 
 
-def _resimulated(
+def _simulation_inputs(
     plan: Plan, target: str | None, cluster: str | None, table: Path | None
 ) -> tuple[Graph, Cluster | None] | None:
-    """Return graph and cluster for a new simulation, or None if no model was named for one."""
+    """Return the graph and cluster for a new simulation, or None without a model."""
     if target is None:
         for option, value in (("--cluster", cluster), ("--table", table)):
             if value is not None:
                 raise typer.BadParameter(
-                    f"{option}: a new simulation needs the model, too: MODULE.py:FUNCTION"
+                    f"{option}: a new simulation also needs the model, MODULE.py:FUNCTION"
                 )
         return None
     from shardwise.cluster.presets import parse_cluster
@@ -75,14 +75,14 @@ def simulate(
     plan_file: PlanFile,
     target: Annotated[
         str | None,
-        typer.Argument(metavar="[MODULE.py:FUNCTION]", help="Simulate this model anew."),
+        typer.Argument(metavar="MODULE.py:FUNCTION", help="Model, to simulate it again."),
     ] = None,
     cluster: Simulated = None,
     table: Table = None,
     perfetto: Perfetto = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict a plan's step: time, exposed communication, bubbles, memory."""
+    """Predict the step time, exposed communication, bubbles and memory of a plan."""
     require_own(perfetto, "trace", option="--perfetto")
     plan = load_plan(plan_file)
     estimate = _estimate(plan, target, cluster, table)
@@ -102,17 +102,17 @@ def _estimate(plan: Plan, target: str | None, cluster: str | None, table: Path |
     from shardwise.simulation import stored_estimate
 
     if target is not None and cluster is None:
-        raise typer.BadParameter("a new simulation needs --cluster: a file, or h100:8x8")
-    anew = _resimulated(plan, target, cluster, table)
-    if anew is None:
+        raise typer.BadParameter("a new simulation needs --cluster, a file or h100:8x8")
+    inputs = _simulation_inputs(plan, target, cluster, table)
+    if inputs is None:
         return stored_estimate(plan)
-    graph, parsed = anew
+    graph, parsed = inputs
     assert parsed is not None
     return shardwise.simulate(graph, plan, parsed, table=load_table(table))
 
 
 def _timeline(estimate: Estimate, plan: Plan) -> dict[str, Any]:
-    """Return time and memory as a Chrome trace, a process for each group, named by its ranks."""
+    """Return time and memory as a Chrome trace with a process for each group of ranks."""
     from shardwise.collectives.messages.program import format_ranks
 
     trace: dict[str, Any] = estimate.timeline.trace(estimate.memory)
@@ -123,7 +123,7 @@ def _timeline(estimate: Estimate, plan: Plan) -> dict[str, Any]:
 
 
 def estimate_json(plan: Plan, estimate: Estimate) -> dict[str, Any]:
-    """Return the estimate as data, with the memory of every group over time."""
+    """Return the estimate as data, including the memory of every group over time."""
     from shardwise.simulation.estimate import memory_over_time
 
     memory = [
@@ -134,7 +134,7 @@ def estimate_json(plan: Plan, estimate: Estimate) -> dict[str, Any]:
 
 
 def estimate_text(plan: Plan, estimate: Estimate, width: int) -> str:
-    """Return the estimate as text: what takes the time, and the memory of each kind of group."""
+    """Format the estimate: step time by cause, and the memory of each kind of group."""
     from shardwise.plans.search_result import CAUSES
     from shardwise.plans.text import shares
 
@@ -147,11 +147,11 @@ def estimate_text(plan: Plan, estimate: Estimate, width: int) -> str:
             f"{plan.model}, plan {plan.name!r}, {counted(estimate.num_ranks, 'rank')}",
             f"  step           {seconds(time)}, {amount(estimate.rows / time)} samples/s",
             f"  communication  {seconds(exposed)} exposed, {exposed / time:.1%} of the step",
-            f"  bubbles        {timeline.bubble_fraction:.1%} of all groups' time is not computing",
+            f"  bubbles        groups are idle {timeline.bubble_fraction:.1%} of the time",
             *([] if estimate.fits else ["  memory         DOES NOT FIT"]),
         ],
         [
-            "time by cause, of the ranks that end last",
+            "time by cause, on the slowest ranks",
             *shares({CAUSES[k]: v for k, v in timeline.causes.items()}, time, seconds, width),
         ],
         *_memory(plan, estimate, width),
@@ -164,7 +164,7 @@ def estimate_text(plan: Plan, estimate: Estimate, width: int) -> str:
 
 
 def _memory(plan: Plan, estimate: Estimate, width: int) -> Iterator[list[str]]:
-    """Yield the memory of every group over a step; groups with equal memory are shown once."""
+    """Yield the memory of every group over a step, once for groups with equal memory."""
     from shardwise.collectives.messages.program import format_ranks
     from shardwise.simulation.estimate import memory_over_time
 
@@ -184,16 +184,16 @@ def _memory(plan: Plan, estimate: Estimate, width: int) -> Iterator[list[str]]:
             *chart(memory_over_time(use), use.limit_bytes, min(CHART_WIDTH, width - 12)),
         ]
     if len(equal) > MAX_GROUPS:
-        yield [f"… {len(equal) - MAX_GROUPS} more kinds of groups; --json has all"]
+        yield [f"… {len(equal) - MAX_GROUPS} more kinds of groups; --json lists all"]
 
 
 def chart(values: Sequence[float], limit: float, width: int) -> list[str]:
-    """Return a chart of bytes over time, up to the limit or to the highest value."""
+    """Draw bytes over time, up to the limit or the highest value."""
     if not values:
         return []
     step = max(1.0, len(values) / width)
     count = min(len(values), width)
-    wide = max(1, width // count)
+    bar_width = max(1, width // count)
     columns = [max(values[int(i * step) : max(int(i * step) + 1, int((i + 1) * step))])
                for i in range(count)]  # fmt: skip
     top = max(limit, *columns) if max(columns) > limit / CHART_HEIGHT else max(columns)
@@ -201,10 +201,11 @@ def chart(values: Sequence[float], limit: float, width: int) -> list[str]:
     for row in range(CHART_HEIGHT, 0, -1):
         label = size(top * row / CHART_HEIGHT) if row in (CHART_HEIGHT, 1) else ""
         cells = "".join(
-            ("#" if value >= top * (row - 0.5) / CHART_HEIGHT else " ") * wide for value in columns
+            ("#" if value >= top * (row - 0.5) / CHART_HEIGHT else " ") * bar_width
+            for value in columns
         )
         lines.append(f"{label:>10} |{cells}".rstrip())
-    return [*lines, f"{'':>10} +{'-' * (count * wide)}"]
+    return [*lines, f"{'':>10} +{'-' * (count * bar_width)}"]
 
 
 # ------------------------------------------------------------ report
@@ -215,14 +216,14 @@ def report(
     target: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODULE.py:FUNCTION]",
-            help="The model, for the generated code and for plans without figures.",
+            metavar="MODULE.py:FUNCTION",
+            help="Model, to show generated code or a plan without figures.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Output file: the page.")] = REPORT,
     trace: Annotated[
         Path | None,
-        typer.Option("--trace", help="Read a recorded run and compare it with the plan."),
+        typer.Option("--trace", help="Recorded trace of a run to compare with the plan."),
     ] = None,
     cluster: Simulated = None,
     table: Table = None,
@@ -232,7 +233,7 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a plan, why it was chosen and whether a run followed it, as one offline page."""
+    """Write an offline page: the plan, why it was chosen, and how a run compares with it."""
     import shardwise
     from shardwise.reports.recorded import read_trace
 
@@ -244,18 +245,18 @@ def report(
     with naming_plan(plan_file):
         plan = _with_figures(load_plan(plan_file), target, cluster, table)
         recording = None if trace is None else read_trace(trace)
-        made = shardwise.report(plan, trace=recording)
+        page = shardwise.report(plan, trace=recording)
     if perfetto is not None:
         _write_timeline(perfetto, _both_timelines(plan, recording))
     if plan_out is not None:
         plan.save(plan_out)
     if writes_page:
-        write_output(out, made.html)
+        write_output(out, page.html)
     if as_json:
-        typer.echo(json.dumps(made.to_json()))
+        typer.echo(json.dumps(page.to_json()))
         return
     typer.echo(f"{out}: {size(out.stat().st_size)}, open it in a browser")
-    for name, why in made.missing.items():
+    for name, why in page.missing.items():
         if name != "measured" or trace is not None:
             typer.echo(f"  without {name}: {why}", err=True)
     if perfetto is not None:
@@ -263,14 +264,14 @@ def report(
 
 
 def _with_figures(plan: Plan, target: str | None, cluster: str | None, table: Path | None) -> Plan:
-    """Return the plan with figures of its own and its code, if a model was named."""
-    anew = _resimulated(plan, target, cluster, table)
-    if anew is None:
+    """Return the plan with figures and code, if there is a model."""
+    inputs = _simulation_inputs(plan, target, cluster, table)
+    if inputs is None:
         return plan
     from shardwise.reports.build import with_figures
     from shardwise.reports.render import with_code
 
-    graph, parsed = anew
+    graph, parsed = inputs
     plan.check(graph)
     return with_code(with_figures(plan, graph, parsed, load_table(table)), graph)
 
@@ -288,12 +289,12 @@ def _both_timelines(plan: Plan, recording: Recording | None) -> object:
 
 
 def diff(
-    before: Annotated[Path, typer.Argument(metavar="A.json", help="A plan.")],
-    after: Annotated[Path, typer.Argument(metavar="B.json", help="Another one.")],
+    before: Annotated[Path, typer.Argument(metavar="A.json", help="First plan.")],
+    after: Annotated[Path, typer.Argument(metavar="B.json", help="Second plan.")],
     perfetto: Perfetto = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what changed between two plans, and what it costs."""
+    """Show the differences between two plans, and their cost."""
     from shardwise.reports.diff import diff as compare
     from shardwise.reports.diff import side_by_side
     from shardwise.simulation import stored_estimate
@@ -313,16 +314,16 @@ def diff(
 
 
 def difference_text(difference: Difference, before: str, after: str, width: int) -> str:
-    """Return what changed and what it costs, as tables of the given width."""
+    """Format the changes and their costs as tables of the given width."""
     parts = [
         [line for note in difference.notes for line in wrapped(f"note: {note}", width, "", "  ")],
         _summary(difference, before, after, width),
         _decisions(difference.changes, width),
     ]
     for kind, title, text in (
-        ("time", "time by cause, of the ranks that end last", seconds),
-        ("memory", "memory of the fullest rank", size),
-        ("traffic", "bytes over the busiest link of a kind, in a step", size),
+        ("time", "time by cause, on the slowest ranks", seconds),
+        ("memory", "memory of the rank with the highest peak", size),
+        ("traffic", "bytes per step over the busiest link of each kind", size),
     ):
         parts.append(_costs([c for c in difference.costs if c.kind == kind], title, text, width))
     return "\n\n".join("\n".join(part) for part in parts if part)
@@ -330,22 +331,14 @@ def difference_text(difference: Difference, before: str, after: str, width: int)
 
 def _summary(difference: Difference, before: str, after: str, width: int) -> list[str]:
     lines = wrapped(f"from {before} to {after}", width, "", "  ")
-    if (
-        difference.step_time_s is None
-        or difference.samples_per_s is None
-        or difference.memory_bytes is None
-    ):
+    step, rate, memory = difference.step_time_s, difference.samples_per_s, difference.memory_bytes
+    if step is None or rate is None or memory is None:
         return lines
-    (a, b), (c, d), (e, f) = (
-        difference.step_time_s,
-        difference.samples_per_s,
-        difference.memory_bytes,
-    )
-    ratio = f" ({b / a - 1:+.2%})" if a else ""
+    ratio = f" ({step[1] / step[0] - 1:+.2%})" if step[0] else ""
     for text in (
-        f"  step    {seconds(a)} to {seconds(b)}{ratio}",
-        f"  rate    {amount(c)} to {amount(d)} samples/s",
-        f"  memory  {size(e)} to {size(f)} per device",
+        f"  step    {seconds(step[0])} to {seconds(step[1])}{ratio}",
+        f"  rate    {amount(rate[0])} to {amount(rate[1])} samples/s",
+        f"  memory  {size(memory[0])} to {size(memory[1])} per device",
     ):
         lines += wrapped(text, width, "", " " * 10)
     return lines
@@ -353,24 +346,24 @@ def _summary(difference: Difference, before: str, after: str, width: int) -> lis
 
 def _decisions(changes: tuple[Change, ...], width: int) -> list[str]:
     if not changes:
-        return ["the plans decide the same"]
-    lines = ["what changed"]
+        return ["the plans make the same decisions"]
+    lines = ["changes"]
     shown: dict[str, int] = {}
     for change in changes:
         shown[change.kind] = shown.get(change.kind, 0) + 1
         if shown[change.kind] > MAX_CHANGES:
             continue
-        what = f"{change.kind} {_shortened(change.name)}".rstrip()
-        text = f"  {what}: {_shortened(change.before)} -> {_shortened(change.after)}"
+        subject = f"{change.kind} {_shortened(change.name)}".rstrip()
+        text = f"  {subject}: {_shortened(change.before)} -> {_shortened(change.after)}"
         lines += wrapped(text, width, "", "      ")
     for kind, count in shown.items():
         if count > MAX_CHANGES:
-            lines.append(f"  … {count - MAX_CHANGES} more {kind}; --json has all")
+            lines.append(f"  … {count - MAX_CHANGES} more {kind}; --json lists all")
     return lines
 
 
 def _shortened(text: str) -> str:
-    """Return the ends of a long name, with control characters as text."""
+    """Shorten a long name in the middle, and escape control characters."""
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return shown if len(shown) <= 160 else f"{shown[:100]}…{shown[-40:]}"
 

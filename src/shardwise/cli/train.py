@@ -1,7 +1,7 @@
-"""`shardwise train` and `watch`: train what a config describes, and follow a run.
+"""`shardwise train` and `watch`: train a model described by a config, and watch the run.
 
-`train` runs in this process, starts several, or is one of torchrun's ranks. Besides the exit codes
-of all verbs it has 75 (try again) after a signal, when the state is saved.
+`train` runs in this process, starts several, or is one of torchrun's ranks. In addition to the exit
+codes of all verbs it returns 75 (try again) if a signal stopped it after it saved its state.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ if TYPE_CHECKING:
     from shardwise.training.trainer import DryRun, FitResult
     from shardwise.watch.run import Run
 
-INTERRUPTED = 130  # the exit code of shells for SIGINT
+INTERRUPTED = 130  # the shell's exit code for SIGINT
 POLL_S = 0.5
-LINE_S = 10.0  # between lines if the output is not a terminal
+LINE_S = 10.0  # between lines of output that is not a terminal
 
 
 def train(
     config: Annotated[
-        Path, typer.Argument(metavar="CONFIG.yaml", help="What to train.", show_default=False)
+        Path, typer.Argument(metavar="CONFIG.yaml", help="Config file.", show_default=False)
     ],
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a value: optimizer.args.lr=1e-3.")
+        list[str] | None,
+        typer.Option("--set", help="Override a config value: optimizer.args.lr=1e-3."),
     ] = None,
     ranks: Annotated[
         int | None,
@@ -51,11 +52,11 @@ def train(
         str | None, typer.Option("--resume", help="auto, never, or a checkpoint.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print plan, memory and step estimate, and stop.")
+        bool, typer.Option("--dry-run", help="Print the plan and its estimates without training.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train what a config describes, from the newest checkpoint if there is one."""
+    """Train the model of a config, from the latest checkpoint if there is one."""
     try:
         _train(config, set_, ranks, folder, resume, dry_run, as_json)
     except ShardwiseError as error:
@@ -101,14 +102,14 @@ def _train(
 
 
 def _prints() -> bool:
-    """Return whether this process is the first, or the only one."""
+    """Return whether this process is rank 0 or the only one."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def _for_ranks(
     config: Path, set_: list[str] | None, folder: str | None, resume: str | None, as_json: bool
 ) -> list[str]:
-    """Return the same command for each of several processes."""
+    """Return the command that each rank runs."""
     command = ["--debug"] if "--debug" in sys.argv else []
     command += ["train", str(config)]
     for text in set_ or []:
@@ -119,7 +120,7 @@ def _for_ranks(
 
 
 def _report_as_rank(error: ShardwiseError) -> int:
-    """Print an error that ends this rank, where no other rank prints it; return the exit code."""
+    """Print an error that ends this rank unless another rank does; return the exit code."""
     from shardwise.training.processes import tell
 
     if "--debug" in sys.argv:
@@ -154,7 +155,7 @@ def _to_text(result: FitResult) -> str:
     ended = {"finished": "done", "callback": "stopped early", "signal": "stopped by a signal"}
     lines = [f"{ended[result.stopped]} at step {result.steps}  {summary(result.metrics)}".rstrip()]
     if result.stopped == "finished" and not result.losses:
-        lines = [f"already done at step {result.steps}: nothing was trained"]
+        lines = [f"already finished at step {result.steps}; nothing to train"]
     if result.checkpoint is not None:
         lines.append(f"checkpoint {result.checkpoint}")
     if result.trace is not None:
@@ -162,7 +163,7 @@ def _to_text(result: FitResult) -> str:
         report = shlex.join(["shardwise", "report", plan, "--trace", trace])
         lines.append(f"trace {trace}: {report}")
     if result.stopped == "signal":
-        lines.append("the same command continues the run")
+        lines.append("run the same command to continue")
     return "\n".join(lines)
 
 
@@ -171,22 +172,23 @@ def _to_text(result: FitResult) -> str:
 
 def watch(
     folder: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)
+        Path, typer.Argument(metavar="RUN", help="Folder of the run.", show_default=False)
     ],
     once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
     wait_s: Annotated[
-        float, typer.Option("--wait-s", min=0, help="Seconds to wait for a run to begin.")
+        float, typer.Option("--wait-s", min=0, help="Seconds to wait for the run to begin.")
     ] = 60.0,
-    page: Annotated[bool, typer.Option("--page", help="Serve a local page.")] = False,
+    page: Annotated[bool, typer.Option("--page", help="Serve a page instead of printing.")] = False,
     port: Annotated[
         int, typer.Option("--port", min=0, max=65535, help="Port of the page; 0 picks a free one.")
     ] = 0,
     host: Annotated[
-        str, typer.Option("--host", help="Address of the page; loopback is this machine alone.")
+        str,
+        typer.Option("--host", help="Address of the page; loopback is private to this machine."),
     ] = "127.0.0.1",
     as_json: AsJson = False,
 ) -> None:
-    """Watch a training run: loss, throughput, memory, slow ranks."""
+    """Watch the loss, throughput, memory and slow ranks of a training run."""
     from shardwise.watch.run import Run
 
     try:
@@ -207,17 +209,17 @@ def watch(
 
 
 def _wait_for_run(folder: Path, wait_s: float) -> Path:
-    """Return the folder of the run, once it is there."""
+    """Wait for the run to begin and return its folder."""
     from shardwise.watch.run import find_run
 
     until = time.monotonic() + wait_s
     is_announced = False
     while (run := find_run(folder)) is None:
         if time.monotonic() >= until:
-            what = "has no run" if folder.exists() else "does not exist"
+            problem = "has no run" if folder.exists() else "does not exist"
             after = f" after {wait_s:g} s" if wait_s else ""
             raise WatchError(
-                f"{what}{after}",
+                f"{problem}{after}",
                 where=str(folder),
                 hint="the folder of a run: shardwise train CONFIG.yaml writes runs/CONFIG; "
                 "--wait-s 600 waits longer",
@@ -230,7 +232,7 @@ def _wait_for_run(folder: Path, wait_s: float) -> Path:
 
 
 def _live(run: Run) -> None:
-    """Redraw a panel until the run ends."""
+    """Show a live panel until the run ends."""
     from rich.console import Console
     from rich.live import Live
 
@@ -247,7 +249,7 @@ def _live(run: Run) -> None:
 
 
 def _lines(run: Run) -> None:
-    """Print a line now and then until the run ends."""
+    """Print a line at intervals until the run ends."""
     from shardwise.watch.terminal import line
 
     last_step, last_time = None, -LINE_S
@@ -269,8 +271,8 @@ def _serve(run: Run, host: str, port: int) -> None:
     server = WatchServer(run, host, port)
     if not is_loopback(host):
         typer.echo(
-            f"warning: everybody who can reach {host} port {server.port} can see this run; "
-            "without --host only this machine can",
+            f"warning: anyone who can reach {host} port {server.port} can see this run; "
+            "omit --host to serve only this machine",
             err=True,
         )
     typer.echo(f"{server.url}  (Ctrl-C to stop)")

@@ -1,3 +1,5 @@
+"""`shardwise collective`: results, files and error messages."""
+
 from __future__ import annotations
 
 import json
@@ -7,11 +9,11 @@ import pytest
 import typer
 
 import shardwise as sw
-from shardwise import cli
 from shardwise.cli.collective import parse_bytes, parse_ranks
 from shardwise.cluster import Mesh
 from shardwise.errors import ProgramError
 from shardwise.plans import Plan
+from tests.support import command_line
 
 CLUSTER = """
 version: 2
@@ -25,12 +27,7 @@ network: {latency_us: 50}
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as exit_:
-        cli.main(["collective", *arguments])
-    out, err = capsys.readouterr()
-    code = exit_.value.code
-    assert isinstance(code, int)
-    return code, out, err
+    return command_line.run(capsys, "collective", *arguments)
 
 
 @pytest.fixture
@@ -40,7 +37,7 @@ def cluster(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_solve_says_time_and_bounds_and_writes_the_program(capsys, cluster, tmp_path):
+def test_solve_prints_time_and_bounds_and_writes_the_program(capsys, cluster, tmp_path):
     file = str(tmp_path / "p.json")
     code, out, _ = run(capsys, "solve", cluster, "--op", "all_reduce", "--bytes", "4MB", "-o", file)
     assert code == 0
@@ -57,11 +54,10 @@ def test_solve_says_time_and_bounds_and_writes_the_program(capsys, cluster, tmp_
     assert "rank 3:\n  send" in out
 
 
-def test_solve_in_json(capsys, cluster):
+def test_solve_prints_json(capsys, cluster):
     code, out, _ = run(capsys, "solve", cluster, "--op", "all_gather", "--bytes", "400", "--json")
-    found = json.loads(out)
     assert code == 0
-    assert found["program"]["counts"] == [25, 25, 25, 25]
+    assert json.loads(out)["program"]["counts"] == [25, 25, 25, 25]
 
 
 @pytest.mark.parametrize(
@@ -69,20 +65,20 @@ def test_solve_in_json(capsys, cluster):
     [
         (["--op", "all_reduc"], "did you mean 'all_reduce'"),
         (["--bytes", "64 parsec"], "--bytes"),
-        (["--bytes", "7"], "multiple of the 4 of"),
+        (["--bytes", "7"], "not a multiple of 4"),
         (["--bytes", "1.5"], "is 1.5 bytes"),
         (["--bytes", "99999999999GB"], "is more than 1 EiB"),
-        (["--members", "0-99999999999"], "there is no rank 99999999999"),
+        (["--members", "0-99999999999"], "rank 99999999999 does not exist"),
         (["-o", "/dev/null/p.json"], "cannot write /dev/null/p.json"),
         (["--dtype", "float23"], "--dtype 'float23'"),
         (["--members", "0-9"], "rank 4 is outside a cluster of 4 ranks"),
         (["--members", "a"], "list of ranks"),
-        (["--members", "3-1"], "3-1 is empty, 1-3 is not"),
+        (["--members", "3-1"], "3-1 is empty; use 1-3"),
         (["--members", "1,1"], "ranks [1, 1]"),
         (["--op", "reduce", "--root", "9"], "root 9 is outside"),
     ],
 )
-def test_mistakes_are_named(capsys, cluster, arguments, message):
+def test_wrong_arguments_of_solve_are_reported(capsys, cluster, arguments, message):
     try:
         code, _, err = run(capsys, "solve", cluster, *arguments)
     except typer.BadParameter as error:
@@ -98,7 +94,7 @@ def test_mistakes_are_named(capsys, cluster, arguments, message):
         ("--timeout-s", "-3", "above 0"),
         ("--timeout-s", "nan", "above 0"),
         ("--timeout-s", "inf", "at most 1,000,000"),
-        ("--bytes", "0", "nothing to send"),
+        ("--bytes", "0", "must be positive"),
         ("--bytes", "-4KB", "--bytes"),
         ("--rounds", "0", "--rounds"),
     ],
@@ -110,7 +106,7 @@ def test_wrong_options_of_tune_are_reported_before_the_rendezvous(capsys, option
 
 
 @pytest.mark.parametrize("wrong", [{"num_bytes": 0}, {"rounds": 0}, {"timeout_s": float("nan")}])
-def test_the_verb_refuses_it_too(wrong):
+def test_the_python_function_refuses_wrong_options_too(wrong):
     plan = Plan(name="x", model="x", fingerprint="", mesh=Mesh.of(dp=2), roles={"dp": "batch"})
     with pytest.raises(ProgramError, match=r"rounds and .* s"):
         sw.collectives.tune(plan, **wrong)
@@ -144,7 +140,7 @@ HOST = "devices: {cpu: 1}, nic: {bandwidth_gbit_per_s: 1}"
         ),
     ],
 )
-def test_wrong_links_are_told(capsys, tmp_path, text, message):
+def test_wrong_links_are_reported(capsys, tmp_path, text, message):
     path = tmp_path / "cluster.yaml"
     path.write_text(NODES + text)
     code, _, err = run(capsys, "solve", str(path))
@@ -158,11 +154,11 @@ def test_wrong_links_are_told(capsys, tmp_path, text, message):
     ("arguments", "message"),
     [
         (["--members", "2"], "at least 2 ranks, got 1"),
-        (["--bytes", "16MB,8"], "less than one float32 for each rank"),
+        (["--bytes", "16MB,8"], "less than one float32 per rank"),
         (["--rounds", "0"], "--rounds"),
     ],
 )
-def test_what_cannot_be_timed_is_told(capsys, cluster, arguments, message):
+def test_wrong_arguments_of_bench_are_reported(capsys, cluster, arguments, message):
     try:
         code, _, err = run(capsys, "bench", cluster, *arguments)
     except typer.BadParameter as error:
@@ -171,7 +167,7 @@ def test_what_cannot_be_timed_is_told(capsys, cluster, arguments, message):
     assert message in err
 
 
-def test_a_wrong_program_is_refused_however_it_is_shown(capsys, cluster, tmp_path):
+def test_an_invalid_program_is_refused_in_every_format(capsys, cluster, tmp_path):
     file, picture = tmp_path / "p.json", tmp_path / "p.svg"
     assert run(capsys, "solve", cluster, "--bytes", "4KB", "-o", str(file))[0] == 0
     data = json.loads(file.read_text())
@@ -192,7 +188,7 @@ def test_lines_fit_a_narrow_terminal(capsys, cluster, monkeypatch):
         assert max(map(len, out.splitlines())) <= 50
 
 
-def test_sizes_and_ranks():
+def test_sizes_and_ranks_are_parsed():
     assert parse_bytes("0.000001TB") == 1_000_000
     assert parse_bytes("64MB") == 64_000_000
     assert parse_bytes("16 MiB") == 2**24

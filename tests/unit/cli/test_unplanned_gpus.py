@@ -1,4 +1,4 @@
-"""`shardwise tune` hides GPUs while it plans for CPUs, and only then."""
+"""`shardwise tune` hides GPUs if it plans for CPUs."""
 
 from __future__ import annotations
 

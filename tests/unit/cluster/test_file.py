@@ -278,7 +278,7 @@ QUICK = ("devices", "quick")
         (edit("network", "switches", 1, oversubscription=2), "exclude each other", "switches[1]"),
         ("a: {", "not plain YAML", "c.yaml:"),
         ("", "the file is empty", "c.yaml"),
-        ("version: 2\nname: a\nname: b\n", "field 'name' is given twice", "c.yaml:3"),
+        ("version: 2\nname: a\nname: b\n", "duplicate field 'name'", "c.yaml:3"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_place(text: str, message: str, place: str) -> None:

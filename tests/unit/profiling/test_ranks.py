@@ -30,7 +30,7 @@ def test_ranks_that_take_too_long_are_named(monkeypatch: pytest.MonkeyPatch) -> 
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", remember)
-    with pytest.raises(RankError, match=r"ranks \[0, 1\] of 2 gave no result within 0.01 s"):
+    with pytest.raises(RankError, match=r"ranks \[0, 1\] of 2 returned no result within 0.01 s"):
         run_workers(WORKER, [JOB, JOB | {"rank": 1}], 0.01)
     assert [process.poll() is not None for process in started] == [True, True]
 

@@ -67,7 +67,7 @@ def test_objects_stand_where_names_may(tmp_path: Path) -> None:
         (GOOD + "num_microbatches: 0\n", "0, must be", "(num_microbatches)"),
         (GOOD + "seed: true\n", "True", "(seed)"),
         (GOOD + "nonfinite: stp\n", "did you mean 'stop'?", "(nonfinite)"),
-        (GOOD + "steps: 3\n", "'steps' is given twice", ":7"),
+        (GOOD + "steps: 3\n", "duplicate field 'steps'", ":7"),
         (GOOD.replace("batch_size", "batchsize"), "did you mean 'batch_size'?", "data.batchsize"),
         (GOOD.replace("args: {lr: 1e-2}", "lr: 1e-2"), "'lr'", "optimizer.args.lr"),
         (
