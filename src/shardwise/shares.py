@@ -1,76 +1,80 @@
-"""How the ranks along a mesh axis share what is cut over it: evenly, or by weights.
+"""Split a size over the ranks of a mesh axis, evenly or by weights.
 
-Enters: the number of ranks, or their weights. Leaves: the number as an `int`, of which `Shares` is
-one that remembers unequal weights, and the `part` of each rank. The compiler and the runtime both
-take sizes of mesh axes to `part`, so that neither asks which of the two it is.
+The size of a mesh axis is a plain number of ranks that take equal parts, or `Shares` for ranks that
+take unequal ones. Compiler and runtime pass either to `part`, which handles both.
 
-An even cut is that of `numpy.array_split`: sizes differ by at most one, the larger ones first. By
-weights, part i ends at the whole number nearest to `size` times its share of all weights up to i:
-no boundary is off by more than one half. A part may be empty in either.
+An even split is that of `numpy.array_split`: sizes differ by at most one, the larger ones first. By
+weights, part i ends at the integer nearest to `size` times the sum of the first i + 1 weights over
+the sum of all: no boundary is off by more than one half. In both cases a part may be empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from itertools import product as combinations
 from math import gcd, prod
-from typing import Any
+from typing import Any, TypeAlias
 
 from shardwise.errors import ClusterError
 
-__all__ = ["Shares", "axes_of", "grain", "lengths", "part", "product", "written"]
+__all__ = [
+    "AxisSize",
+    "Shares",
+    "axes_of",
+    "grain",
+    "lengths",
+    "num_ranks",
+    "part",
+    "product",
+    "written",
+]
 
 
-class Shares(int):
-    """The number of ranks along a mesh axis that take unequal shares.
+@dataclass(frozen=True, slots=True, init=False)
+class Shares:
+    """The weights by which the ranks along a mesh axis share whatever is split over it.
 
-    It counts as that number, but equals only the same shares. Weights have no common divisor.
+    Weights are divided by their greatest common divisor, so that equal splits compare equal.
 
-    >>> two = Shares(4, 2)
-    >>> two, str(two), two + 1, two == 2, [part(7, two, i) for i in range(two)]
-    (Shares(2, 1), '2:1', 3, False, [(0, 5), (5, 2)])
+    >>> shares = Shares(4, 2)
+    >>> shares, str(shares), len(shares), [part(7, shares, i) for i in range(2)]
+    (Shares(2, 1), '2:1', 2, [(0, 5), (5, 2)])
     """
 
     weights: tuple[int, ...]
-    ends: tuple[int, ...]  # the sum of the weights before each rank, and of all
+    ends: tuple[int, ...] = field(compare=False)  # sums of the weights before each rank, and of all
 
-    def __new__(cls, *weights: int) -> Shares:
-        whole = all(isinstance(w, int) and not isinstance(w, bool) for w in weights)
-        if not whole or min(weights, default=0) < 0 or not any(weights):
+    def __init__(self, *weights: int) -> None:
+        integers = all(isinstance(w, int) and not isinstance(w, bool) for w in weights)
+        if not integers or min(weights, default=0) < 0 or not any(weights):
             raise ClusterError(
-                f"shares {list(weights)}, they need whole numbers of at least 0, not all of them 0",
-                hint="[2, 1]: two ranks, of which the first takes two thirds",
+                f"shares {list(weights)}, which must be integers of at least 0 and not all 0",
+                hint="[2, 1] for two ranks, of which the first takes two thirds",
             )
-        made = super().__new__(cls, len(weights))
-        made.weights = tuple(int(w) // gcd(*weights) for w in weights)
-        made.ends = tuple(accumulate(made.weights, initial=0))
-        return made
+        divisor = gcd(*weights)
+        object.__setattr__(self, "weights", tuple(w // divisor for w in weights))
+        object.__setattr__(self, "ends", tuple(accumulate(self.weights, initial=0)))
 
     @staticmethod
-    def of(weights: Sequence[int]) -> int:
-        """Shares with these weights; a plain number of ranks if all are the same.
+    def of(weights: Sequence[int]) -> AxisSize:
+        """Return shares with these weights, or the number of ranks if all weights are equal.
 
         >>> Shares.of([3, 3]), Shares.of([3, 1])
         (2, Shares(3, 1))
         """
         shares = Shares(*weights)
-        return shares if len(set(shares.weights)) > 1 else int(shares)
+        return shares if len(set(shares.weights)) > 1 else len(shares)
 
-    def end(self, size: int, index: int) -> int:
-        """Where the parts before `index` end."""
+    def start(self, size: int, index: int) -> int:
+        """Return where part `index` of `size` elements starts."""
         total = self.ends[-1]
         return (2 * size * self.ends[index] + total) // (2 * total)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Shares) and self.weights == other.weights
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash(self.weights)
+    def __len__(self) -> int:
+        return len(self.weights)
 
     def __repr__(self) -> str:
         return f"Shares({', '.join(map(str, self.weights))})"
@@ -78,89 +82,94 @@ class Shares(int):
     def __str__(self) -> str:
         return ":".join(map(str, self.weights))
 
-    def __getnewargs__(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self.weights
+
+AxisSize: TypeAlias = int | Shares
+
+
+def num_ranks(axis: AxisSize) -> int:
+    """Return the number of ranks along a mesh axis of this size.
+
+    >>> num_ranks(4), num_ranks(Shares(2, 1))
+    (4, 2)
+    """
+    return len(axis) if isinstance(axis, Shares) else axis
 
 
 @lru_cache(maxsize=1 << 16)
-def part(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and length of part `index` of `parts`, which may be `Shares`.
+def part(size: int, axis: AxisSize, index: int) -> tuple[int, int]:
+    """Return start and length of the part of rank `index` along an axis.
 
     >>> [part(7, 3, i) for i in range(3)], part(4, 5, 4), part(8, Shares(3, 1), 1)
     ([(0, 3), (3, 2), (5, 2)], (4, 0), (6, 2))
     """
-    if isinstance(parts, Shares):
-        start = parts.end(size, index)
-        return start, parts.end(size, index + 1) - start
-    small, extra = divmod(size, parts)
+    if isinstance(axis, Shares):
+        start = axis.start(size, index)
+        return start, axis.start(size, index + 1) - start
+    small, extra = divmod(size, axis)
     return index * small + min(index, extra), small + (index < extra)
 
 
-def lengths(size: int, parts: int) -> set[int]:
-    """The different lengths that parts have.
+def lengths(size: int, axis: AxisSize) -> set[int]:
+    """Return the distinct lengths of the parts.
 
     >>> sorted(lengths(7, 3)), sorted(lengths(8, Shares(5, 2, 1)))
     ([2, 3], [1, 2, 5])
     """
-    if isinstance(parts, Shares):
-        return {
-            stop - start for start, stop in pairwise(parts.end(size, i) for i in range(parts + 1))
-        }
-    return {part(size, parts, i)[1] for i in (0, parts - 1)}
+    if isinstance(axis, Shares):
+        starts = [axis.start(size, i) for i in range(len(axis) + 1)]
+        return {stop - start for start, stop in pairwise(starts)}
+    return {part(size, axis, i)[1] for i in (0, axis - 1)}
 
 
-def grain(parts: int) -> int:
-    """A multiple of this is cut exactly, and so are its parts by another axis' grain.
+def grain(axis: AxisSize) -> int:
+    """Return the smallest size that an axis splits exactly.
+
+    A multiple of the grains of several axes is also split exactly if the axes are nested.
 
     >>> grain(4), grain(Shares(2, 1))
     (4, 3)
     """
-    return parts.ends[-1] if isinstance(parts, Shares) else parts
+    return axis.ends[-1] if isinstance(axis, Shares) else axis
 
 
-def product(several: Iterable[int]) -> int:
-    """Mesh axes taken as one, the last one fastest.
+def product(axes: Iterable[AxisSize]) -> AxisSize:
+    """Return the size of several mesh axes combined into one, the last one fastest.
 
     >>> product([2, 3]), product([2, Shares(3, 1)])
     (6, Shares(3, 1, 3, 1))
     """
-    sizes = list(several)
-    if not any(isinstance(size, Shares) for size in sizes):
-        return prod(sizes)
-    weights = [size.weights if isinstance(size, Shares) else (1,) * size for size in sizes]
+    weights = [axis.weights if isinstance(axis, Shares) else (1,) * axis for axis in axes]
     return Shares.of([prod(chosen) for chosen in combinations(*weights)])
 
 
-def axes_of(axes: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, int]:
-    """Mesh axes as a person wrote them, each with a number of ranks or a list of their weights.
+def axes_of(axes: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, AxisSize]:
+    """Return mesh axes from numbers of ranks or lists of weights, as users write them.
 
     >>> axes_of({"dp": (2, 1), "tp": [1, 1]})
     {'dp': Shares(2, 1), 'tp': 2}
     """
-    return {name: _extent(name, given) for name, given in dict(axes).items()}
+    return {name: _axis_size(name, size) for name, size in dict(axes).items()}
 
 
-def _extent(name: str, given: Any) -> int:
+def _axis_size(name: str, size: Any) -> AxisSize:
     try:
-        if isinstance(given, Shares):
-            return Shares.of(given.weights)
-        if isinstance(given, tuple | list):
-            return Shares.of(given)
+        if isinstance(size, Shares | tuple | list):
+            return Shares.of(size.weights if isinstance(size, Shares) else size)
     except ClusterError as error:
         raise ClusterError(f"mesh axis {name} has {error.message}", hint=error.hint) from None
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ClusterError(
-            f"mesh axis {name} has size {given!r}, needs a whole number of at least 1, or the "
+            f"mesh axis {name} has size {size!r}, which must be an integer of at least 1 or the "
             "shares of its ranks",
             hint=f"{name}=1, or {name}=(2, 1) for two thirds and one third",
         )
-    return given
+    return size
 
 
-def written(parts: int) -> int | list[int]:
-    """The inverse of `axes_of` for one axis: what plans and generated files say.
+def written(axis: AxisSize) -> int | list[int]:
+    """Return the size of an axis as plans and generated files write it, readable by `axes_of`.
 
     >>> written(2), written(Shares(2, 1))
     (2, [2, 1])
     """
-    return list(parts.weights) if isinstance(parts, Shares) else parts
+    return list(axis.weights) if isinstance(axis, Shares) else axis

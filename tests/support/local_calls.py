@@ -34,6 +34,7 @@ from shardwise.sharding.rule import (
     NodeRule,
     replace_arguments,
 )
+from shardwise.shares import AxisSize, num_ranks
 
 Coords = tuple[int, ...]
 Runner = Callable[..., Any]
@@ -57,7 +58,7 @@ class Dense:
 class Arrangement:
     """A candidate for each axis of a mesh."""
 
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, AxisSize]
     chosen: Mapping[str, Candidate]
 
     def layout(self, kind: str, index: int) -> Layout:
@@ -65,7 +66,7 @@ class Arrangement:
 
     @property
     def places(self) -> list[Coords]:
-        return list(itertools.product(*(range(n) for n in self.sizes.values())))
+        return list(itertools.product(*(range(num_ranks(n)) for n in self.sizes.values())))
 
     def __str__(self) -> str:
         return ", ".join(f"{a}={self.sizes[a]}: {c.choice}" for a, c in self.chosen.items())

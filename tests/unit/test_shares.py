@@ -1,4 +1,4 @@
-"""Unequal shares of a mesh axis: every rank's part, and no element is lost."""
+"""Even and weighted splits of a mesh axis cover every element exactly once."""
 
 from __future__ import annotations
 
@@ -14,67 +14,65 @@ from hypothesis import strategies as st
 
 from shardwise import shares as sh
 from shardwise.errors import ClusterError
-from shardwise.shares import Shares, part
+from shardwise.shares import AxisSize, Shares, num_ranks, part
 
 weights = st.lists(st.integers(0, 60), min_size=1, max_size=6).filter(any)
-extents = st.one_of(st.integers(1, 6), weights.map(Shares.of))
+axis_sizes = st.one_of(st.integers(1, 6), weights.map(Shares.of))
 
 
-@given(st.integers(0, 500), extents)
-def test_parts_are_contiguous_and_cover_the_size(size: int, parts: int) -> None:
-    ends = [part(size, parts, i) for i in range(parts)]
-    assert ends[0][0] == 0
-    assert sum(ends[-1]) == size
-    assert all(sum(a) == b[0] for a, b in pairwise(ends))
-    assert all(length >= 0 for _, length in ends)
-    assert sh.lengths(size, parts) == {length for _, length in ends}
+@given(st.integers(0, 500), axis_sizes)
+def test_parts_are_consecutive_and_complete(size: int, axis: AxisSize) -> None:
+    parts = [part(size, axis, i) for i in range(num_ranks(axis))]
+    assert parts[0][0] == 0
+    assert sum(parts[-1]) == size
+    assert all(sum(a) == b[0] for a, b in pairwise(parts))
+    assert all(length >= 0 for _, length in parts)
+    assert sh.lengths(size, axis) == {length for _, length in parts}
 
 
 @given(st.integers(0, 500), weights)
-def test_boundaries_are_within_one_half_of_the_exact_share(size: int, shares: list[int]) -> None:
-    assume(len(set(shares)) > 1)
-    parts = Shares(*shares)
-    for index, before in enumerate(accumulate(shares[:-1], initial=0)):
-        exact = Fraction(size * before, sum(shares))
-        assert abs(part(size, parts, index)[0] - exact) <= Fraction(1, 2)
-    if size % sh.grain(parts) == 0:
-        assert [part(size, parts, i)[1] * sum(shares) for i in range(parts)] == [
-            size * weight for weight in shares
-        ]
+def test_boundaries_are_off_by_at_most_one_half(size: int, numbers: list[int]) -> None:
+    assume(len(set(numbers)) > 1)
+    shares = Shares(*numbers)
+    for index, before in enumerate(accumulate(numbers[:-1], initial=0)):
+        exact = Fraction(size * before, sum(numbers))
+        assert abs(part(size, shares, index)[0] - exact) <= Fraction(1, 2)
+    if size % sh.grain(shares) == 0:
+        lengths = [part(size, shares, i)[1] for i in range(len(shares))]
+        assert [length * sum(numbers) for length in lengths] == [size * w for w in numbers]
 
 
-@given(st.lists(extents, min_size=1, max_size=3), st.integers(0, 3))
-def test_a_product_of_axes_splits_like_nested_axes(axes: list[int], times: int) -> None:
-    """Sizes are multiples of all grains."""
+@given(st.lists(axis_sizes, min_size=1, max_size=3), st.integers(0, 3))
+def test_combined_axes_split_like_nested_axes(axes: list[AxisSize], times: int) -> None:
+    """This holds for sizes that are multiples of all grains."""
     size = times
     for axis in axes:
         size *= sh.grain(axis)
-    joined = sh.product(axes)
-    for index, place in enumerate(product(*(range(axis) for axis in axes))):
+    combined = sh.product(axes)
+    for index, place in enumerate(product(*(range(num_ranks(axis)) for axis in axes))):
         start, length = 0, size
         for axis, at in zip(axes, place, strict=True):
             offset, length = part(length, axis, at)
             start += offset
-        assert part(size, joined, index) == (start, length)
+        assert part(size, combined, index) == (start, length)
 
 
-def test_shares_behave_like_counts_but_equal_only_themselves() -> None:
-    two = Shares(2, 1)
-    assert (two + 1, list(range(two)), two > 1, [0] * two) == (3, [0, 1], True, [0, 0])
-    assert two == Shares(4, 2)
-    assert hash(two) == hash(Shares(4, 2))
-    assert two not in (2, Shares(1, 2))
-    assert two != 2
-    assert [part(6, 2, 0), part(6, two, 0)] == [(0, 3), (0, 4)]  # caches distinguish them
-    assert [str(two), repr(two), f"dp={two}"] == ["2:1", "Shares(2, 1)", "dp=2:1"]
-    assert pickle.loads(pickle.dumps(two)) == copy.deepcopy(two) == two
+def test_shares_are_values_of_their_own() -> None:
+    shares = Shares(2, 1)
+    assert (len(shares), num_ranks(shares), num_ranks(2)) == (2, 2, 2)
+    assert shares == Shares(4, 2)
+    assert hash(shares) == hash(Shares(4, 2))
+    assert shares not in (2, Shares(1, 2))
+    assert not isinstance(shares, int)
+    assert [part(6, 2, 0), part(6, shares, 0)] == [(0, 3), (0, 4)]  # the cache separates them
+    assert [str(shares), repr(shares), f"dp={shares}"] == ["2:1", "Shares(2, 1)", "dp=2:1"]
+    assert pickle.loads(pickle.dumps(shares)) == copy.deepcopy(shares) == shares
 
 
 @given(st.integers(1, 9), st.integers(1, 10**12))
-def test_equal_weights_become_a_plain_count(ranks: int, weight: int) -> None:
-    shares = Shares.of([weight] * ranks)
-    assert type(shares) is int
-    assert shares == ranks
+def test_equal_weights_become_a_number_of_ranks(ranks: int, weight: int) -> None:
+    axis = Shares.of([weight] * ranks)
+    assert (type(axis), axis) == (int, ranks)
 
 
 def test_large_weights_are_exact() -> None:
@@ -83,14 +81,14 @@ def test_large_weights_are_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    "shares", [[], [0, 0], [2, -1], [1.5, 1], ["2", "1"], [True, 1], None, "2:1", {"a": 1}, 2.0]
+    "size", [[], [0, 0], [2, -1], [1.5, 1], ["2", "1"], [True, 1], None, "2:1", {"a": 1}, 2.0]
 )
-def test_invalid_shares_are_refused(shares: Any) -> None:
-    with pytest.raises(ClusterError, match=r"mesh axis dp has .*need.*\n  try: "):
-        sh.axes_of({"dp": shares})
+def test_invalid_axis_sizes_are_rejected(size: Any) -> None:
+    with pytest.raises(ClusterError, match=r"mesh axis dp has .*must be.*\n  try: "):
+        sh.axes_of({"dp": size})
 
 
-@given(extents)
-def test_written_shares_are_read_back(parts: int) -> None:
-    again = sh.axes_of({"dp": sh.written(parts)})["dp"]
-    assert (type(again), again) == (type(parts), parts)
+@given(axis_sizes)
+def test_written_sizes_are_read_back(axis: AxisSize) -> None:
+    again = sh.axes_of({"dp": sh.written(axis)})["dp"]
+    assert (type(again), again) == (type(axis), axis)

@@ -28,6 +28,7 @@ from shardwise.runtime.loader import LoadedModule, LoadedPipeline
 from shardwise.runtime.step import ModuleStep, PipelineStep
 from shardwise.sharding.factors import gradient_carriers
 from shardwise.sharding.placements import Shard, format_placement
+from shardwise.shares import AxisSize
 
 MakePlan = Callable[[Graph], Plan]
 Plans = Plan | Mapping[str, Plan] | MakePlan
@@ -274,14 +275,14 @@ def _layouts(program: Program | PipelineProgram, plan: Plan) -> dict[str, dict[s
 
 
 def stored_specs(
-    specs: Sequence[rt.ParameterSpec], plan: Plan, axes: Mapping[str, int]
+    specs: Sequence[rt.ParameterSpec], plan: Plan, axes: Mapping[str, AxisSize]
 ) -> list[rt.ParameterSpec]:
     """Return how parameters are stored for all programs, given the specs of the first.
 
     A parameter that the first batch does not use, or uses equally on every rank (one row), is still
     partitioned over the batch axes if the plan says so.
     """
-    batch = tuple(a for a, size in axes.items() if size > 1 and plan.roles.get(a) == "batch")
+    batch = tuple(a for a, size in axes.items() if size != 1 and plan.roles.get(a) == "batch")
     stored = []
     for spec in specs:
         zero = plan.entry(spec.name).zero or 0

@@ -360,7 +360,7 @@ class ParallelState:
 
     def whole(self, name: str, tensor: Tensor) -> Held:
         entry = self.store.entry(name)
-        cut = {split.axis for split in entry.spec.splits if self.mesh.axes[split.axis] > 1}
+        cut = {split.axis for split in entry.spec.splits if self.mesh.axes[split.axis] != 1}
         if cut or entry.group is not None:
             raise CheckpointError(
                 f"state of shape {tuple(tensor.shape)} for {name}, of which this rank has only "

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from shardwise.errors import ClusterError, did_you_mean
-from shardwise.shares import axes_of, written
+from shardwise.shares import AxisSize, axes_of, num_ranks, written
 
 MAX_AXES = 16
 MAX_RANKS = 1 << 22  # counts micro-batches as well, which are an axis, too
@@ -37,7 +37,7 @@ class Mesh:
     Mesh(dp=2:1, tp=2)
     """
 
-    axes: tuple[tuple[str, int], ...] = ()
+    axes: tuple[tuple[str, AxisSize], ...] = ()
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -67,7 +67,7 @@ class Mesh:
     @property
     def shape(self) -> tuple[int, ...]:
         """The numbers of ranks along the axes."""
-        return tuple(int(size) for _, size in self.axes)
+        return tuple(num_ranks(size) for _, size in self.axes)
 
     @property
     def size(self) -> int:
@@ -77,14 +77,14 @@ class Mesh:
     def axis_size(self, name: str) -> int:
         """Return the number of ranks along the axis `name`."""
         self._check_known([name])
-        return int(dict(self.axes)[name])
+        return num_ranks(dict(self.axes)[name])
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return the index of `rank` along each axis."""
         if not 0 <= rank < self.size:
             raise ClusterError(f"rank {rank} is outside {self} with {self.size} ranks")
         indices: dict[str, int] = {}
-        for name, size in reversed(self.axes):
+        for name, size in zip(reversed(self.names), reversed(self.shape), strict=True):
             rank, indices[name] = divmod(rank, size)
         return {name: indices[name] for name in self.names}
 
@@ -92,7 +92,7 @@ class Mesh:
         """Return the rank at `coordinate`, which names every axis."""
         self._check_known(coordinate)
         rank = 0
-        for name, size in self.axes:
+        for name, size in zip(self.names, self.shape, strict=True):
             if name not in coordinate:
                 raise ClusterError(f"coordinate {dict(coordinate)} has no axis {name} of {self}")
             index = coordinate[name]
@@ -118,7 +118,7 @@ class Mesh:
         )
 
     def _coordinates(self, names: tuple[str, ...]) -> list[dict[str, int]]:
-        sizes = dict(self.axes)
+        sizes = dict(zip(self.names, self.shape, strict=True))
         ranges = (range(sizes[name]) for name in names)
         return [dict(zip(names, indices, strict=True)) for indices in itertools.product(*ranges)]
 

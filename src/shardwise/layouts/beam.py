@@ -40,6 +40,7 @@ from shardwise.sharding.placements import (
     Replicate,
     Shard,
 )
+from shardwise.shares import AxisSize, num_ranks
 
 FULL_INPUT = 1e7  # a batch axis uses the shard of an input that it loads, wherever it can
 RIVALS = 6  # the number of cheaper states with which a state is compared
@@ -202,7 +203,7 @@ class Search:
         cost = effort
         if isinstance(candidate.choice, ShardAxis):
             cost = (
-                effort / task.ranks
+                effort / num_ranks(task.ranks)
                 + rule.axes[candidate.choice.axis].num_collectives * PER_TRANSFER
             )
             cost += self._irregular(node) if task.shard_parameters else 0.0
@@ -266,7 +267,7 @@ class Search:
 
     def _storing(self, name: str, placement: Placement) -> float:
         value = self.graph.values[name]
-        share = 1 / self.task.ranks if isinstance(placement, Shard) else 1.0
+        share = 1 / num_ranks(self.task.ranks) if isinstance(placement, Shard) else 1.0
         matrix = sum(size > 1 for size in value.shape) > 1
         weight = self.task.weight if matrix and self.task.shard_parameters else 1.0
         return value.numel * share * weight
@@ -300,7 +301,7 @@ class Search:
 
 
 def _made_price(
-    value: TensorType, current: Placement, needed: Placement, ranks: int, grad: bool
+    value: TensorType, current: Placement, needed: Placement, ranks: AxisSize, grad: bool
 ) -> float:
     """Return the cost of converting a value that every rank can compute.
 

@@ -243,7 +243,7 @@ class _Builder:
                 continue
             kinds: list[tuple[Placement, ...]] = []
             for axis, p in zip(self.task.axes, stored, strict=True):
-                differs = isinstance(p, Replicate) and axis.ranks > 1
+                differs = isinstance(p, Replicate) and axis.ranks != 1
                 kinds.append((p, PARTIAL_GRAD) if differs and self.pure.may_differ(value) else (p,))
             storages |= dict.fromkeys(product(*kinds))
         return tuple(storages)
@@ -316,7 +316,7 @@ class _Builder:
         return frozenset(
             i
             for i, p in enumerate(holding[0])
-            if p == REPLICATE and self.task.axes[i].ranks > 1 and (stored or i in holding[1])
+            if p == REPLICATE and self.task.axes[i].ranks != 1 and (stored or i in holding[1])
         )
 
     def _fill(self, multi_use: MultiUse, holdings: list[Holding], needs: list[Need]) -> None:

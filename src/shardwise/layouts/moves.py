@@ -38,6 +38,7 @@ from shardwise.sharding.placements import (
     same_shards,
 )
 from shardwise.sharding.rule import Call, NodeRule, Part
+from shardwise.shares import AxisSize, num_ranks
 
 PER_BYTE = 8.0
 PER_TRANSFER = 2_000.0
@@ -54,7 +55,7 @@ def kind(placement: Placement) -> str:
     return "S" if isinstance(placement, Shard) else "P"
 
 
-def same_placement(a: Placement, b: Placement, ranks: int) -> bool:
+def same_placement(a: Placement, b: Placement, ranks: AxisSize) -> bool:
     """Return whether placements are equal, or shards that give every rank the same elements."""
     if isinstance(a, Shard) and isinstance(b, Shard):
         return a.dim == b.dim and same_pattern(a.of, b.of, ranks)
@@ -65,7 +66,7 @@ def move_cost(
     value: TensorType,
     current: Placement,
     needed: Placement,
-    ranks: int,
+    ranks: AxisSize,
     carries_grad: bool,
     *,
     per_byte: float = PER_BYTE,
@@ -85,7 +86,8 @@ def move_cost(
         # Padding sends nothing, but the sum that must follow costs as much as a gather.
         forward, backward = 1.0, 1.0
     units = forward + (backward if carries_grad else 0)
-    share = (ranks - 1) / ranks
+    count = num_ranks(ranks)
+    share = (count - 1) / count
     transfers = (forward > 0) + (backward > 0 and carries_grad)
     waste = PER_SLICE if isinstance(needed, Shard) and isinstance(current, Replicate) else 1.0
     return units * value.num_bytes * share * per_byte + transfers * per_transfer + waste
@@ -135,7 +137,7 @@ class Move:
 
 
 def plan_moves(
-    current: Layout, needed: Layout, sizes: Mapping[str, int], carries_grad: bool
+    current: Layout, needed: Layout, sizes: Mapping[str, AxisSize], carries_grad: bool
 ) -> tuple[Move, ...]:
     """Return the moves from one layout to another."""
     if current == needed:
@@ -204,7 +206,7 @@ def _relax(current: Layout, needed: Layout, carries_grad: bool) -> Layout:
     return Layout(tuple(axes))
 
 
-def _align(current: Layout, needed: Layout, sizes: Mapping[str, int]) -> tuple[Layout, Layout]:
+def _align(current: Layout, needed: Layout, sizes: Mapping[str, AxisSize]) -> tuple[Layout, Layout]:
     """Return the layouts with equal patterns for shards that give every rank the same elements.
 
     If a single axis of two ranks shards a dim, `[2]x16` and `[32]` are the same. With another axis
@@ -252,11 +254,11 @@ def _shares(a: Shard, b: Shard) -> bool:
     return a.dim == b.dim and any(x == y for x, y in zip(a.of, b.of, strict=False))
 
 
-def _only_shard(current: Layout, needed: Layout, axis: str, sizes: Mapping[str, int]) -> bool:
+def _only_shard(current: Layout, needed: Layout, axis: str, sizes: Mapping[str, AxisSize]) -> bool:
     """Return whether no other axis of several ranks shards the dims before and after."""
     dims = {p.dim for p in (current[axis], needed[axis]) if isinstance(p, Shard)}
     return not any(
-        isinstance(p, Shard) and p.dim in dims and name != axis and sizes[name] > 1
+        isinstance(p, Shard) and p.dim in dims and name != axis and sizes[name] != 1
         for layout in (current, needed)
         for name, p in layout.axes
     )

@@ -303,7 +303,7 @@ class Options:
         """Return an option for each combination of kinds."""
         same = self.pure.kinds(node)
         kinds = [
-            same if isinstance(c.choice, Same) and axis.ranks > 1 else [PLAIN]
+            same if isinstance(c.choice, Same) and axis.ranks != 1 else [PLAIN]
             for c, axis in zip(row, self.task.axes, strict=True)
         ]
         return [self._option(node, row, chosen) for chosen in product(*kinds)]

@@ -26,7 +26,7 @@ from shardwise.sharding.placements import (
     compatible,
     format_placement,
 )
-from shardwise.shares import grain
+from shardwise.shares import AxisSize, grain, num_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Task:
     """
 
     axis: str
-    ranks: int
+    ranks: AxisSize
     parameters: Mapping[str, Placement] = field(default_factory=dict)
     shard_parameters: bool = False
     inputs: Mapping[str, Placement] | None = None
@@ -54,7 +54,7 @@ class Assignment:
     """The choice of every node and the storage of every parameter on one mesh axis."""
 
     axis: str
-    ranks: int
+    ranks: AxisSize
     nodes: Mapping[str, Candidate]
     parameters: Mapping[str, Placement]
     cost: float
@@ -105,7 +105,7 @@ class LayoutAxis:
     """
 
     name: str
-    ranks: int
+    ranks: AxisSize
     role: str = "parameters"
     inputs: Mapping[str, Placement] | None = None
 
@@ -154,7 +154,7 @@ class LayoutTask:
         return tuple(axis.name for axis in self.axes)
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, AxisSize]:
         return {axis.name: axis.ranks for axis in self.axes}
 
 
@@ -296,15 +296,17 @@ def _no_such_choice(node: Node, facts: Facts, axis: str, text: str) -> PlanError
     )
 
 
-def splits_heads(node: Node, facts: Facts, choice: ShardAxis, ranks: int) -> bool:
+def splits_heads(node: Node, facts: Facts, choice: ShardAxis, ranks: AxisSize) -> bool:
     """Return whether the innermost factor is sharded although an outer one is large enough."""
     structure = facts.structures[node.name][choice.axis]
     if len(structure) != 1 or len(structure[0]) < 2 or choice.pattern[0][2] != 1:
         return False
-    return any(size >= ranks for size in structure[0][:-1])
+    return any(size >= num_ranks(ranks) for size in structure[0][:-1])
 
 
-def nest(node: Node, facts: Facts, a: Candidate, a_ranks: int, b: Candidate, b_ranks: int) -> bool:
+def nest(
+    node: Node, facts: Facts, a: Candidate, a_ranks: AxisSize, b: Candidate, b_ranks: AxisSize
+) -> bool:
     """Return whether a node may use two candidates on two mesh axes of these sizes."""
     if isinstance(a.choice, ShardAxis) and isinstance(b.choice, ShardAxis):
         axis = facts.rules[node.name].axes[a.choice.axis]

@@ -360,7 +360,7 @@ class CallPrices:
         sync = tuple(
             a
             for a, p in layout.axes
-            if isinstance(p, Replicate) and p.partial_grad and self.sizes[a] > 1
+            if isinstance(p, Replicate) and p.partial_grad and self.sizes[a] != 1
         )
         size = self._bytes(entry.value, layout)
         if not entry.requires_grad:

@@ -21,6 +21,7 @@ from shardwise.planner.search import Candidate, Search, SearchOutcome
 from shardwise.planner.search_space import UserOptions
 from shardwise.planner.step_details import SimulatedStep
 from shardwise.plans.search_result import WhatIf
+from shardwise.shares import Shares
 from shardwise.simulation.costs import ExecutionConfig, Group
 from shardwise.simulation.estimate import Estimate, Evaluator
 from shardwise.simulation.memory import peak_of
@@ -229,7 +230,7 @@ def _scaled(
     if cluster is None or scaled is None:
         return row
     execution, workloads = scaled
-    dp = int(max(dict(group.mesh.axes)[BATCH_AXIS] for group in execution.groups))
+    dp = max(group.mesh.axis_size(BATCH_AXIS) for group in execution.groups)
     count, rows = execution.num_microbatches, step.estimate.rows
     if dp * count > rows:
         few = f"{rows} rows are too few for dp={dp} x {count} micro-batches"
@@ -407,8 +408,7 @@ def _scale_data_parallel(
 
 def _scale_mesh(mesh: Mesh, factor: Fraction) -> Mesh | None:
     size = dict(mesh.axes).get(BATCH_AXIS, 1)
-    wanted = int(size) * factor
-    if wanted.denominator != 1 or getattr(size, "weights", None):
+    if isinstance(size, Shares) or (size * factor).denominator != 1:
         return None
     others = tuple((axis, n) for axis, n in mesh.axes if axis != BATCH_AXIS)
-    return Mesh(axes=((BATCH_AXIS, int(wanted)), *others))
+    return Mesh(axes=((BATCH_AXIS, int(size * factor)), *others))

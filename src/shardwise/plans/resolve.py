@@ -22,6 +22,7 @@ from shardwise.sharding.placements import (
     Shard,
     parse_placement,
 )
+from shardwise.shares import AxisSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,7 @@ def resolve_part(
     return Resolved(graph=graph, plan=plan, facts=facts, assignments=done, timed=timed)
 
 
-def axis_task(graph: Graph, plan: Plan, axis: str, ranks: int) -> Task:
+def axis_task(graph: Graph, plan: Plan, axis: str, ranks: AxisSize) -> Task:
     """Return the layout problem of one mesh axis."""
     batch = plan.roles[axis] == "batch"
     return Task(

@@ -26,6 +26,7 @@ from shardwise.plans.search_result import (
     SimulatedConfig,
 )
 from shardwise.sharding.placements import REPLICATED
+from shardwise.shares import num_ranks
 
 WIDTH = 100
 # Plan fields that have lines of their own or are not decisions; others are shown generically.
@@ -69,7 +70,7 @@ def summary(plan: Plan) -> str:
     """Return the plan in one line: as the search names it, or by its mesh and execution options."""
     if plan.search is not None and not plan.is_edited:
         return plan.search.best.what
-    parts = [f"{axis}={int(n)}" for axis, n in plan.mesh.axes]
+    parts = [f"{axis}={num_ranks(n)}" for axis, n in plan.mesh.axes]
     parts += [f"pp={len(plan.groups)}"] if len(plan.groups) > 1 else []
     parts = parts or ["1 rank"]
     if isinstance(plan.schedule, str) and plan.schedule:

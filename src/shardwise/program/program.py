@@ -20,6 +20,7 @@ from shardwise.plans import Plan
 from shardwise.redistribution import REDISTRIBUTIONS
 from shardwise.sharding.placements import Layout, same_on_axis
 from shardwise.sharding.rule import MeshAxis
+from shardwise.shares import AxisSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +159,7 @@ class Program:
         return "\n\n".join(format_rank_program(p, self.mesh) for p in self.rank_programs)
 
 
-def _verify_move(program: RankProgram, step: Step, sizes: Mapping[str, int]) -> None:
+def _verify_move(program: RankProgram, step: Step, sizes: Mapping[str, AxisSize]) -> None:
     source = program.values[step.inputs[0]]
     target = program.values[step.outputs[0]]
     expects, gives = REDISTRIBUTIONS[step.fn].held, REDISTRIBUTIONS[step.fn].given
@@ -177,7 +178,7 @@ def _verify_move(program: RankProgram, step: Step, sizes: Mapping[str, int]) -> 
             )
 
 
-def _verify_needs(program: RankProgram, step: Step, sizes: Mapping[str, int]) -> None:
+def _verify_needs(program: RankProgram, step: Step, sizes: Mapping[str, AxisSize]) -> None:
     if not step.needs:
         return
     for name, needed in zip(step.inputs, step.needs, strict=True):
@@ -215,7 +216,7 @@ def _verify_gives(program: RankProgram, step: Step) -> None:
             )
 
 
-def _verify_ends(program: RankProgram, sizes: Mapping[str, int], time: str | None) -> None:
+def _verify_ends(program: RankProgram, sizes: Mapping[str, AxisSize], time: str | None) -> None:
     """Check that the loss and new buffer contents are replicated and that no partial sum is sent.
 
     The loss of a micro-batch is one term of the batch's loss: along the time axis it is partial.
@@ -225,13 +226,13 @@ def _verify_ends(program: RankProgram, sizes: Mapping[str, int], time: str | Non
     for what, name in ends:
         for axis, placement in program.values[name or ""].layout.axes:
             expected = ("P",) if axis == time and what == "the loss" else ("R", "R~")
-            if sizes[axis] > 1 and kind(placement) not in expected:
+            if sizes[axis] != 1 and kind(placement) not in expected:
                 raise ProgramError(
                     f"{what} is left as {axis}:{placement}, but every rank needs all of it"
                 )
     for name in program.sends:
         for axis, placement in program.values[name].layout.axes:
-            if axis != time and sizes[axis] > 1 and kind(placement) not in ("R", "S"):
+            if axis != time and sizes[axis] != 1 and kind(placement) not in ("R", "S"):
                 raise ProgramError(f"%{name} is sent as {axis}:{placement}")
 
 

@@ -23,6 +23,7 @@ from shardwise.plans import Precision, resolve
 from shardwise.published.machines import Float8, read_device
 from shardwise.published.rows import Row
 from shardwise.sharding.factors import Facts, analyze
+from shardwise.shares import num_ranks
 from shardwise.simulation import ExecutionConfig, FoldedGraph, Group, WorkloadModel
 from shardwise.simulation.workload import FORWARD, Workload
 
@@ -245,7 +246,7 @@ class RowWorks(WorkloadModel):
         changed = {name: getattr(work, name).copy() for name in names}
         for talk in work.collectives:
             if talk.op == "all_gather" and talk.phase == FORWARD and "dp" not in talk.axes:
-                rest = talk.num_bytes * (1 - 1 / math.prod(ranks[a] for a in talk.axes))
+                rest = talk.num_bytes * (1 - 1 / math.prod(num_ranks(ranks[a]) for a in talk.axes))
                 for array in changed.values():
                     array[talk.node] -= min(rest, array[talk.node])
         return replace(work, **changed)
@@ -292,7 +293,7 @@ def _works(
     workloads.keeps_shards = cuts_sequence
     if float8:
         workloads.float8 = Float8(graph, fold.blocks, shape.hidden if cuts_sequence else None)
-    return workloads, tuple((name, int(n)) for name, n in plan.mesh.axes if name != "dp")
+    return workloads, tuple((name, num_ranks(n)) for name, n in plan.mesh.axes if name != "dp")
 
 
 @lru_cache(maxsize=64)

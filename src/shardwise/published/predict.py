@@ -18,6 +18,7 @@ from shardwise.published.machines import cluster_of, preset_device, unread_links
 from shardwise.published.models import Prepared, prepare, shape_of
 from shardwise.published.report import Outcome
 from shardwise.published.rows import Entry, Row, Unusable, read_entries
+from shardwise.shares import num_ranks
 from shardwise.simulation import Estimate, Evaluator, Group
 from shardwise.simulation.costs import ClusterCosts
 from shardwise.simulation.step import pairs
@@ -223,7 +224,7 @@ def _update_in_groups(row: Row, cluster: Cluster, prepared: Prepared, estimate: 
     size = row.sharding.group
     group = prepared.execution.groups[0]
     (_, ranks), *others = group.mesh.axes
-    mesh = Mesh(axes=(("outer", int(ranks) // size), ("inner", size), *others))
+    mesh = Mesh(axes=(("outer", num_ranks(ranks) // size), ("inner", size), *others))
     group = Group(mesh=mesh, ranks=group.ranks)
     num_bytes = _numel(estimate) * DTYPES[row.compute_dtype].num_bytes
     gather = ClusterCosts(cluster).collective_seconds("all_gather", group, ("inner",), num_bytes)

@@ -24,6 +24,7 @@ from shardwise.reports.document import (
 )
 from shardwise.schedules.levels import KINDS as LETTERS
 from shardwise.schedules.levels import Levels, levels_of
+from shardwise.shares import num_ranks
 from shardwise.simulation import Estimate
 from shardwise.simulation.step import KINDS, Span
 
@@ -99,7 +100,7 @@ def groups_of(plan: Plan, classes: tuple[RankClass, ...]) -> tuple[RankGroup, ..
                 ranks=format_ranks(ranks),
                 num_ranks=len(ranks),
                 stages=own,
-                mesh=", ".join(f"{axis}={int(size)}" for axis, size in mesh.axes),
+                mesh=", ".join(f"{axis}={num_ranks(size)}" for axis, size in mesh.axes),
                 class_=class_of[number],
             )
         )

@@ -24,7 +24,7 @@ from shardwise.runtime.transport import (
     RecordingTransport,
     Transport,
 )
-from shardwise.shares import axes_of, part, product
+from shardwise.shares import AxisSize, axes_of, num_ranks, part, product
 
 TIME = "mb"  # the axis of micro-batches
 
@@ -32,13 +32,13 @@ TIME = "mb"  # the axis of micro-batches
 class Axis:
     """One mesh axis, or several combined, seen from this rank.
 
-    `size` is the number of ranks; `shares` is the same number, with the ranks' weights in a split.
+    `size` is the number of ranks; `shares` is the same number, or the ranks' weights in a split.
     """
 
     __slots__ = ("_group", "_transport", "index", "name", "shares", "size")
 
     def __init__(
-        self, name: str, group: Group, transport: Transport, shares: int | None = None
+        self, name: str, group: Group, transport: Transport, shares: AxisSize | None = None
     ) -> None:
         self.name, self.size, self.index = name, group.size, group.index
         self.shares = shares if shares is not None else group.size
@@ -145,10 +145,10 @@ class TimeAxis(Axis):
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        return int(self.shares)
+        return num_ranks(self.shares)
 
     @property
-    def shares(self) -> int:  # type: ignore[override]
+    def shares(self) -> AxisSize:  # type: ignore[override]
         count = self._mesh.num_microbatches
         return count if self._inner is None else product([count, self._inner.shares])
 
@@ -179,7 +179,7 @@ class ProcessMesh:
 
     def __init__(
         self,
-        axes: Mapping[str, int | Sequence[int]],
+        axes: Mapping[str, AxisSize | Sequence[int]],
         rank: int = 0,
         transport: Transport | None = None,
         *,
@@ -189,7 +189,7 @@ class ProcessMesh:
         timed: bool = True,
     ) -> None:
         self.axes = axes_of(axes)
-        self.size = math.prod(self.axes.values())
+        self.size = math.prod(map(num_ranks, self.axes.values()))
         self.rank = rank
         self.ranks = tuple(ranks) if ranks is not None else tuple(range(self.size))
         self.groups = tuple(groups) or (self.ranks,)
@@ -204,7 +204,7 @@ class ProcessMesh:
         self._cached: dict[tuple[str, ...], Axis] = {}
 
     @property
-    def place_axes(self) -> dict[str, int]:
+    def place_axes(self) -> dict[str, AxisSize]:
         """The mesh axes, with the axis of micro-batches first."""
         return {TIME: self.num_microbatches, **self.axes} if self.timed else self.axes
 
@@ -261,27 +261,28 @@ class ProcessMesh:
         return names
 
 
-def coordinates(axes: Mapping[str, int], rank: int) -> dict[str, int]:
+def coordinates(axes: Mapping[str, AxisSize], rank: int) -> dict[str, int]:
     """Return a rank's coordinate on every axis."""
     result: dict[str, int] = {}
     for name, size in reversed(list(axes.items())):
-        rank, result[name] = divmod(rank, size)
+        rank, result[name] = divmod(rank, num_ranks(size))
     return {name: result[name] for name in axes}
 
 
 def _ranks_along(
-    axes: Mapping[str, int], place: Mapping[str, int], names: Iterable[str]
+    axes: Mapping[str, AxisSize], place: Mapping[str, int], names: Iterable[str]
 ) -> tuple[int, ...]:
     """Return the ranks whose coordinates equal `place` on all axes but `names`, ascending."""
     ranks, varying = [0], set(names)
     for name, size in axes.items():
-        indices = range(size) if name in varying else (place[name],)
-        ranks = [rank * size + index for rank in ranks for index in indices]
+        count = num_ranks(size)
+        indices = range(count) if name in varying else (place[name],)
+        ranks = [rank * count + index for rank in ranks for index in indices]
     return tuple(ranks)
 
 
 def axis_groups(
-    axes: Mapping[str, int],
+    axes: Mapping[str, AxisSize],
     combinations: Iterable[Sequence[str]],
     ranks: Sequence[int] | None = None,
 ) -> list[tuple[int, ...]]:
@@ -291,7 +292,7 @@ def axis_groups(
     """
     groups: dict[tuple[int, ...], None] = {}
     for names in combinations:
-        for rank in range(math.prod(axes.values())):
+        for rank in range(math.prod(map(num_ranks, axes.values()))):
             places = _ranks_along(axes, coordinates(axes, rank), names)
             if len(places) > 1:
                 groups.setdefault(tuple(ranks[p] for p in places) if ranks else places)

@@ -271,7 +271,7 @@ def _require_whole(store: ParameterStore, cls: object, entries: Iterable[Entry])
 
 
 def _is_cut(store: ParameterStore, entry: Entry) -> bool:
-    return any(store.mesh.axes[split.axis] > 1 for split in entry.spec.splits)
+    return any(store.mesh.axes[split.axis] != 1 for split in entry.spec.splits)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):

@@ -15,6 +15,7 @@ from torch import Tensor
 from shardwise.errors import ProgramError
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.splits import Of, full_length, join, local_length, runs, segments, take_part
+from shardwise.shares import AxisSize
 
 
 def slice_view(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
@@ -90,11 +91,11 @@ def all_to_all(x: Tensor, axis: Axis, dim: int, of: Of, to_dim: int, to_of: Of) 
 
 def _split_anew(x: Tensor, axis: Axis, dim: int, of: Of, to_of: Of) -> Tensor:
     """Split the same dim differently: ranks exchange the indices that change owner."""
-    rank, n = axis.index, axis.shares
-    sent = [x.index_select(dim, _common(of, to_of, n, rank, i).to(x.device)) for i in range(n)]
-    places = [_common(to_of, of, n, rank, i).to(x.device) for i in range(n)]
+    rank, shares, ranks = axis.index, axis.shares, range(axis.size)
+    sent = [x.index_select(dim, _common(of, to_of, shares, rank, i).to(x.device)) for i in ranks]
+    places = [_common(to_of, of, shares, rank, i).to(x.device) for i in ranks]
     parts = _exchange(axis, sent, [_resized(x.shape, dim, place.numel()) for place in places])
-    out = x.new_empty(_resized(x.shape, dim, local_length(to_of, n, rank)))
+    out = x.new_empty(_resized(x.shape, dim, local_length(to_of, shares, rank)))
     for place, part in zip(places, parts, strict=True):
         out.index_copy_(dim, place, part)
     return out
@@ -108,7 +109,7 @@ def _exchange(axis: Axis, sent: list[Tensor], shapes: list[torch.Size]) -> list[
 
 
 @functools.lru_cache(maxsize=4096)
-def _common(of: Of, to_of: Of, parts: int, index: int, other: int) -> Tensor:
+def _common(of: Of, to_of: Of, parts: AxisSize, index: int, other: int) -> Tensor:
     """Return the positions, in part `index` of `of`, of indices also in part `other` of `to_of`."""
     own, remote = (
         torch.tensor([i for s, n in runs(*part) for i in range(s, s + n)], dtype=torch.int64)

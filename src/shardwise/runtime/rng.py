@@ -73,7 +73,7 @@ class Rng:
             full = fill(tuple(shape), self.generator(key, device))
             return take_local(full, splits, at, axes).contiguous()
         cutting = {split.axis for split in splits}
-        place = [(name, at[name]) for name, size in axes.items() if name in cutting and size > 1]
+        place = [(name, at[name]) for name, size in axes.items() if name in cutting and size != 1]
         local = local_shape(shape, splits, at, axes)
         return fill(local, self.generator(key, device, place))
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ProgramError
-from shardwise.shares import part
+from shardwise.shares import AxisSize, part
 
 Segments = tuple[tuple[int, int, int], ...]
 Of = int | Segments
@@ -33,7 +33,7 @@ Runs = tuple[tuple[int, int], ...]
 class Place(Protocol):
     """The attributes of an axis that `take` uses."""
 
-    shares: int
+    shares: AxisSize
     index: int
 
 
@@ -57,7 +57,7 @@ def full_length(of: Of) -> int:
 
 
 @functools.lru_cache(maxsize=65536)
-def local_length(of: Of, parts: int, index: int) -> int:
+def local_length(of: Of, parts: AxisSize, index: int) -> int:
     """Return the size of the dim in one part.
 
     >>> local_length(((3, 4, 2),), 3, 0)
@@ -67,7 +67,7 @@ def local_length(of: Of, parts: int, index: int) -> int:
 
 
 @functools.lru_cache(maxsize=65536)
-def runs(of: Of, parts: int, index: int) -> Runs:
+def runs(of: Of, parts: AxisSize, index: int) -> Runs:
     """Return the consecutive (start, length) pieces of the full dim that make up one part.
 
     >>> runs(((3, 4, 2),), 2, 1)
@@ -90,7 +90,7 @@ def _runs_of(of: Segments, ranges: Sequence[tuple[int, int]]) -> Runs:
     return tuple(result)
 
 
-def take_part(full: Tensor, dim: int, of: Of, parts: int, index: int) -> Tensor:
+def take_part(full: Tensor, dim: int, of: Of, parts: AxisSize, index: int) -> Tensor:
     """Return one of `parts` parts of a full tensor: a view where it is one run, else a copy."""
     if full.shape[dim] != full_length(of):
         raise ProgramError(f"dim {dim} of {tuple(full.shape)} does not consist of {of}")
@@ -110,14 +110,15 @@ def _take_runs(full: Tensor, dim: int, pieces: Runs) -> Tensor:
     return torch.cat([full.narrow(dim, *piece) for piece in pieces], dim)
 
 
-def join(parts: Sequence[Tensor], dim: int, of: Of, shares: int | None = None) -> Tensor:
+def join(parts: Sequence[Tensor], dim: int, of: Of, shares: AxisSize | None = None) -> Tensor:
     """Return the full tensor of all ranks' parts, which are even without `shares`."""
     of, dim = segments(of), dim % parts[0].dim()
     num = shares if shares is not None else len(parts)
     if len(of) == 1 and of[0][0] == 1:
         return torch.cat(tuple(parts), dim)
     lengths = [
-        [outer * part(size, num, i)[1] * inner for outer, size, inner in of] for i in range(num)
+        [outer * part(size, num, i)[1] * inner for outer, size, inner in of]
+        for i in range(len(parts))
     ]
     pieces = [torch.split(t, length, dim) for t, length in zip(parts, lengths, strict=True)]
     joined = []
@@ -134,7 +135,7 @@ def local_runs(
     shape: Sequence[int],
     splits: Sequence[Split],
     coords: Mapping[str, int],
-    sizes: Mapping[str, int],
+    sizes: Mapping[str, AxisSize],
 ) -> tuple[Runs, ...]:
     """Return for every dim the pieces of the full tensor at mesh coordinate `coords`."""
     return tuple(
@@ -144,7 +145,7 @@ def local_runs(
 
 
 def _dim_runs(
-    length: int, splits: Sequence[Split], coords: Mapping[str, int], sizes: Mapping[str, int]
+    length: int, splits: Sequence[Split], coords: Mapping[str, int], sizes: Mapping[str, AxisSize]
 ) -> Runs:
     result: Runs = ((0, length),) if length else ()
     by_factor: dict[Segments, list[str]] = {}
@@ -159,7 +160,7 @@ def _dim_runs(
 
 
 def _nested(
-    size: int, axes: Sequence[str], coords: Mapping[str, int], sizes: Mapping[str, int]
+    size: int, axes: Sequence[str], coords: Mapping[str, int], sizes: Mapping[str, AxisSize]
 ) -> tuple[int, int]:
     """Return the innermost range: each axis splits the range of the axis before it."""
     start, length = 0, size
@@ -188,14 +189,14 @@ def local_shape(
     shape: Sequence[int],
     splits: Sequence[Split],
     coords: Mapping[str, int],
-    sizes: Mapping[str, int],
+    sizes: Mapping[str, AxisSize],
 ) -> tuple[int, ...]:
     """Return the shape of the part at a mesh coordinate."""
     return tuple(sum(n for _, n in pieces) for pieces in local_runs(shape, splits, coords, sizes))
 
 
 def take_local(
-    full: Tensor, splits: Sequence[Split], coords: Mapping[str, int], sizes: Mapping[str, int]
+    full: Tensor, splits: Sequence[Split], coords: Mapping[str, int], sizes: Mapping[str, AxisSize]
 ) -> Tensor:
     """Return the part of a full tensor at a mesh coordinate: a view where possible."""
     for dim, pieces in enumerate(local_runs(full.shape, splits, coords, sizes)):
@@ -208,7 +209,7 @@ def assemble(
     parts: Mapping[tuple[int, ...], Tensor],
     shape: Sequence[int],
     splits: Sequence[Split],
-    sizes: Mapping[str, int],
+    sizes: Mapping[str, AxisSize],
 ) -> Tensor:
     """Assemble a full tensor from parts keyed by the coordinates on the axes of `sizes`, in order.
 

@@ -42,6 +42,7 @@ from shardwise.runtime.parameters import (
 from shardwise.runtime.shards import ShardParameter
 from shardwise.runtime.splits import assemble, local_runs, local_shape, take_local
 from shardwise.runtime.tracing import Recorder
+from shardwise.shares import num_ranks
 
 
 class ParameterStore:
@@ -134,7 +135,7 @@ class ParameterStore:
         so: each of them updates all of it.
         """
         entry = self.entry(spec.name)
-        summed_over = math.prod(self.mesh.axes[name] for name in spec.sync)
+        summed_over = math.prod(num_ranks(self.mesh.axes[name]) for name in spec.sync)
         if entry.group is not None and summed_over > 1:
             raise ProgramError(
                 f"{spec.name} was frozen when it was given to parallelize, and host memory "
@@ -202,7 +203,7 @@ class ParameterStore:
 
     def is_whole(self, entry: Entry) -> bool:
         """Return whether every rank of the model has all that its forward uses."""
-        cut = any(self.mesh.axes[split.axis] > 1 for split in entry.spec.splits)
+        cut = any(self.mesh.axes[split.axis] != 1 for split in entry.spec.splits)
         return not cut and len(self.mesh.groups) == 1 and not entry.spec.borrowed
 
     def names_by_tensor(self) -> dict[int, str]:
@@ -357,7 +358,7 @@ class ParameterStore:
     def _join_splits(self, entry: Entry, local: Tensor) -> Tensor:
         spec = entry.spec
         cut = {split.axis for split in spec.splits}
-        axes = {n: size for n, size in self.mesh.axes.items() if n in cut and size > 1}
+        axes = {n: size for n, size in self.mesh.axes.items() if n in cut and size != 1}
         if not axes:
             return local.clone()
         all_axes = {**dict.fromkeys(self.mesh.axes, 1), **axes}

@@ -15,7 +15,7 @@ from math import prod
 
 from shardwise.errors import RuleError
 from shardwise.sharding.dims import Pattern, merge
-from shardwise.shares import part
+from shardwise.shares import AxisSize, num_ranks, part
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class Layout:
         return " ".join(f"{name}:{placement}" for name, placement in self.axes)
 
 
-Coordinate = Mapping[str, tuple[int, int]]  # mesh axis -> (this rank's index, axis size)
+Coordinate = Mapping[str, tuple[int, AxisSize]]  # mesh axis -> (this rank's index, axis size)
 
 
 def factor_range(
@@ -223,7 +223,7 @@ def local_pattern(layout: Layout, axis: str, coordinate: Coordinate) -> Pattern:
 
 
 @lru_cache(maxsize=100_000)
-def same_pattern(a: Pattern, b: Pattern, parts: int) -> bool:
+def same_pattern(a: Pattern, b: Pattern, axis: AxisSize) -> bool:
     """Return whether two patterns give every rank the same elements in the same order.
 
     >>> same_pattern(((1, 4, 16),), ((1, 64, 1),), 2), same_pattern(((1, 3, 16),), ((1, 48, 1),), 2)
@@ -234,11 +234,9 @@ def same_pattern(a: Pattern, b: Pattern, parts: int) -> bool:
     if all(o == 1 for o, _, _ in (*a, *b)) and len(a) == len(b) == 1:
         (_, x, i), (_, y, j) = a[0], b[0]
         return x * i == y * j and all(
-            part(x, parts, r)[0] * i == part(y, parts, r)[0] * j for r in range(parts)
+            part(x, axis, r)[0] * i == part(y, axis, r)[0] * j for r in range(num_ranks(axis))
         )
-    return all(
-        _intervals((a,), (parts,), (r,)) == _intervals((b,), (parts,), (r,)) for r in range(parts)
-    )
+    return _same_nested((a,), (b,), (axis,))
 
 
 def _ranges(pattern: Pattern, parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -259,7 +257,7 @@ def _ranges(pattern: Pattern, parts: Sequence[tuple[int, int]]) -> list[tuple[in
     return ranges
 
 
-def same_shards(a: DimShards, b: DimShards, sizes: Mapping[str, int]) -> bool:
+def same_shards(a: DimShards, b: DimShards, sizes: Mapping[str, AxisSize]) -> bool:
     """Return whether mesh axes that shard a dim as `a` and as `b` give ranks the same elements.
 
     >>> nested = (("dp", ((1, 2, 16),)), ("tp", ((1, 2, 16),)))
@@ -274,7 +272,7 @@ def same_shards(a: DimShards, b: DimShards, sizes: Mapping[str, int]) -> bool:
     return _same_nested(first, second, tuple(sizes[name] for name, _ in a))
 
 
-def same_on_axis(a: Layout, b: Layout, axis: str, sizes: Mapping[str, int]) -> bool:
+def same_on_axis(a: Layout, b: Layout, axis: str, sizes: Mapping[str, AxisSize]) -> bool:
     """Return whether two layouts agree on a mesh axis; nested shards of a dim count together."""
     first, second = a[axis], b[axis]
     if isinstance(first, Shard) and isinstance(second, Shard) and first.dim == second.dim:
@@ -283,15 +281,17 @@ def same_on_axis(a: Layout, b: Layout, axis: str, sizes: Mapping[str, int]) -> b
 
 
 @lru_cache(maxsize=100_000)
-def _same_nested(a: tuple[Pattern, ...], b: tuple[Pattern, ...], sizes: tuple[int, ...]) -> bool:
+def _same_nested(
+    a: tuple[Pattern, ...], b: tuple[Pattern, ...], sizes: tuple[AxisSize, ...]
+) -> bool:
     return all(
         _intervals(a, sizes, place) == _intervals(b, sizes, place)
-        for place in product(*(range(size) for size in sizes))
+        for place in product(*(range(num_ranks(size)) for size in sizes))
     )
 
 
 def _intervals(
-    patterns: tuple[Pattern, ...], sizes: tuple[int, ...], place: tuple[int, ...]
+    patterns: tuple[Pattern, ...], sizes: tuple[AxisSize, ...], place: tuple[int, ...]
 ) -> list[tuple[int, int]]:
     """Return the maximal ranges of positions at one place, each axis sharding what is left."""
     local: list[tuple[int, int]] | None = None

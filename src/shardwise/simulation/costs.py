@@ -56,7 +56,7 @@ class Group:
             along = [a for a in key if a in names]
             grid = self.array.reshape(self.mesh.shape or (1,))
             order = [names.index(a) for a in (*(n for n in names if n not in along), *along)]
-            size = int(np.prod([dict(self.mesh.axes)[a] for a in along], dtype=np.int64))
+            size = int(np.prod([self.mesh.axis_size(a) for a in along], dtype=np.int64))
             rows = grid.transpose(order).reshape(-1, size) if names else grid.reshape(-1, 1)
             self._along[key] = rows
         return self._along[key]

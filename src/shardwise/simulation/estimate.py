@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import prod
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from shardwise.program.stages import with_keys
 from shardwise.schedules import Schedule, default_schedule, make
 from shardwise.schedules.levels import KINDS, levels_of
 from shardwise.sharding.factors import analyze
+from shardwise.shares import Shares
 from shardwise.simulation.costs import ClusterCosts, ExecutionConfig, Group, NodeTimes
 from shardwise.simulation.folded_graph import FoldedGraph
 from shardwise.simulation.memory import MemoryUse, StageMemory, group_memory, peak_of, stage_memory
@@ -294,7 +296,7 @@ class Evaluator:
         shares = _shares(mesh, batch)
         of_ranks = np.broadcast_to(shares, mesh.shape).ravel() if mesh.axes else [1.0]
         pairs = np.stack([self.kind[group.array], of_ranks], axis=1)
-        num_ranks = int(np.prod([int(n) for a, n in mesh.axes if a in batch], dtype=np.int64))
+        num_ranks = prod(mesh.axis_size(axis) for axis in mesh.names if axis in batch)
         is_even = len(set(shares.ravel().tolist())) == 1
         rows = workloads.rows / num_microbatches
         largest = -(-workloads.rows // num_microbatches)
@@ -346,9 +348,9 @@ def _shares(mesh: Mesh, batch: Sequence[str]) -> np.ndarray:
     shares = np.ones([1] * max(1, len(mesh.axes)))
     for index, (axis, size) in enumerate(mesh.axes):
         if axis in batch:
-            weights = getattr(size, "weights", None) or (1,) * int(size)
+            weights = size.weights if isinstance(size, Shares) else (1,) * size
             shape = [1] * len(mesh.axes)
-            shape[index] = int(size)
+            shape[index] = len(weights)
             shares = shares * np.array(weights, dtype=np.float64).reshape(shape)
     return shares
 

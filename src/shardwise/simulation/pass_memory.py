@@ -266,7 +266,7 @@ class StageMemory:
         along = {collective.axes for collective in self.layers.work.collectives}
         along |= {axes for axes, _, _ in self.layers.parameters(self.execution)}
         sizes = dict(self.group.mesh.axes)
-        axes_used = {tuple(a for a in sizes if a in axes and sizes[a] > 1) for axes in along}
+        axes_used = {tuple(a for a in sizes if a in axes and sizes[a] != 1) for axes in along}
         has_all = self.group.along(tuple(sizes)).shape[-1] == self.execution.num_ranks
         return frozenset(u for u in axes_used if u and not (has_all and len(u) == len(sizes)))
 

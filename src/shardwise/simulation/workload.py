@@ -25,7 +25,7 @@ from shardwise.program.program import RankProgram, Step
 from shardwise.redistribution import REDISTRIBUTIONS
 from shardwise.runtime.memory import PASSING
 from shardwise.sharding.factors import Facts
-from shardwise.shares import Shares, part
+from shardwise.shares import AxisSize, Shares, part
 from shardwise.simulation.folded_graph import FoldedGraph
 from shardwise.simulation.liveness import DEFERRED, Liveness, Moment, is_cheap
 
@@ -401,7 +401,7 @@ class WorkloadModel:
         self.fold, self.facts, self.assignments, self.roles = fold, facts, assignments, roles
         self.batch = [a.axis for a in assignments if roles[a.axis] == "batch"]
         self.rows = self._graph_rows = batch_rows(fold.graph)
-        self._exact: dict[int, Workload] = {}  # by parts, even or `Shares`
+        self._exact: dict[AxisSize, Workload] = {}  # by parts, even or `Shares`
         self._between: dict[float, Workload] = {}
         self._line: tuple[Workload, Workload] | None = None
 
@@ -447,13 +447,13 @@ class WorkloadModel:
                 return one, two
         return one, one
 
-    def _division(self, rows: int) -> int:
+    def _division(self, rows: int) -> AxisSize:
         """Return a division of the batch whose first part has `rows`."""
         parts = -(-self._graph_rows // rows)
         is_even = -(-self._graph_rows // parts) == rows
         return parts if is_even else Shares.of([rows, self._graph_rows - rows])
 
-    def _lowered(self, parts: int) -> Workload:
+    def _lowered(self, parts: AxisSize) -> Workload:
         if parts not in self._exact:
             rows = part(self._graph_rows, parts, 0)[1] if self.batch else self._graph_rows
             program = lower_place(self._resolved(parts), 0)
@@ -464,7 +464,7 @@ class WorkloadModel:
             self._exact[parts] = _Reader(program, self.fold.graph, blocks).read(rows)
         return self._exact[parts]
 
-    def _resolved(self, parts: int) -> Resolved:
+    def _resolved(self, parts: AxisSize) -> Resolved:
         assignments = []
         for assignment in self.assignments:
             ranks = assignment.ranks

@@ -19,7 +19,7 @@ from shardwise.runtime.splits import (
     take_local,
     take_part,
 )
-from shardwise.shares import Shares, part
+from shardwise.shares import AxisSize, Shares, num_ranks, part
 
 factor = st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(1, 3))
 cuts = st.lists(factor, min_size=1, max_size=3).map(tuple)
@@ -30,34 +30,36 @@ extents = st.one_of(st.integers(1, 5), weights.map(Shares.of))
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_part_is_numpys_array_split(size: int, parts: int) -> None:
     expected = [list(a) for a in np.array_split(np.arange(size), parts)]
-    starts = [part(size, parts, i) for i in range(parts)]
+    starts = [part(size, parts, i) for i in range(num_ranks(parts))]
     assert [list(range(s, s + n)) for s, n in starts] == expected
 
 
 @given(cuts, extents, st.integers(0, 2))
-def test_join_undoes_take(of: tuple[tuple[int, int, int], ...], parts: int, dim: int) -> None:
+def test_join_undoes_take(of: tuple[tuple[int, int, int], ...], parts: AxisSize, dim: int) -> None:
     shape = [2, 3, 2]
     shape[dim] = full_length(of)
     full = torch.arange(math.prod(shape)).view(shape)
-    pieces = [take_part(full, dim, of, parts, i) for i in range(parts)]
-    assert [p.shape[dim] for p in pieces] == [local_length(of, parts, i) for i in range(parts)]
+    pieces = [take_part(full, dim, of, parts, i) for i in range(num_ranks(parts))]
+    assert [p.shape[dim] for p in pieces] == [
+        local_length(of, parts, i) for i in range(num_ranks(parts))
+    ]
     assert torch.equal(join(pieces, dim, of, parts), full)
     assert torch.equal(join(pieces, dim - 3, of, parts), full)
     assert isinstance(parts, Shares) or torch.equal(join(pieces, dim, of), full)
 
 
 @given(factor, extents)
-def test_a_part_keeps_the_factor_order(of: tuple[int, int, int], parts: int) -> None:
+def test_a_part_keeps_the_factor_order(of: tuple[int, int, int], parts: AxisSize) -> None:
     size = of[1]
     full = torch.arange(math.prod(of))
-    for i in range(parts):
+    for i in range(num_ranks(parts)):
         start, length = part(size, parts, i)
         expected = full.view(of)[:, start : start + length].reshape(-1)
         assert torch.equal(take_part(full, 0, (of,), parts, i), expected)
 
 
 @st.composite
-def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[Split, ...], dict[str, int]]:
+def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[Split, ...], dict[str, AxisSize]]:
     """A shape, splits of it over up to three axes, and the axes' sizes."""
     size = st.one_of(st.integers(1, 3), weights.map(Shares.of))
     axes = {name: draw(size) for name in ("dp", "cp", "tp")}
@@ -83,12 +85,12 @@ def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[Split, ...], di
 
 @given(cut_tensors())
 def test_assemble_undoes_take_local_over_several_axes(
-    case: tuple[tuple[int, ...], tuple[Split, ...], dict[str, int]],
+    case: tuple[tuple[int, ...], tuple[Split, ...], dict[str, AxisSize]],
 ) -> None:
     shape, splits, axes = case
     full = torch.arange(math.prod(shape)).view(shape)
     parts = {}
-    for rank in range(math.prod(axes.values())):
+    for rank in range(math.prod(map(num_ranks, axes.values()))):
         coords = coordinates(axes, rank)
         local = take_local(full, splits, coords, axes)
         rows, columns = (
@@ -100,8 +102,8 @@ def test_assemble_undoes_take_local_over_several_axes(
         parts[tuple(coords.values())] = local
     assert torch.equal(assemble(parts, shape, splits, axes), full)
     if len({(s.dim, s.of) for s in splits}) == len(splits):
-        cut = math.prod(axes[s.axis] for s in splits)
-        copies = math.prod(axes.values()) // cut
+        cut = math.prod(num_ranks(axes[s.axis]) for s in splits)
+        copies = math.prod(map(num_ranks, axes.values())) // cut
         assert sum(p.numel() for p in parts.values()) == full.numel() * copies
 
 

@@ -49,6 +49,7 @@ from shardwise.sharding.placements import (
     format_placement,
     parse_placement,
 )
+from shardwise.shares import num_ranks
 
 # The memory of a check in one process:
 #
@@ -80,7 +81,7 @@ def parameter_bytes(count: int, plan: Plan) -> float:
     meshes = {stage.ranks: stage.mesh for stage in plan.all_stages}
     copies = float(REFERENCE_COPIES)
     for mesh in meshes.values():
-        sharded = [size for axis, size in mesh.axes if plan.roles[axis] == "parameters"]
+        sharded = [num_ranks(n) for axis, n in mesh.axes if plan.roles[axis] == "parameters"]
         copies += mesh.size * (GATHERED_COPIES + RANK_COPIES / (len(meshes) * prod(sharded)))
     return ITEM_BYTES * count * copies
 

@@ -22,7 +22,7 @@ from shardwise.plans import Plan, Stage
 from shardwise.plans.resolve import input_cuts
 from shardwise.schedules import Action, default_schedule, make
 from shardwise.sharding.placements import Shard
-from shardwise.shares import Shares, grain
+from shardwise.shares import AxisSize, Shares, grain, num_ranks
 
 # A schedule that is a list of actions keeps its order, without the actions of dropped
 # micro-batches; a named schedule is generated again for the new counts.
@@ -187,14 +187,15 @@ def _small_meshes(plan: Plan, rows: int) -> dict[Mesh, Mesh]:
                 is_uneven = rows % (grain(ranks) * shares) != 0
                 fewer = (FEW + 1 if is_uneven else FEW) if is_batch else max_ranks
                 limit = MAX_BATCH_RANKS if is_batch else max_ranks
-                axes.append((axis, _few(ranks, fewer if ranks > limit else int(ranks))))
+                count = num_ranks(ranks)
+                axes.append((axis, _few(ranks, fewer if count > limit else count)))
             meshes[mesh] = Mesh(axes=tuple(axes))
         if not plan.stages or sum(meshes[mesh].size for mesh in groups.values()) <= MAX_RANKS:
             break
     return meshes
 
 
-def _few(ranks: int, count: int) -> int:
+def _few(ranks: AxisSize, count: int) -> AxisSize:
     """Return `count` ranks; of unequal shares, the extremes and those between, as small numbers.
 
     >>> _few(8, 2), _few(Shares(700, 350, 349), 3), _few(Shares(5, 4, 3, 2, 2), 3)
@@ -202,10 +203,10 @@ def _few(ranks: int, count: int) -> int:
     """
     if not isinstance(ranks, Shares):
         return count
-    if grain(ranks) <= SMALL and count == int(ranks):
+    if grain(ranks) <= SMALL and count == len(ranks):
         return ranks
-    by_weight = sorted(range(ranks), key=lambda i: ranks.weights[i])
-    chosen = sorted(by_weight[i * (ranks - 1) // max(count - 1, 1)] for i in range(count))
+    by_weight = sorted(range(len(ranks)), key=lambda i: ranks.weights[i])
+    chosen = sorted(by_weight[i * (len(ranks) - 1) // max(count - 1, 1)] for i in range(count))
     weights = [ranks.weights[i] for i in chosen]
     order = sorted({0, *weights})
     return Shares.of([order.index(weight) for weight in weights])

@@ -113,7 +113,7 @@ def scale_batches(args: TrainingArguments, replicas: int) -> None:
 def replicas_of(plan: Plan) -> int:
     """Return how many groups of ranks have samples of their own, as `accelerate` counts them."""
     return max(
-        math.prod(int(n) for axis, n in stage.mesh.axes if plan.roles[axis] == "batch")
+        math.prod(stage.mesh.axis_size(a) for a in stage.mesh.names if plan.roles[a] == "batch")
         for stage in plan.all_stages
     )
 

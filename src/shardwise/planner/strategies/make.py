@@ -37,7 +37,7 @@ from shardwise.schedules import (
 from shardwise.sharding.candidates import ShardAxis
 from shardwise.sharding.factors import Facts, analyze
 from shardwise.sharding.placements import REPLICATED, Shard, format_placement
-from shardwise.shares import axes_of
+from shardwise.shares import axes_of, num_ranks
 
 
 @known_options("sw.strategies.make_plan")
@@ -92,7 +92,7 @@ def make_plan(
     facts = analyze(graph)
     same = meshes or [_mesh(graph, facts, dp, tp, keep_one=not is_scheduled)] * groups
     meshes = [_with_shares(name, mesh, shares or {}) for mesh in same]
-    splits = num_microbatches > 1 or any(dict(mesh.axes).get("dp", 1) > 1 for mesh in meshes)
+    splits = num_microbatches > 1 or any(dict(mesh.axes).get("dp", 1) != 1 for mesh in meshes)
     draft = Plan(
         name=name,
         model=graph.name,
@@ -146,10 +146,10 @@ def _with_shares(name: str, mesh: Mesh, shares: Mapping[str, Sequence[int]]) -> 
     """Return the mesh, with unequal shares along these axes."""
     ranks, given = dict(mesh.axes), axes_of(shares)
     for axis, weights in given.items():
-        if int(ranks.get(axis, 0)) != int(weights):
+        if num_ranks(ranks.get(axis, 0)) != num_ranks(weights):
             raise InfeasiblePlan(
-                f"{name}: shares for {int(weights)} ranks along {axis}, {mesh} has "
-                f"{int(ranks.get(axis, 0))}",
+                f"{name}: shares for {num_ranks(weights)} ranks along {axis}, {mesh} has "
+                f"{num_ranks(ranks.get(axis, 0))}",
                 hint=f"a weight for every rank along an axis of {mesh}, or meshes with shares",
             )
     return Mesh(axes=tuple({**ranks, **given}.items()))
@@ -231,7 +231,7 @@ def _check_batch(graph: Graph, plan: Plan) -> None:
     sizes = [shapes[name][dim] for name, dim in plan.inputs.items() if dim is not None]
     if not sizes:
         raise InfeasiblePlan(f"{plan.name}: no input of {graph.name} has a batch dim to shard")
-    dp = max(dict(stage.mesh.axes).get("dp", 1) for stage in plan.all_stages)
+    dp = max(num_ranks(dict(stage.mesh.axes).get("dp", 1)) for stage in plan.all_stages)
     if plan.num_microbatches * dp > sizes[0]:
         ranks = f" on dp={dp} ranks each" if dp > 1 else ""
         maximum = sizes[0] // dp

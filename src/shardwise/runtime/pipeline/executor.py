@@ -33,7 +33,7 @@ from shardwise.runtime.splits import Split, join, local_shape, take_local
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.tracing import Recorder, called_submodules, probing
 from shardwise.schedules import Action
-from shardwise.shares import part
+from shardwise.shares import AxisSize, part
 
 
 class BatchReader:
@@ -137,7 +137,7 @@ class BatchReader:
 
 
 def _part(
-    tensor: Tensor, splits: Sequence[Split], place: Mapping[str, int], axes: Mapping[str, int]
+    tensor: Tensor, splits: Sequence[Split], place: Mapping[str, int], axes: Mapping[str, AxisSize]
 ) -> Tensor:
     return take_local(tensor.detach(), splits, place, axes).contiguous()
 

@@ -20,6 +20,7 @@ from shardwise.runtime.parameters import Entry, torch_dtype
 from shardwise.runtime.splits import Runs, Split, local_runs, local_shape
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.transport import Pending, Transport
+from shardwise.shares import AxisSize
 
 if TYPE_CHECKING:
     from shardwise.runtime.pipeline import PipelineSpec, TiedSpec
@@ -30,10 +31,10 @@ class Holding:
     """How the ranks of a mesh hold a value; `place` is where all of them are in time."""
 
     ranks: tuple[int, ...]
-    axes: Mapping[str, int]
+    axes: Mapping[str, AxisSize]
     shape: tuple[int, ...]
     splits: tuple[Split, ...]
-    place: Mapping[str, tuple[int, int]]  # axis -> index, size
+    place: Mapping[str, tuple[int, AxisSize]]  # axis -> index, size
 
     def runs(self, rank: int) -> tuple[Runs, ...]:
         """Return what `rank` holds of every dim."""
@@ -43,7 +44,7 @@ class Holding:
         """Return the shape of what `rank` holds."""
         return local_shape(self.shape, self.splits, *self._at(rank))
 
-    def _at(self, rank: int) -> tuple[dict[str, int], dict[str, int]]:
+    def _at(self, rank: int) -> tuple[dict[str, int], dict[str, AxisSize]]:
         coords = coordinates(self.axes, self.ranks.index(rank))
         sizes = dict(self.axes)
         for axis, (index, size) in self.place.items():

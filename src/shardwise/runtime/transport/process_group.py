@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from shardwise.runtime.mesh import ProcessMesh, axis_groups
 from shardwise.runtime.operators import widened
 from shardwise.runtime.rendezvous import start_heartbeat
 from shardwise.runtime.transport import Group, LocalTransport, Pending, Transport
+from shardwise.shares import AxisSize
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _MESSAGE_TAG = 8000  # the first tag of messages between pipeline stages
@@ -274,7 +275,7 @@ def _after(
 
 
 def process_meshes(
-    groups: Sequence[tuple[tuple[int, ...], dict[str, int]]],
+    groups: Sequence[tuple[tuple[int, ...], Mapping[str, AxisSize]]],
     timeout_s: float | None = None,
     num_microbatches: int = 1,
     timed: bool = True,
