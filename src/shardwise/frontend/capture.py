@@ -6,15 +6,9 @@ functionalized and normalized. Nothing of the user's is changed.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import io
-import logging
-import os
-import sys
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,16 +28,8 @@ from shardwise.frontend.errors import (
     check_regions_can_go,
     cure_for,
     explained,
-    keeping_user_frames,
-    refusing_derivatives,
 )
-from shardwise.frontend.fake import (
-    eager_masks,
-    fake_copy,
-    fake_tensor,
-    logical_device,
-    new_fake_mode,
-)
+from shardwise.frontend.fake import fake_copy, fake_tensor, logical_device, new_fake_mode
 from shardwise.frontend.hooks import check_module_hooks, gradient_hooks, hooks_of, recording_hooks
 from shardwise.frontend.objective import (
     Around,
@@ -57,10 +43,16 @@ from shardwise.frontend.objective import (
     objective,
 )
 from shardwise.frontend.python_state import Change, Place, Reads, Watch
-from shardwise.frontend.random_control import controlled_random
+from shardwise.frontend.tracing import (
+    controlled_random,
+    cuda_uninitialized,
+    deep_stack,
+    eager_masks,
+    keeping_user_frames,
+    quiet,
+    refusing_derivatives,
+)
 from shardwise.ir import GradientHook, Graph
-
-_RECURSION_LIMIT = 4000  # while a model is traced
 
 
 def capture(
@@ -115,7 +107,7 @@ class Traced:
         sources = Sources.of(self.model, call, _signature_names(self.model))
         sources.trained_outside = self.watch.reach.trained_tensors()
         parts = (self.step, sources, self.recorder, self.device)
-        with _cuda_uninitialized(), explained(type(self.model).__name__):
+        with cuda_uninitialized(), explained(type(self.model).__name__):
             try:
                 graph = _convert(self.program, *parts)
             except NotFunctional as reason:
@@ -147,7 +139,7 @@ def trace_step(
     check_objective(chosen)
     tensors = [tensor for _, tensor in call.tensors]
     logical = torch.device(device) if device is not None else logical_device(model, tensors)
-    with _cuda_uninitialized(), explained(type(model).__name__), _deep_stack():
+    with cuda_uninitialized(), explained(type(model).__name__), deep_stack():
         mode = new_fake_mode()
         copy = fake_copy(model, logical, mode)
         if training is not None and training != copy.training:
@@ -174,17 +166,6 @@ def trace_step(
         program=program,
         device=logical,
     )
-
-
-@contextlib.contextmanager
-def _deep_stack() -> Iterator[None]:
-    """Raise the recursion limit: tracing adds frames to each call of a nested module."""
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(before, _RECURSION_LIMIT))
-    try:
-        yield
-    finally:
-        sys.setrecursionlimit(before)
 
 
 def _check_next_step(graph: Graph, changes: Sequence[Change], run: Callable[..., Traced]) -> None:
@@ -226,41 +207,6 @@ def _export(
             return torch.export.export(step, fakes, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         raise capture_error(error, name) from error
-
-
-@contextlib.contextmanager
-def _cuda_uninitialized() -> Iterator[None]:
-    """Make `torch.cuda.is_available()` use NVML, so that the CUDA driver is not initialized.
-
-    Forks of a process with an initialized driver cannot compute, and `tune` runs plans in forks.
-    """
-    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress export's warnings, logs and prints: what matters is in the graph or an error."""
-    names = ("torch.export", "torch._export", "torch.fx", "torch._subclasses.fake_tensor")
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _convert(

@@ -31,6 +31,7 @@ from shardwise.frontend.builder import (
     tensor_type,
 )
 from shardwise.frontend.errors import origin_of
+from shardwise.frontend.tracing import patched
 from shardwise.ir import Ref, TensorType, map_refs
 
 # ---------------------------------------------------------------- functions and checkpoints
@@ -38,6 +39,7 @@ from shardwise.ir import Ref, TensorType, map_refs
 # Export traces through `Function.forward` and loses `backward`. While capturing, `Function.apply`
 # records one opaque operator instead; checkpointed regions mark their nodes with a group name.
 RECOMPUTE = "shardwise_recompute"
+_GENERATOR = "_checkpoint_without_reentrant_generator"  # torch's, of `use_reentrant=False`
 _CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _LIBRARY = torch.library.Library("shardwise_capture", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
@@ -92,31 +94,26 @@ def recording(recorder: Recorder) -> Iterator[None]:
             yield
 
     _active.append(recorder)
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-    torch_checkpoint._checkpoint_without_reentrant_generator = without_reentrant  # type: ignore[assignment]
     try:
-        yield
+        with patched(
+            (torch.autograd.Function, "apply", classmethod(apply)),
+            (torch_checkpoint, _GENERATOR, without_reentrant),
+        ):
+            yield
     finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
-        torch_checkpoint._checkpoint_without_reentrant_generator = generator
         _active.pop()
 
 
-@contextlib.contextmanager
-def without_checkpoints() -> Iterator[None]:
+def without_checkpoints() -> contextlib.AbstractContextManager[None]:
     """Run checkpointed regions without recomputation: the same results, activations saved."""
-    generator = torch_checkpoint._checkpoint_without_reentrant_generator
 
     def direct(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
         yield
 
-    torch_checkpoint._checkpoint_without_reentrant_generator = direct  # type: ignore[assignment]
-    torch_checkpoint.CheckpointFunction.apply = lambda run, _, *args: run(*args)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch_checkpoint._checkpoint_without_reentrant_generator = generator
-        del torch_checkpoint.CheckpointFunction.apply  # restores the inherited one
+    return patched(
+        (torch_checkpoint, _GENERATOR, direct),
+        (torch_checkpoint.CheckpointFunction, "apply", lambda run, _, *args: run(*args)),
+    )
 
 
 @contextlib.contextmanager

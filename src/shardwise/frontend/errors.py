@@ -90,42 +90,15 @@ def parse_frames(trace: str) -> list[Frame]:
     ]
 
 
+def in_package(file: str) -> bool:
+    """Return whether a source file is ours."""
+    return file.startswith(_PACKAGE)
+
+
 def is_user_file(file: str) -> bool:
     """Return whether a source file is neither torch's nor ours."""
     generated = file == "<string>" or file.startswith(("<frozen", "<eval_with_key>"))
     return not generated and not file.startswith((_TORCH, _PACKAGE))
-
-
-@contextlib.contextmanager
-def keeping_user_frames() -> Iterator[None]:
-    """Keep the user's frames that are not named `forward` while a step is traced.
-
-    torch records only frames of that name, and none of a loss function, a step function or a
-    `training_step`.
-    """
-    tracer: Any = torch.fx.proxy.TracerBase
-    original = getattr(tracer, "_filter_traceback_frames", None)
-    if original is None:
-        yield
-        return
-
-    def with_user_frames(self: Any, summary: traceback.StackSummary) -> traceback.StackSummary:
-        forwards: traceback.StackSummary = original(self, summary)
-        if any(frame.name == "forward" and is_user_file(frame.filename) for frame in forwards):
-            return forwards
-        inside = False
-        users: list[traceback.FrameSummary] = []
-        for frame in summary:
-            inside = inside or frame.filename.startswith(_PACKAGE)
-            if inside and is_user_code(frame.filename):
-                users.append(frame)
-        return traceback.StackSummary.from_list([*forwards, *users])
-
-    tracer._filter_traceback_frames = with_user_frames
-    try:
-        yield
-    finally:
-        tracer._filter_traceback_frames = original
 
 
 def running_frame() -> Frame | None:
@@ -376,33 +349,6 @@ def _first(text: str) -> str:
 
 
 # ---------------------------------------------------------------- checks
-
-
-@contextlib.contextmanager
-def refusing_derivatives() -> Iterator[None]:
-    """Make `torch.autograd.grad` and `backward` raise a `CaptureError` at the user's line.
-
-    Inside `forward` they would run torch's engine on tensors without data, and their results would
-    not be part of the graph. Usually the model has a penalty on gradients.
-    """
-    autograd: Any = torch.autograd
-    engine = autograd._engine_run_backward
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        frame = running_frame()
-        raise CaptureError(
-            "forward takes derivatives itself (torch.autograd.grad or backward), which a graph of "
-            "the step cannot hold",
-            where=None if frame is None else str(frame),
-            hint="write the derivative out with torch operations; a penalty on gradients also "
-            "works on differences: (critic(a) - critic(b)).abs() / (a - b).flatten(1).norm(dim=1)",
-        )
-
-    autograd._engine_run_backward = refuse
-    try:
-        yield
-    finally:
-        autograd._engine_run_backward = engine
 
 
 def check_regions_can_go(

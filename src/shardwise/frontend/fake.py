@@ -1,22 +1,18 @@
-"""Copy a model's structure without its weights, and run code on fake tensors.
+"""Copy a model's structure without its weights, on meta or with fake tensors.
 
 Copies keep tying, `requires_grad`, train flags and hooks. The user's model is only read.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.frontend.hooks import copy_hooks
 
@@ -132,77 +128,3 @@ def _share_what_cannot_be_copied(module: nn.Module, memo: dict[int, Any]) -> nn.
                 copied = value
         clone.__dict__[key] = copied
     return clone
-
-
-# ---------------------------------------------------------------- attention masks
-
-_MAX_NODES = 50  # that are run to evaluate a tensor while tracing
-
-
-@contextlib.contextmanager
-def eager_masks() -> Iterator[None]:
-    """Make `transformers`, if it is loaded, choose attention masks as in eager mode.
-
-    When traced, it does not use `is_causal=True` but builds a full mask, since shapes may differ
-    from the traced ones and sequences may be packed. Our graphs are for one shape, and positions
-    that count up from 0 are known while tracing: then it can decide as in eager mode.
-    """
-    module: Any = sys.modules.get("transformers.masking_utils")
-    names = ("is_torchdynamo_exporting", "find_packed_sequence_indices")
-    if module is None or not all(hasattr(module, name) for name in names):
-        yield
-        return
-    originals = {name: getattr(module, name) for name in names}
-    find = originals["find_packed_sequence_indices"]
-
-    def find_packed(position_ids: torch.Tensor) -> Any:
-        return None if holds(_counts_up, position_ids) else find(position_ids)
-
-    module.is_torchdynamo_exporting = lambda: False
-    module.find_packed_sequence_indices = find_packed
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(module, name, original)
-
-
-def holds(question: Callable[[torch.Tensor], bool], tensor: torch.Tensor) -> bool:
-    """Return whether `question` is true of a traced tensor that depends on no input.
-
-    The few nodes that compute it are run with real data, outside of the trace.
-    """
-    mode = get_proxy_mode()
-    slot: Any = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
-    if slot is None:
-        return False
-    try:
-        with _disable_current_modes():
-            return question(_run(slot.proxy.node, {}, [_MAX_NODES]))
-    except (_Unknown, RuntimeError, TypeError):
-        return False
-
-
-def _counts_up(positions: torch.Tensor) -> bool:
-    return bool(torch.all(torch.diff(positions, dim=-1) == 1))
-
-
-class _Unknown(Exception):
-    """The value depends on an input, or on too many nodes."""
-
-
-def _run(node: fx.Node, done: dict[fx.Node, Any], left: list[int]) -> Any:
-    if node in done:
-        return done[node]
-    left[0] -= 1
-    target: Any = node.target
-    if left[0] < 0 or node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
-        raise _Unknown
-    if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
-        raise _Unknown
-    args = fx.node.map_arg(node.args, lambda n: _run(n, done, left))
-    kwargs = dict(fx.node.map_arg(node.kwargs, lambda n: _run(n, done, left)))
-    if "device" in kwargs:
-        kwargs["device"] = torch.device("cpu")
-    done[node] = target(*args, **kwargs)
-    return done[node]

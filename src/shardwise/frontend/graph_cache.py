@@ -51,6 +51,7 @@ from shardwise.frontend.snapshots import (
     MISSING,
     attributes_of,
 )
+from shardwise.frontend.tracing import patched
 from shardwise.ir import Graph
 from shardwise.ir.stored import NotStorable, graph_from_json, graph_to_json
 from shardwise.version import __version__
@@ -135,7 +136,7 @@ class _Capture:
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
         environment: Any = type(os.environ)
-        get, each, opened = environment.__getitem__, environment.__iter__, builtins.open
+        get, iterator, opened = environment.__getitem__, environment.__iter__, builtins.open
 
         def getitem(mapping: Any, key: str) -> str:
             if _is_for_the_model(sys._getframe(1)):
@@ -145,20 +146,19 @@ class _Capture:
 
         def iterate(mapping: Any) -> Iterator[str]:
             self.is_impure |= _is_for_the_model(sys._getframe(1))
-            return iter(each(mapping))
+            return iter(iterator(mapping))
 
         def open_(file: Any, *args: Any, **kwargs: Any) -> Any:
             is_code = str(file).endswith((".py", ".pyc"))
             self.is_impure |= not is_code and _is_for_the_model(sys._getframe(1))
             return opened(file, *args, **kwargs)
 
-        environment.__getitem__, environment.__iter__ = getitem, iterate
-        builtins.open = io.open = open_
-        try:
+        with patched(
+            (environment, "__getitem__", getitem),
+            (environment, "__iter__", iterate),
+            *((module, "open", open_) for module in (builtins, io)),
+        ):
             yield
-        finally:
-            environment.__getitem__, environment.__iter__ = get, each
-            builtins.open = io.open = opened
 
 
 def _is_for_the_model(frame: types.FrameType | None) -> bool:

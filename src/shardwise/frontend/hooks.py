@@ -35,6 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise.errors import CaptureError, ShardwiseError
 from shardwise.frontend.convert import Recorder, record_call
 from shardwise.frontend.errors import Frame, is_user_code, running_frame
+from shardwise.frontend.tracing import patched
 from shardwise.ir import GradientHook
 
 Hook = Callable[..., Any]
@@ -298,7 +299,6 @@ def recording_hooks(recorder: Recorder) -> Iterator[None]:
     """Record hooks on activations as identity nodes; refuse hooks of other kinds."""
     hooked: list[tuple[Any, Hook, torch.Tensor, Frame | None]] = []
     register, saved = torch.Tensor.register_hook, torch.autograd.graph.saved_tensors_hooks
-    enter = saved.__enter__
 
     def register_hook(tensor: torch.Tensor, hook: Hook) -> Any:
         if get_proxy_mode() is None or recorder.depth or not tensor.requires_grad:
@@ -320,16 +320,13 @@ def recording_hooks(recorder: Recorder) -> Iterator[None]:
                 hint="torch.utils.checkpoint to save memory; offload=('activations',) in the plan",
             )
 
-    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
-    torch.Tensor.grad_fn = property(_grad_fn)  # type: ignore[assignment]
-    saved.__enter__ = enter_saved  # type: ignore[method-assign]
-    leave, saved.__exit__ = saved.__exit__, lambda *args: None  # type: ignore[method-assign]
-    try:
+    with patched(
+        (torch.Tensor, "register_hook", register_hook),
+        (torch.Tensor, "grad_fn", property(_grad_fn)),
+        (saved, "__enter__", enter_saved),
+        (saved, "__exit__", lambda *args: None),
+    ):
         yield
-    finally:
-        torch.Tensor.register_hook = register  # type: ignore[method-assign]
-        del torch.Tensor.grad_fn
-        saved.__enter__, saved.__exit__ = enter, leave  # type: ignore[method-assign]
     for cls, hook, tensor, frame in hooked:
         traced = trace(hook, tensor, f"an activation ({frame.place})" if frame else "an activation")
         digest = hashlib.sha256(traced.code.encode()).hexdigest()[:8]

@@ -37,6 +37,7 @@ from shardwise.frontend.snapshots import (
     class_member,
     snapshot,
 )
+from shardwise.frontend.tracing import patched
 
 # ---------------------------------------------------------------- what code may read
 
@@ -502,13 +503,12 @@ class Watch:
                 self._record_write((path, name), owner.get(name, MISSING))
             put(module, name, value)
 
-        nn.Module.__getattribute__ = getattribute  # type: ignore[assignment, method-assign]
-        nn.Module.__setattr__ = setattr_  # type: ignore[assignment, method-assign]
         try:
-            yield
+            with patched(
+                (nn.Module, "__getattribute__", getattribute), (nn.Module, "__setattr__", setattr_)
+            ):
+                yield
         finally:
-            del nn.Module.__getattribute__
-            nn.Module.__setattr__ = put  # type: ignore[method-assign]
             changed = self._restore(before)
         if changed:
             raise changed[0]

@@ -9,11 +9,11 @@ captured separately.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from types import FrameType
 from typing import Any, TypedDict
 
 import torch
@@ -26,6 +26,7 @@ from shardwise.frontend.capture import Traced, capture, trace_step
 from shardwise.frontend.graph_cache import cached_capture
 from shardwise.frontend.objective import Model, Objective, as_module
 from shardwise.frontend.python_state import Reads
+from shardwise.frontend.tracing import patched
 from shardwise.ir import Graph
 
 __all__ = ["GraphsBySize", "SizedTrace"]
@@ -41,8 +42,8 @@ class _Options(TypedDict):
     device: torch.device | str | None
 
 
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_PLAIN: dict[type, Any] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
+_PLAIN: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+_SYMBOLIC = tuple(_PLAIN)
 
 
 class GraphsBySize:
@@ -141,42 +142,36 @@ def _sized_trace(trace: Callable[[], Traced]) -> SizedTrace | None:
         return None
 
 
-@contextlib.contextmanager
-def _symbols_as_numbers() -> Iterator[None]:
+def _symbols_as_numbers() -> contextlib.AbstractContextManager[None]:
     """Make symbols look like numbers to the user's code where torch would record no guard.
 
-    A size that becomes text (a key of a cache) is no longer a symbol, and `isinstance` says `int`,
-    as it does without symbols.
+    A size that becomes text (a key of a cache) is no longer a symbol. `isinstance(size, int)` must
+    be true, as it is without symbols; it asks for `__class__`, which only a class can define, so
+    that `__getattribute__` has to answer.
     """
-    is_instance = builtins.isinstance
-    originals = {name: getattr(torch.SymInt, name) for name in ("__str__", "__repr__")}
 
-    def text_by(original: Callable[[Any], str]) -> Callable[[Any], str]:
-        def text(size: Any) -> str:
-            return original(size) if _called_by_torch() else str(int(size))
+    def attribute(symbol: Any, name: str) -> Any:
+        if name == "__class__" and not _called_by_torch():
+            return _PLAIN[type(symbol)]
+        return object.__getattribute__(symbol, name)
 
-        return text
+    original = torch.SymInt.__repr__
 
-    def plain_isinstance(value: Any, kinds: Any) -> bool:
-        plain = _PLAIN.get(type(value))
-        if plain is None or is_instance(value, kinds) or _called_by_torch():
-            return is_instance(value, kinds)
-        return is_instance(plain, kinds)
+    def text(size: torch.SymInt) -> str:
+        return original(size) if _called_by_torch() else str(int(size))
 
-    for name, original in originals.items():
-        setattr(torch.SymInt, name, text_by(original))
-    builtins.isinstance = plain_isinstance
-    try:
-        yield
-    finally:
-        builtins.isinstance = is_instance
-        for name, original in originals.items():
-            setattr(torch.SymInt, name, original)
+    return patched(
+        (torch.SymInt, "__repr__", text),
+        *((cls, "__getattribute__", attribute) for cls in _SYMBOLIC),
+    )
 
 
 def _called_by_torch() -> bool:
     """Return whether the caller's caller is torch or this package."""
-    module = sys._getframe(2).f_globals.get("__name__", "")
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") == "abc":
+        frame = frame.f_back  # isinstance with an abstract class such as numbers.Integral
+    module = "" if frame is None else frame.f_globals.get("__name__", "")
     return module.partition(".")[0] in ("torch", "sympy", "shardwise")
 
 

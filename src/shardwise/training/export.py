@@ -29,8 +29,8 @@ from shardwise.checkpoint.load import read_section
 from shardwise.checkpoint.opening import open_checkpoint
 from shardwise.errors import ShardwiseError
 from shardwise.files import write_text
-from shardwise.frontend.capture import quiet
 from shardwise.frontend.errors import capture_error
+from shardwise.frontend.tracing import quiet
 from shardwise.runtime import ParallelModule, share_lists
 from shardwise.runtime.parameters import torch_dtype
 

@@ -56,7 +56,7 @@ def test_probability_zero_just_works(name):
 def test_other_probabilities_are_refused_at_the_users_line(name):
     with pytest.raises(CaptureError, match="decides which code runs") as error:
         capture(LayerDrop(DRAWS[name], 0.3), batch())
-    assert "test_random_control.py" in error.value.where
+    assert "test_random_draws.py" in error.value.where
     assert "layerdrop" in error.value.hint
 
 
