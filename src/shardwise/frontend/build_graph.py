@@ -35,7 +35,7 @@ from shardwise.ir import (
 
 # ---------------------------------------------------------------- nodes
 
-_OF_ONE_DTYPE = re.compile(
+_ONE_DTYPE = re.compile(
     r"aten\.(linear|mm|addmm|bmm|baddbmm|matmul|conv(_transpose)?[123]d|convolution)\."
 )
 
@@ -44,23 +44,23 @@ class Namer:
     """Give each value a unique Python identifier: `linear`, `linear_1`, `sum_1`."""
 
     def __init__(self) -> None:
-        self.taken: set[str] = set()
+        self.used: set[str] = set()
         self.counts: dict[str, int] = {}
 
     def name(self, wish: str) -> str:
         base = identifier(wish)
         count = self.counts.get(base, 0)
         reserved = keyword.iskeyword(base) or hasattr(builtins, base) or base in ("torch", "self")
-        if count == 0 and not reserved and base not in self.taken:
-            chosen = base
+        if count == 0 and not reserved and base not in self.used:
+            name = base
         else:
-            chosen = f"{base}_{max(count, 1)}"
-            while chosen in self.taken:
+            name = f"{base}_{max(count, 1)}"
+            while name in self.used:
                 count = max(count, 1) + 1
-                chosen = f"{base}_{count}"
-        self.counts[base] = max(count, 1) + (0 if chosen == base else 1)
-        self.taken.add(chosen)
-        return chosen
+                name = f"{base}_{count}"
+        self.counts[base] = max(count, 1) + (0 if name == base else 1)
+        self.used.add(name)
+        return name
 
 
 def identifier(wish: str) -> str:
@@ -89,12 +89,12 @@ def check_static(nodes: list[RawNode], types: Mapping[str, TensorType]) -> None:
     for node in nodes:
         unknown = any(UNKNOWN_SIZE in types[output].shape for output in node.outputs)
         if node.op == SYMBOLIC or unknown:
-            what = node.args[0] if node.op == SYMBOLIC else node.op
+            op = str(node.args[0]) if node.op == SYMBOLIC else node.op
             origin = node.region.origin
-            cure = cure_for_operator(str(what)) or DATA_DEPENDENT
+            cure = cure_for_operator(op) or DATA_DEPENDENT
             experts = "expert" in f"{origin.module} {origin.module_class}".lower()
             raise CaptureError(
-                f"{cure.reason} ({what})",
+                f"{cure.reason} ({op})",
                 where=f"{origin.source}: {origin.source_text}" if origin.source else None,
                 hint=f"{EXPERTS} in transformers; else {cure.hint}" if experts else cure.hint,
             )
@@ -104,7 +104,7 @@ def check_dtypes(nodes: list[RawNode], types: Mapping[str, TensorType]) -> None:
     """Refuse products of different dtypes, which tracing accepts and devices do not."""
     for node in nodes:
         autocast, origin = node.region.autocast, node.region.origin
-        if not _OF_ONE_DTYPE.match(node.op) or (autocast is not None and autocast[2]):
+        if not _ONE_DTYPE.match(node.op) or (autocast is not None and autocast[2]):
             continue
         used = dict.fromkeys(types[ref.name].dtype for ref in iter_refs(node.args))
         if len(used) > 1:
@@ -184,31 +184,49 @@ class Sources:
     @classmethod
     def of(cls, model: nn.Module, call: Call, argument_names: list[str]) -> Sources:
         namer, types = Namer(), {}
-        inputs: list[Input] = []
-        wants_grad: set[str] = set()
-        for path, tensor in call.tensors:
-            value = namer.name(_input_wish(path, argument_names))
+
+        def declare(wish: str, tensor: torch.Tensor) -> str:
+            value = namer.name(wish)
             types[value] = tensor_type(tensor)
-            inputs.append(Input(value=value, name=path_name(path), path=path))
-            if tensor.requires_grad:
-                wants_grad.add(value)
-        parameters: list[Parameter] = []
-        for names, tensor in _tied(model.named_parameters(remove_duplicate=False)):
-            value = namer.name(f"p_{names[0]}")
-            types[value] = tensor_type(tensor)
-            parameters.append(
-                Parameter(
-                    value=value,
-                    name=names[0],
-                    aliases=tuple(names[1:]),
-                    requires_grad=tensor.requires_grad,
-                )
+            return value
+
+        inputs = [
+            Input(
+                value=declare(_input_wish(path, argument_names), tensor),
+                name=path_name(path),
+                path=path,
             )
-        buffers = _buffers(model, namer, types)
+            for path, tensor in call.tensors
+        ]
+        tensors = zip(inputs, call.tensors, strict=True)
+        requires_grad = {source.value for source, (_, tensor) in tensors if tensor.requires_grad}
+        parameters = [
+            Parameter(
+                value=declare(f"p_{name}", tensor),
+                name=name,
+                aliases=tuple(aliases),
+                requires_grad=tensor.requires_grad,
+            )
+            for (name, *aliases), tensor in _tied(model.named_parameters(remove_duplicate=False))
+        ]
+        temporary = {
+            f"{path}.{name}" if path else name
+            for path, module in model.named_modules(remove_duplicate=False)
+            for name in module._non_persistent_buffers_set
+        }
+        buffers = [
+            Buffer(
+                value=declare(f"b_{name}", tensor),
+                name=name,
+                aliases=tuple(aliases),
+                persistent=name not in temporary,
+            )
+            for (name, *aliases), tensor in _tied(model.named_buffers(remove_duplicate=False))
+        ]
         constants = tuple((path_name(path), value) for path, value in call.constants)
         return cls(
             model, parameters, buffers, inputs, types, namer, constants,
-            requires_grad_inputs=wants_grad,
+            requires_grad_inputs=requires_grad,
         )  # fmt: skip
 
     def declare(self, builder: Builder) -> dict[str, Alias]:
@@ -283,26 +301,28 @@ def assemble(
     report = step.outputs[0]
     values = [builder.read(alias) for alias in results]
     loss = values.pop(0) if report.has_loss else None
-    leaves = [values.pop(0) if leaf is TENSOR else leaf for leaf in report.leaves]
-    is_tensor = [leaf is TENSOR for leaf in report.leaves]
+    leaves = [Ref(values.pop(0)) if leaf is TENSOR else leaf for leaf in report.leaves]
     count = len(report.assigned)
     _check_cached(builder, sources, report.cached, values[count:])
     for name, value in zip(report.assigned, values[:count], strict=True):
         builder.write(roots[name], value)
     contents = {b.value: builder.read(roots[b.name]) for b in sources.buffers}
     mutations = {old: new for old, new in contents.items() if new != old}
-    outputs = [leaf for leaf, tensor in zip(leaves, is_tensor, strict=True) if tensor]
-    wanted = [v for v in (loss, *outputs, *mutations.values()) if v is not None]
-    raw = live_nodes(builder.nodes, wanted)
+    outputs = [leaf.name for leaf in leaves if isinstance(leaf, Ref)]
+    needed = [v for v in (loss, *outputs, *mutations.values()) if v is not None]
+    raw = live_nodes(builder.nodes, needed)
     check_static(raw, builder.types)
     check_dtypes(raw, builder.types)
 
     names = {value: value for value in sources.types}
-    namer = sources.namer
-    used = {name for node in raw for name in node.inputs} | set(wanted)
-    constants = _constants(sources, used, names, namer)
+    used = {name for node in raw for name in node.inputs} | set(needed)
+    constants: list[Constant] = []
+    for value, data in sources.constants.items():
+        if value in used:
+            names[value] = sources.namer.name(f"c_{len(constants)}")
+            constants.append(Constant(value=names[value], data=data))
     _check_replaced(constants, report.replaced)
-    nodes, types = finish_nodes(raw, builder.types, names, namer)
+    nodes, types = finish_nodes(raw, builder.types, names, sources.namer)
     types = sources.types | {c.value: tensor_type(c.data) for c in constants} | types
     graph = Graph(
         name=type(sources.model).__name__,
@@ -314,12 +334,9 @@ def assemble(
             replace(b, mutation=names[mutations[b.value]]) if b.value in mutations else b
             for b in sources.buffers
         ),
-        constants=constants,
+        constants=tuple(constants),
         loss=names[loss] if loss else None,
-        outputs=tuple(
-            Ref(names[leaf]) if tensor else leaf
-            for leaf, tensor in zip(leaves, is_tensor, strict=True)
-        ),
+        outputs=tuple(Ref(names[x.name]) if isinstance(x, Ref) else x for x in leaves),
         output_spec=report.spec,
         input_constants=sources.input_constants,
         training=step.model.training,
@@ -331,20 +348,7 @@ def assemble(
     return graph
 
 
-def _constants(
-    sources: Sources, used: set[str], names: dict[str, str], namer: Namer
-) -> tuple[Constant, ...]:
-    constants: list[Constant] = []
-    for value, data in sources.constants.items():
-        if value in used:
-            names[value] = namer.name(f"c_{len(constants)}")
-            constants.append(Constant(value=names[value], data=data))
-    return tuple(constants)
-
-
-def _check_replaced(
-    constants: tuple[Constant, ...], replaced: list[tuple[str, torch.Tensor]]
-) -> None:
+def _check_replaced(constants: list[Constant], replaced: list[tuple[str, torch.Tensor]]) -> None:
     """Refuse a plain tensor that forward reads and replaces: state that would be lost."""
     for where, old in replaced:
         if has_data(old) and any(c.data.data_ptr() == old.data_ptr() for c in constants):
@@ -370,27 +374,6 @@ def _check_cached(
             raise change.refusal("the tensor saved for the next step depends on this one")
 
 
-def _buffers(model: nn.Module, namer: Namer, types: dict[str, TensorType]) -> list[Buffer]:
-    temporary = {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules(remove_duplicate=False)
-        for name in module._non_persistent_buffers_set
-    }
-    buffers: list[Buffer] = []
-    for names, tensor in _tied(model.named_buffers(remove_duplicate=False)):
-        value = namer.name(f"b_{names[0]}")
-        types[value] = tensor_type(tensor)
-        buffers.append(
-            Buffer(
-                value=value,
-                name=names[0],
-                aliases=tuple(names[1:]),
-                persistent=names[0] not in temporary,
-            )
-        )
-    return buffers
-
-
 def _tied(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[list[str], torch.Tensor]]:
     """Group the names of the same tensor, in order of the first."""
     groups: dict[int, tuple[list[str], torch.Tensor]] = {}
@@ -400,7 +383,7 @@ def _tied(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[list[str], to
 
 
 def _input_wish(path: tuple[str | int, ...], argument_names: list[str]) -> str:
-    first, rest = path[0], path[1:]
+    first, *inner = path
     if isinstance(first, int):
         first = argument_names[first] if first < len(argument_names) else f"arg_{first}"
-    return "_".join(map(str, (first, *rest)))
+    return "_".join(map(str, (first, *inner)))

@@ -226,7 +226,7 @@ class Builder:
         inverse = INVERSES.get(view.op)
         if inverse is None:
             raise NotFunctional(f"a write through {view.op}")
-        op, args = inverse(view, Ref(base), Ref(source), self)
+        op, args = inverse(self, view, Ref(base), Ref(source))
         return self.emit(op, args, (self.types[base],))[0] if op else source
 
     def _check_write(self, alias: Alias, root: Alias) -> None:
@@ -245,7 +245,7 @@ class Builder:
                 hint="self.register_buffer(...) makes it part of the state",
             )
         if owner.startswith("input"):
-            self.warnings.append(f"forward modifies {owner} in place; the batch stays as given")
+            self.warnings.append(f"forward modifies {owner} in place; the batch stays unchanged")
         hidden = not self.region.grad_enabled
         here = alias
         while here.view is not None:
@@ -273,107 +273,102 @@ def _size(size: Any) -> int:
 
 # ---------------------------------------------------------------- inverses of views
 
-Inverse = Callable[[View, Ref, Ref, "Builder"], tuple[str, tuple[Any, ...]]]
+Call = tuple[str, tuple[Any, ...]]  # an operator and its arguments; "" for none
+Inverse = Callable[["Builder", View, Ref, Ref], Call]
 
 
 def _scatter_op(op: str, *defaults: Any) -> Inverse:
-    """Return an inverse with the arguments of the view, with these defaults."""
+    """Return an inverse that takes the arguments of the view, with these defaults."""
 
-    def inverse(
-        view: View, base: Ref, source: Ref, builder: Builder
-    ) -> tuple[str, tuple[Any, ...]]:
-        given = view.args[1:]
-        return f"aten.{op}.default", (base, source, *given, *defaults[len(given) :])
+    def inverse(builder: Builder, view: View, base: Ref, source: Ref) -> Call:
+        own = view.args[1:]
+        return f"aten.{op}.default", (base, source, *own, *defaults[len(own) :])
 
     return inverse
 
 
-def _narrow(view: View, base: Ref, source: Ref, builder: Builder) -> tuple[str, tuple[Any, ...]]:
+def _narrow(builder: Builder, view: View, base: Ref, source: Ref) -> Call:
     dim, start, length = view.args[1:]
     return "aten.slice_scatter.default", (base, source, dim, start, start + length, 1)
 
 
-def _reshape(view: View, base: Ref, source: Ref, builder: Builder) -> tuple[str, tuple[Any, ...]]:
+def _reshape(builder: Builder, view: View, base: Ref, source: Ref) -> Call:
     shape = builder.types[base.name].shape
     if builder.types[source.name].shape == shape:
         return "", ()
     return "aten.reshape.default", (source, shape)
 
 
-def _same(view: View, base: Ref, source: Ref, builder: Builder) -> tuple[str, tuple[Any, ...]]:
+def _same(builder: Builder, view: View, base: Ref, source: Ref) -> Call:
     if builder.types[source.name] != builder.types[base.name]:
         raise NotFunctional(f"a write through {view.op} that changes the shape")
     return "", ()
 
 
-def _transpose(view: View, base: Ref, source: Ref, builder: Builder) -> tuple[str, tuple[Any, ...]]:
+def _transpose(builder: Builder, view: View, base: Ref, source: Ref) -> Call:
     return view.op, (source, *view.args[1:])
 
 
-def _permute(view: View, base: Ref, source: Ref, builder: Builder) -> tuple[str, tuple[Any, ...]]:
+def _permute(builder: Builder, view: View, base: Ref, source: Ref) -> Call:
     dims = [dim % len(view.args[1]) for dim in view.args[1]]
     return "aten.permute.default", (source, tuple(dims.index(i) for i in range(len(dims))))
 
 
-def _movedim(view: View, base: Ref, source: Ref, builder: Builder) -> tuple[str, tuple[Any, ...]]:
+def _movedim(builder: Builder, view: View, base: Ref, source: Ref) -> Call:
     return view.op, (source, view.args[2], view.args[1])
 
 
-def _piece(view: View, base: Ref, source: Ref, builder: Builder) -> tuple[str, tuple[Any, ...]]:
+def _piece(builder: Builder, view: View, base: Ref, source: Ref) -> Call:
     """Invert `split` and `chunk`; the sizes of the earlier pieces say where this one starts."""
-    dim = _dim(view, default=0, position=2)
+    dim = _dim(view, position=2)
     rank = len(view.types[0].shape)
     start = sum(t.shape[dim % rank] for t in view.types[: view.index])
     end = start + view.types[view.index].shape[dim % rank]
     return "aten.slice_scatter.default", (base, source, dim, start, end, 1)
 
 
-def _unbind(view: View, base: Ref, source: Ref, builder: Builder) -> tuple[str, tuple[Any, ...]]:
-    dim = _dim(view, default=0, position=1)
-    return "aten.select_scatter.default", (base, source, dim, view.index)
+def _unbind(builder: Builder, view: View, base: Ref, source: Ref) -> Call:
+    return "aten.select_scatter.default", (base, source, _dim(view, position=1), view.index)
 
 
-def _dim(view: View, *, default: int, position: int) -> int:
-    given = view.args[position] if len(view.args) > position else default
-    return int(dict(view.kwargs).get("dim", given))
+def _dim(view: View, *, position: int) -> int:
+    positional = view.args[position] if len(view.args) > position else 0
+    return int(dict(view.kwargs).get("dim", positional))
 
 
-def _complex(view: View, base: Ref, source: Ref, builder: Builder) -> tuple[str, tuple[Any, ...]]:
+def _complex(builder: Builder, view: View, base: Ref, source: Ref) -> Call:
     other = "real" if view.op == "aten.view_as_complex.default" else "complex"
     return f"aten.view_as_{other}.default", (source,)
 
 
 INVERSES: dict[str, Inverse] = {
-    "aten.slice.Tensor": _scatter_op("slice_scatter", 0, None, None, 1),
-    "aten.select.int": _scatter_op("select_scatter"),
-    "aten.narrow.default": _narrow,
-    "aten.diagonal.default": _scatter_op("diagonal_scatter", 0, 0, 1),
-    "aten.split.Tensor": _piece,
-    "aten.split.sizes": _piece,
-    "aten.split_with_sizes.default": _piece,
-    "aten.chunk.default": _piece,
-    "aten.tensor_split.sections": _piece,
-    "aten.tensor_split.indices": _piece,
-    "aten.unbind.int": _unbind,
-    "aten.transpose.int": _transpose,
-    "aten.swapaxes.default": _transpose,
-    "aten.swapdims.default": _transpose,
-    "aten.t.default": _transpose,
-    "aten.numpy_T.default": _transpose,
-    "aten.mT.default": _transpose,
-    "aten.permute.default": _permute,
-    "aten.movedim.int": _movedim,
-    "aten.view_as_real.default": _complex,
-    "aten.view_as_complex.default": _complex,
+    f"aten.{op}": inverse
+    for inverse, ops in {
+        _scatter_op("slice_scatter", 0, None, None, 1): ["slice.Tensor"],
+        _scatter_op("select_scatter"): ["select.int"],
+        _scatter_op("diagonal_scatter", 0, 0, 1): ["diagonal.default"],
+        _narrow: ["narrow.default"],
+        _piece: [
+            *("split.Tensor", "split.sizes", "split_with_sizes.default", "chunk.default"),
+            *("tensor_split.sections", "tensor_split.indices"),
+        ],
+        _unbind: ["unbind.int"],
+        _transpose: [
+            *("transpose.int", "swapaxes.default", "swapdims.default", "t.default"),
+            *("numpy_T.default", "mT.default"),
+        ],
+        _permute: ["permute.default"],
+        _movedim: ["movedim.int"],
+        _complex: ["view_as_real.default", "view_as_complex.default"],
+        _reshape: [
+            *("view.default", "reshape.default", "flatten.using_ints", "unflatten.int"),
+            *("unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims"),
+            "_unsafe_view.default",
+        ],
+        _same: ["expand.default", "contiguous.default", "alias.default", "detach.default"],
+    }.items()
+    for op in ops
 }
-for _op in (
-    *("view.default", "reshape.default", "flatten.using_ints", "unflatten.int"),
-    *("unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims"),
-    "_unsafe_view.default",
-):
-    INVERSES[f"aten.{_op}"] = _reshape
-for _op in ("expand.default", "contiguous.default", "alias.default", "detach.default"):
-    INVERSES[f"aten.{_op}"] = _same
 
 
 # ---------------------------------------------------------------- ordinary calls

@@ -104,18 +104,49 @@ class Traced:
 
     def graph(self, call: Call) -> Graph:
         """Return the graph for a call with the sizes of the exported program."""
-        sources = Sources.of(self.model, call, _signature_names(self.model))
+        sources = Sources.of(self.model, call, _argument_names(self.model))
         sources.trained_outside = self.watch.reach.trained_tensors()
-        parts = (self.step, sources, self.recorder, self.device)
         with cuda_uninitialized(), explained(type(self.model).__name__):
             try:
-                graph = _convert(self.program, *parts)
+                graph = self._convert(self.program, sources)
             except NotFunctional as reason:
-                graph = _convert_decomposed(self.program, *parts, reason)
+                graph = self._convert_decomposed(sources, reason)
         if not self.hooks:
             return graph
         functions = {**graph.functions, "gradient hooks": self.hooks}
         return replace(graph, hooks=self.hooks, functions=functions)
+
+    def _convert(self, program: torch.export.ExportedProgram, sources: Sources) -> Graph:
+        """Return an exported program of this step as a `Graph`."""
+        kind = self.device.type
+        ambient = (kind, torch.get_autocast_dtype(kind), True)
+        autocast = ambient if torch.is_autocast_enabled(kind) else None
+        builder = Builder(device=self.device, region=Region(autocast=autocast))
+        roots = sources.declare(builder)
+        inputs = _placeholders(program, builder, sources, roots)
+        results = Converter(builder, self.recorder).run(program.graph_module, inputs)
+        results = _apply_mutations(program, builder, roots, results)
+        return assemble(builder, sources, roots, self.step, results, self.recorder)
+
+    def _convert_decomposed(self, sources: Sources, reason: NotFunctional) -> Graph:
+        """Return the graph by torch's own functionalization, which handles more writes."""
+        check_regions_can_go(self.program.graph_module, reason)
+        try:
+            with quiet(), recording(self.recorder):
+                decomposed = self.program.run_decompositions({})
+            graph = self._convert(decomposed, sources)
+        except NotFunctional as second:
+            cure = cure_for(str(second))
+            hint = "replace the in-place write by an operation that returns a new tensor"
+            raise CaptureError(
+                f"{cure.reason if cure else 'the graph cannot be made functional'} ({second})",
+                where=second.where,
+                hint=cure.hint if cure else hint,
+            ) from second
+        if not self.recorder.num_groups:
+            return graph
+        lost = f"activation checkpoints do not become recompute groups ({reason})"
+        return replace(graph, warnings=(*graph.warnings, lost))
 
 
 def trace_step(
@@ -192,7 +223,7 @@ def _export(
 ) -> torch.export.ExportedProgram:
     shapes = None
     if dims is not None:
-        shapes = {"tensors": tuple(dict.fromkeys(each, torch.export.Dim.AUTO) for each in dims)}
+        shapes = {"tensors": tuple(dict.fromkeys(own, torch.export.Dim.AUTO) for own in dims)}
     try:
         with (
             quiet(),
@@ -209,56 +240,6 @@ def _export(
         raise capture_error(error, name) from error
 
 
-def _convert(
-    program: torch.export.ExportedProgram,
-    step: Step,
-    sources: Sources,
-    recorder: Recorder,
-    device: torch.device,
-) -> Graph:
-    """Return the exported program as a `Graph`."""
-    builder = Builder(device=device, region=Region(autocast=_ambient_autocast(device)))
-    roots = sources.declare(builder)
-    inputs = _placeholders(program, builder, sources, roots)
-    results = Converter(builder, recorder).run(program.graph_module, inputs)
-    results = _apply_mutations(program, builder, roots, results)
-    return assemble(builder, sources, roots, step, results, recorder)
-
-
-def _convert_decomposed(
-    program: torch.export.ExportedProgram,
-    step: Step,
-    sources: Sources,
-    recorder: Recorder,
-    device: torch.device,
-    reason: NotFunctional,
-) -> Graph:
-    """Build the graph through torch's own functionalization, which handles more writes."""
-    check_regions_can_go(program.graph_module, reason)
-    try:
-        with quiet(), recording(recorder):
-            decomposed = program.run_decompositions({})
-        graph = _convert(decomposed, step, sources, recorder, device)
-    except NotFunctional as second:
-        cure = cure_for(str(second))
-        hint = "replace the in-place write by an operation that returns a new tensor"
-        raise CaptureError(
-            f"{cure.reason if cure else 'the graph cannot be made functional'} ({second})",
-            where=second.where,
-            hint=cure.hint if cure else hint,
-        ) from second
-    if not recorder.num_groups:
-        return graph
-    lost = f"activation checkpoints do not become recompute groups ({reason})"
-    return replace(graph, warnings=(*graph.warnings, lost))
-
-
-def _ambient_autocast(device: torch.device) -> tuple[str, torch.dtype, bool] | None:
-    if not torch.is_autocast_enabled(device.type):
-        return None
-    return (device.type, torch.get_autocast_dtype(device.type), True)
-
-
 def _placeholders(
     program: torch.export.ExportedProgram,
     builder: Builder,
@@ -267,14 +248,14 @@ def _placeholders(
 ) -> list[Alias]:
     """Return an alias for every placeholder of the exported graph."""
     inputs: list[Alias] = []
-    given = iter(sources.inputs)
+    batch = iter(sources.inputs)
     nodes = [n for n in program.graph.nodes if n.op == "placeholder"]
     for node, spec in zip(nodes, program.graph_signature.input_specs, strict=True):
         target = (spec.target or "").removeprefix(f"{ROOT}.")
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             alias = roots[target]
         elif spec.kind is InputKind.USER_INPUT:
-            alias = roots[next(given).value]
+            alias = roots[next(batch).value]
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             alias = sources.constant(builder, program.constants[spec.target], target)
         else:
@@ -298,7 +279,7 @@ def _apply_mutations(
             builder.write(roots[target], builder.read(result))
         elif spec.kind is OutputKind.USER_INPUT_MUTATION:
             builder.warnings.append(
-                f"forward modifies input {spec.target} in place; the batch stays as given"
+                f"forward modifies input {spec.target} in place; the batch stays unchanged"
             )
         elif spec.kind is OutputKind.USER_OUTPUT:
             outputs.append(result)
@@ -307,10 +288,10 @@ def _apply_mutations(
     return tuple(outputs)
 
 
-def _signature_names(model: nn.Module) -> list[str]:
+def _argument_names(model: nn.Module) -> list[str]:
+    """Return the names of the positional arguments of forward."""
     try:
         parameters = inspect.signature(model.forward).parameters.values()
     except (TypeError, ValueError):
         return []
-    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters if p.kind in named]
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

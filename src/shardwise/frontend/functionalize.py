@@ -35,33 +35,32 @@ def _call(builder: Builder, op: str, value: Any, args: tuple[Any, ...], **kwargs
     return append_call(builder, op, value, args, kwargs)
 
 
+def _type(builder: Builder, alias: Alias) -> TensorType:
+    return builder.types[builder.read(alias)]
+
+
+def _dropped_if(is_noop: Callable[[Builder, Any, tuple[Any, ...]], bool]) -> Rule:
+    """Drop calls that return their first argument unchanged."""
+
+    def rule(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        return builder.same(value, args[0]) if is_noop(builder, value, args) else None
+
+    return rule
+
+
+def _keeps_type(builder: Builder, value: Any, args: tuple[Any, ...]) -> bool:
+    return _type(builder, args[0]) == tensor_type(value)
+
+
+def _shares_memory(builder: Builder, value: Any, args: tuple[Any, ...]) -> bool:
+    return builder.storages.get(value.untyped_storage()._cdata) is args[0].storage
+
+
 def _cast(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Write `to`, `type_as`, `_to_copy`… as a cast, or as nothing."""
-    own = builder.types[builder.read(args[0])]
-    if own.dtype == value.dtype:
+    if _type(builder, args[0]).dtype == value.dtype:
         return builder.same(value, args[0])
     return _call(builder, "aten.to.dtype", value, (args[0], value.dtype))
-
-
-def _contiguous(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Drop the call if memory is shared: the tensor was contiguous already."""
-    if builder.storages.get(value.untyped_storage()._cdata) is args[0].storage:
-        return builder.same(value, args[0])
-    return None
-
-
-def _identity(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    return builder.same(value, args[0])
-
-
-def _detach(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    if builder.read(args[0]) in builder.differentiable:
-        return None
-    return builder.same(value, args[0])
-
-
-def _dropout(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    return None if args[1] > 0 and args[2] else builder.same(value, args[0])
 
 
 def _factory(op: str) -> Rule:
@@ -82,7 +81,7 @@ def _like(op: str) -> Rule:
     def rule(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dropped = (*_PLACEMENT, "memory_format", "dtype")
         named = {k: v for k, v in kwargs.items() if k not in dropped}
-        if value.dtype != builder.types[builder.read(args[0])].dtype:
+        if value.dtype != _type(builder, args[0]).dtype:
             named["dtype"] = value.dtype
         return _call(builder, op, value, args, **named)
 
@@ -93,29 +92,21 @@ def _sized(op: str) -> Rule:
     """Write `expand_as`, `view_as`… with a size instead of the other tensor."""
 
     def rule(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        type_ = tensor_type(value)
-        if builder.types[builder.read(args[0])] == type_:
+        if _keeps_type(builder, value, args):
             return builder.same(value, args[0])
-        return _call(builder, op, value, (args[0], type_.shape))
+        return _call(builder, op, value, (args[0], tensor_type(value).shape))
 
     return rule
 
 
-def _cat(op: str) -> Rule:
+def _cat(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Drop the empty tensors that a cache starts from."""
-
-    def rule(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        parts = tuple(a for a in args[0] if builder.types[builder.read(a)].shape != (0,))
-        if len(parts) == len(args[0]) or not parts:
-            return None
-        dtypes = {builder.types[builder.read(a)].dtype for a in parts}
-        if dtypes != {value.dtype}:
-            return None
-        if len(parts) == 1:
-            return builder.track(builder.read(parts[0]), value, None)
-        return _call(builder, op, value, (parts, *args[1:]), **kwargs)
-
-    return rule
+    parts = tuple(a for a in args[0] if _type(builder, a).shape != (0,))
+    if len(parts) == len(args[0]) or {_type(builder, a).dtype for a in parts} != {value.dtype}:
+        return None
+    if len(parts) == 1:
+        return builder.track(builder.read(parts[0]), value, None)
+    return _call(builder, "aten.cat.default", value, (parts, *args[1:]), **kwargs)
 
 
 def _batch_norm(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -125,7 +116,7 @@ def _batch_norm(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any
         return None
     statistics = [alias for alias in (mean, variance) if alias is not None]
     operands = refs(builder, (data, weight, bias, mean, variance))
-    types = (tensor_type(value), *(builder.types[builder.read(a)] for a in statistics))
+    types = (tensor_type(value), *(_type(builder, a) for a in statistics))
     outputs = builder.emit(BATCH_NORM, (*operands, momentum, eps), types)
     for alias, name in zip(statistics, outputs[1:], strict=True):
         builder.differentiable.discard(name)
@@ -179,38 +170,18 @@ def _constant(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) 
     return builder.track(builder.read(args[0]), value, None)
 
 
-def fill_with_constant(
-    builder: Builder, operator: Any, plain: tuple[Any, ...]
-) -> tuple[Any, tuple[Any, ...]]:
-    """Undo how `x[...] = 3.0` is traced: as a fill with a lifted tensor."""
-    data = builder.constants.get(plain[1].name)
-    if data is None or data.numel() != 1:
-        return operator, plain
-    return torch.ops.aten.fill.Scalar, (plain[0], data.item(), *plain[2:])
-
-
 def _broadcast(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Write `broadcast_tensors` as one `expand` for each tensor that changes."""
-    return tuple(
-        builder.same(result, alias)
-        if builder.types[builder.read(alias)] == tensor_type(result)
-        else _call(builder, "aten.expand.default", result, (alias, tensor_type(result).shape))
-        for alias, result in zip(args[0], value, strict=True)
-    )
-
-
-def _unless_same(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Drop shape operators that keep the shape."""
-    if builder.types[builder.read(args[0])] == tensor_type(value):
-        return builder.same(value, args[0])
-    return None
+    expand = _sized("aten.expand.default")
+    return tuple(expand(builder, v, (a,), {}) for a, v in zip(args[0], value, strict=True))
 
 
 def _slice(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Give a slice an explicit start: with symbolic sizes, 0 is left out."""
-    same = _unless_same(builder, value, args, kwargs)
-    if same is not None or kwargs or len(args) < 3 or args[2] is not None:
-        return same
+    """Drop a slice of everything; give others an explicit start, which symbolic sizes omit."""
+    if _keeps_type(builder, value, args):
+        return builder.same(value, args[0])
+    if kwargs or len(args) < 3 or args[2] is not None:
+        return None
     return _call(builder, "aten.slice.Tensor", value, (*args[:2], 0, *args[3:]))
 
 
@@ -218,9 +189,10 @@ def _neutral(number: int) -> Rule:
     """Drop `x + 0` and `x * 1`."""
 
     def rule(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        if kwargs or isinstance(args[1], Alias) or args[1] != number:
-            return None
-        return _unless_same(builder, value, args, kwargs) if isinstance(args[0], Alias) else None
+        is_noop = not kwargs and not isinstance(args[1], Alias) and args[1] == number
+        if is_noop and isinstance(args[0], Alias) and _keeps_type(builder, value, args):
+            return builder.same(value, args[0])
+        return None
 
     return rule
 
@@ -235,8 +207,8 @@ RULES: dict[str, Rule] = {
     "aten.copy.default": _copy,
     "aten.as_strided_scatter.default": _strided_scatter,
     "aten.slice.Tensor": _slice,
-    "aten.contiguous.default": _contiguous,
-    "aten.detach.default": _detach,
+    "aten.contiguous.default": _dropped_if(_shares_memory),
+    "aten.detach.default": _dropped_if(lambda b, _, args: b.read(args[0]) not in b.differentiable),
     "aten.lift_fresh_copy.default": _constant,
     "aten.expand_as.default": _sized("aten.expand.default"),
     "aten.broadcast_to.default": _sized("aten.expand.default"),
@@ -244,21 +216,21 @@ RULES: dict[str, Rule] = {
     "aten.reshape_as.default": _sized("aten.reshape.default"),
 }
 for _name in ("alias.default", "lift_fresh.default", "lift.default", "positive.default"):
-    RULES[f"aten.{_name}"] = _identity
+    RULES[f"aten.{_name}"] = _dropped_if(lambda *_: True)
 for _name in (
     *("expand.default", "view.default", "reshape.default", "flatten.using_ints"),
     *("squeeze.dim", "squeeze.default", "squeeze.dims", "_unsafe_view.default"),
 ):
-    RULES[f"aten.{_name}"] = _unless_same
+    RULES[f"aten.{_name}"] = _dropped_if(_keeps_type)
 for _name in ("cat.default", "concat.default", "concatenate.default"):
-    RULES[f"aten.{_name}"] = _cat("aten.cat.default")
+    RULES[f"aten.{_name}"] = _cat
 for _name in (
     *("to.dtype", "to.dtype_layout", "to.device", "to.other", "to.prim_Device", "to.prim_dtype"),
     *("to.prim_other", "type_as.default", "_to_copy.default", "float.default"),
 ):
     RULES[f"aten.{_name}"] = _cast
 for _name in ("dropout.default", "feature_dropout.default", "alpha_dropout.default"):
-    RULES[f"aten.{_name}"] = _dropout
+    RULES[f"aten.{_name}"] = _dropped_if(lambda _, __, args: not _drops(args))
 for _name in (
     *("zeros.default", "ones.default", "full.default", "empty.memory_format", "eye.default"),
     *("eye.m", "arange.default", "arange.start", "arange.start_step", "linspace.default"),
@@ -302,23 +274,18 @@ def convert(
     value = node.meta["val"]
     if name in _VIEWS:
         return append_call(builder, f"aten.{functional}.{overload}", value, args, kwargs)
+    own = Ref(builder.read(alias))
     if name == "detach_":
-        if builder.read(alias) in builder.differentiable:
-            _store(builder, alias, "aten.detach.default", (_ref(builder, alias),))
-        return alias
-    if name == "copy_":
+        if own.name in builder.differentiable:
+            _store(builder, alias, "aten.detach.default", (own,))
+    elif name == "copy_":
         builder.write(alias, _copied(builder, alias, args[1]))
-        return alias
-    if name == "zero_":
-        own = _ref(builder, alias)
-        if own.name in builder.differentiable:  # its gradient is zeros, not None
-            _store(builder, alias, "aten.fill.Scalar", (own, 0))
-        else:
-            _store(builder, alias, "aten.zeros_like.default", (own,))
-        return alias
-    if name in ("dropout_", "feature_dropout_", "alpha_dropout_") and not _drops(args):
-        return alias
-    _compute(builder, node, alias, target, functional, args, kwargs)
+    elif name == "zero_" and own.name in builder.differentiable:  # its gradient is zeros, not None
+        _store(builder, alias, "aten.fill.Scalar", (own, 0))
+    elif name == "zero_":
+        _store(builder, alias, "aten.zeros_like.default", (own,))
+    elif name not in ("dropout_", "feature_dropout_", "alpha_dropout_") or _drops(args):
+        _compute(builder, node, alias, target, functional, args, kwargs)
     return alias
 
 
@@ -332,14 +299,15 @@ def _compute(
     kwargs: dict[str, Any],
 ) -> None:
     """Call the functional operator and cast its result to the overwritten tensor's dtype."""
-    namespace = target.namespace
-    packet = getattr(getattr(torch.ops, namespace), functional, None)
+    packet = getattr(getattr(torch.ops, target.namespace), functional, None)
     operator = getattr(packet, target._overloadname, None)
     if operator is None:
         raise NotFunctional(f"{target} has no functional counterpart")
     plain, named = refs(builder, args), {k: refs(builder, v) for k, v in kwargs.items()}
     if functional == "fill" and isinstance(plain[1], Ref):
-        operator, plain = fill_with_constant(builder, operator, plain)
+        data = builder.constants.get(plain[1].name)
+        if data is not None and data.numel() == 1:  # `x[...] = 3.0` is traced with a lifted tensor
+            operator, plain = torch.ops.aten.fill.Scalar, (plain[0], data.item(), *plain[2:])
     own = builder.types[plain[0].name]
     type_ = _result_type(operator, node, own)
     (name,) = builder.emit(str(operator), plain, (type_,), tuple(sorted(named.items())))
@@ -359,15 +327,16 @@ def _compute_into(
     """Convert `op(..., out=tensor)`: call the overload that returns its result, and write it."""
     alias: Alias = kwargs.pop("out")
     packet = target.overloadpacket
-    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if a.name != "out"]
-    overloads = [getattr(packet, name) for name in packet.overloads()]
-    fitting = (
-        o for o in overloads if [(a.name, str(a.type)) for a in o._schema.arguments] == wanted
-    )
-    operator = next(fitting, None)
+
+    def arguments(overload: Any) -> list[tuple[str, str]]:
+        return [(a.name, str(a.type)) for a in overload._schema.arguments if a.name != "out"]
+
+    others = [getattr(packet, name) for name in packet.overloads()]
+    others = [o for o in others if o is not target and not o._schema.is_mutable]
+    operator = next((o for o in others if arguments(o) == arguments(target)), None)
     if operator is None:
         raise NotFunctional(f"{target} has no functional counterpart")
-    own = builder.types[builder.read(alias)]
+    own = _type(builder, alias)
     plain, named = refs(builder, args), {k: refs(builder, v) for k, v in kwargs.items()}
     (name,) = builder.emit(str(operator), plain, (own,), tuple(sorted(named.items())))
     builder.write(alias, name)
@@ -391,28 +360,23 @@ def _result_type(
 
 def _copied(builder: Builder, alias: Alias, source: Any) -> str:
     """Return the source of a `copy_`, broadcast and cast to the tensor that it overwrites."""
-    own = builder.types[builder.read(alias)]
     if not isinstance(source, Alias):
         raise NotFunctional("copy_ of a number")
+    own = _type(builder, alias)
     name = builder.read(source)
     if not builder.region.grad_enabled and name in builder.differentiable:
         (name,) = builder.emit("aten.detach.default", (Ref(name),), (builder.types[name],))
     name = fitted(builder, name, own)
     if alias.view is None and builder.read(alias) in builder.differentiable:
         # The overwritten value keeps a gradient, of zeros: autograd would not return None.
-        (zeros,) = builder.emit("aten.fill.Scalar", (_ref(builder, alias), 0), (own,))
+        (zeros,) = builder.emit("aten.fill.Scalar", (Ref(builder.read(alias)), 0), (own,))
         (name,) = builder.emit("aten.add.Tensor", (Ref(zeros), Ref(name)), (own,))
     return name
 
 
 def _store(builder: Builder, alias: Alias, op: str, args: tuple[Any, ...]) -> None:
-    own = builder.types[builder.read(alias)]
-    (name,) = builder.emit(op, args, (own,))
+    (name,) = builder.emit(op, args, (_type(builder, alias),))
     builder.write(alias, name)
-
-
-def _ref(builder: Builder, alias: Alias) -> Ref:
-    return Ref(builder.read(alias))
 
 
 def _drops(args: tuple[Any, ...]) -> bool:

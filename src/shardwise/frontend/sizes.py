@@ -158,7 +158,7 @@ def _symbols_as_numbers() -> contextlib.AbstractContextManager[None]:
     original = torch.SymInt.__repr__
 
     def text(size: torch.SymInt) -> str:
-        return original(size) if _called_by_torch() else str(int(size))
+        return str(original(size) if _called_by_torch() else int(size))  # type: ignore[no-untyped-call]
 
     return patched(
         (torch.SymInt, "__repr__", text),
