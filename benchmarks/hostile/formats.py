@@ -34,7 +34,7 @@ from shardwise.reports.recorded import read_trace
 from shardwise.runtime.loader import load
 from shardwise.schedules import Schedule, make
 from shardwise.schedules.check import check as check_schedule
-from shardwise.training.reading import load_config
+from shardwise.training.config import load_config
 from shardwise.watch.run import Run
 
 VERBS = ("explain", "simulate", "diff")  # of plans alone

@@ -1,4 +1,4 @@
-"""Initial weights without a seed, and freezing in callbacks, in every kind of training loop."""
+"""Unseeded initial weights and freezing in callbacks, with every trainer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rank() -> int:
 
 
 class Freezes(sw.Callback):
-    """The first block rests for some steps; the head is trained from step 3 on."""
+    """Freeze the first block for some steps, and the head until step 3."""
 
     def on_start(self, trainer: sw.Trainer) -> None:
         self.set_flags(trainer)
@@ -49,8 +49,10 @@ class Freezes(sw.Callback):
 
     def set_flags(self, trainer: sw.Trainer) -> None:
         for name, parameter in trainer.module.named_parameters():
-            rests = name.startswith("blocks.0") and 2 <= trainer.step < 5
-            parameter.requires_grad_(not rests and not (name == "head.weight" and trainer.step < 3))
+            frozen = name.startswith("blocks.0") and 2 <= trainer.step < 5
+            parameter.requires_grad_(
+                not frozen and not (name == "head.weight" and trainer.step < 3)
+            )
 
 
 def train(plan: str, folder: Path | None = None, steps: int = 7) -> dict[str, Tensor]:
@@ -60,23 +62,23 @@ def train(plan: str, folder: Path | None = None, steps: int = 7) -> dict[str, Te
     options: dict[str, Any] = {"ema": None, "plan": plan, "callbacks": [Freezes()], "steps": steps}
     if folder is not None:
         options |= {"folder": str(folder), "checkpoints": {"every_steps": 4}, "resume": "auto"}
-    with sw.Trainer(**fields(model=model, lr_schedule=[], **options)) as made:
-        made.fit()
-        return made.state_dict()
+    with sw.Trainer(**fields(model=model, lr_schedule=[], **options)) as run:
+        run.fit()
+        return run.state_dict()
 
 
 @pytest.mark.parametrize(("plan", "options"), PLANS)
-def test_trainer(pool: Callable[[int], Pool], plan: str, options: dict[str, Any]) -> None:
+def test_trainer_equals_one_process(
+    pool: Callable[[int], Pool], plan: str, options: dict[str, Any]
+) -> None:
     (expected,) = pool(1).run(train, "ddp", timeout=100)
-    wanted = {"name": plan, "args": options} if options else plan
-    for state in pool(2).run(train, wanted, timeout=200):
+    config = {"name": plan, "args": options} if options else plan
+    for state in pool(2).run(train, config, timeout=200):
         for name, value in expected.items():
             torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-10, msg=name)
 
 
-def test_trainer_resumes_with_flags_that_had_changed(
-    pool: Callable[[int], Pool], tmp_path: Path
-) -> None:
+def test_trainer_resumes_after_flags_changed(pool: Callable[[int], Pool], tmp_path: Path) -> None:
     expected = pool(2).run(train, "zero2", timeout=100)[0]
     pool(2).run(train, "zero2", tmp_path, 4, timeout=100)
     for state in pool(2).run(train, "zero2", tmp_path, timeout=100):
@@ -99,15 +101,15 @@ def fit(plans: list[tuple[str, dict[str, Any]]]) -> list[Run]:
         torch.manual_seed(rank())
         module = Classifier().double()
         module.head.bias.requires_grad_(False)
-        made, seen = trainer(strategy, max_steps=6, callbacks=[FreezesModule()])
-        torch.manual_seed(9)  # of the data's order, which all ranks must have in common
-        made.fit(module, lightning_loader(), lightning_loader(10, shuffle=False))
+        run, seen = trainer(strategy, max_steps=6, callbacks=[FreezesModule()])
+        torch.manual_seed(9)  # the order of the data, which all ranks must share
+        run.fit(module, lightning_loader(), lightning_loader(10, shuffle=False))
         state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
         runs.append(Run(losses=seen.losses, rates=seen.rates, metrics=seen.metrics, state=state))
     return runs
 
 
-def test_lightning(pool: Callable[[int], Pool]) -> None:
+def test_lightning_equals_one_process(pool: Callable[[int], Pool]) -> None:
     (expected,) = fit([])
     for runs in pool(2).run(fit, PLANS, timeout=300):
         for run in runs:
@@ -127,16 +129,18 @@ def hugging_face(plan: str | None, options: dict[str, Any]) -> dict[str, Any]:
     replicas = dist.get_world_size() if plan in ("ddp", "zero2", "fsdp") else 1
     sizes = {"per_device_train_batch_size": 8 // replicas, "max_steps": 5}
     model = hf.gpt2(seed=rank())
-    found = hf.train("gpt2", sizes, options, plan=plan, made=model, callbacks=[FreezesModel()])
-    return {key: found[key] for key in ("losses", "norms", "parameters")}
+    result = hf.train("gpt2", sizes, options, plan=plan, made=model, callbacks=[FreezesModel()])
+    return {key: result[key] for key in ("losses", "norms", "parameters")}
 
 
 @pytest.mark.parametrize(("plan", "options"), PLANS)
-def test_hugging_face(pool: Callable[[int], Pool], plan: str, options: dict[str, Any]) -> None:
+def test_hugging_face_equals_one_process(
+    pool: Callable[[int], Pool], plan: str, options: dict[str, Any]
+) -> None:
     expected = hugging_face(None, {})
-    for found in pool(2).run(hugging_face, plan, options, timeout=240):
-        torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-9, atol=1e-9)
+    for result in pool(2).run(hugging_face, plan, options, timeout=240):
+        torch.testing.assert_close(result["losses"], expected["losses"], rtol=1e-9, atol=1e-9)
         for name, value in expected["parameters"].items():
             torch.testing.assert_close(
-                found["parameters"][name], value, rtol=1e-8, atol=1e-9, msg=name
+                result["parameters"][name], value, rtol=1e-8, atol=1e-9, msg=name
             )

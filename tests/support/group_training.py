@@ -1,4 +1,4 @@
-"""A training in a process group of its own, with loading processes: for signals to all of them."""
+"""A training with loading processes in its own process group, for signals to all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.trainer import Samples, fields
 
 
 class Slow(Samples):
-    """Samples that take a moment, so that a signal comes while they are read."""
+    """Samples that load slowly, so that a signal arrives while they are read."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""A small model with dropout, its samples, and trainings of them on any number of ranks."""
+"""A small model with dropout, its samples, and training runs on any number of ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 
 class Scored(Net):
-    """The same with its scores as an output beside the loss."""
+    """The same model with scores as an output beside the loss."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         x = self.embed(ids)
@@ -55,61 +55,61 @@ class Scored(Net):
 
 
 def first_right(output: Any, batch: Any) -> Tensor:
-    """Whether the last label of each sample is among the three best guesses."""
+    """Return whether the last label of each sample is among the three best guesses."""
     best = output["scores"][:, -1].topk(3).indices
     return (best == batch["labels"][:, -1:]).any(-1)
 
 
-def right(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    """The right tokens of a batch, and how many count."""
+def num_right(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """Return the number of right tokens of a batch, and of those that count."""
     counts = batch["labels"] != -100
     guesses = output["scores"].topk(4).indices
     return ((guesses == batch["labels"][..., None]).any(-1) & counts).sum(), counts.sum()
 
 
 class Largest:
-    """The largest score of all, which is no mean."""
+    """The largest score, which is not a mean."""
 
     def reset(self) -> None:
-        self.found = float("-inf")
+        self.largest = float("-inf")
 
     def update(self, output: Any, batch: Any) -> None:
-        self.found = max(self.found, float(output["scores"].max()))
+        self.largest = max(self.largest, float(output["scores"].max()))
 
     def compute(self) -> float:
-        return self.found
+        return self.largest
 
 
 SCORED = {"name": "tests.support.trainer:Scored"}
 METRICS = {
     "first": "tests.support.trainer:first_right",
-    "accuracy": "tests.support.trainer:right",
+    "accuracy": "tests.support.trainer:num_right",
     "largest": "tests.support.trainer:Largest",
 }
 
 
 def evaluate(**changes: Any) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """The evaluation after a training, and the model that it is of."""
+    """Train, and return the evaluation and the trained model."""
     with sw.Trainer(**fields(model=SCORED, metrics=METRICS, ema=None, **changes)) as trainer:
         trainer.fit()
         return trainer.evaluate(), trainer.state_dict()
 
 
 class Samples:
-    """Samples by number, which note who was asked for; some numbers are drawn, as for noise."""
+    """Samples by index, partly random as with augmentation; requested indices are recorded."""
 
     def __init__(self, size: int = 23) -> None:
         self.size = size
-        self.asked: list[int] = []
+        self.requested: list[int] = []
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        self.asked.append(index)
-        made = torch.Generator().manual_seed(index)
-        ids = torch.randint(0, VOCAB, (LENGTH,), generator=made)
-        labels = torch.randint(0, VOCAB, (LENGTH,), generator=made)
+        self.requested.append(index)
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(0, VOCAB, (LENGTH,), generator=generator)
+        labels = torch.randint(0, VOCAB, (LENGTH,), generator=generator)
         labels[: index % LENGTH] = -100
         ids[0] = (
             torch.randint(0, VOCAB, ()) + random.randrange(VOCAB) + np.random.randint(3)
@@ -118,49 +118,49 @@ class Samples:
 
 
 class Stream:
-    """The same samples in order, without numbers."""
+    """An iterable dataset."""
 
     def __init__(self, size: int = 23) -> None:
         self.samples = Samples(size)
 
     def __iter__(self) -> Any:
         for index in range(self.samples.size):
-            made = torch.Generator().manual_seed(index)
-            ids = torch.randint(0, VOCAB, (LENGTH,), generator=made)
+            generator = torch.Generator().manual_seed(index)
+            ids = torch.randint(0, VOCAB, (LENGTH,), generator=generator)
             yield {"ids": ids, "labels": ids.roll(1)}
 
 
 class StatefulStream(Stream):
-    """A stream that knows where it is."""
+    """An iterable dataset with a state."""
 
     def __init__(self, size: int = 23) -> None:
         super().__init__(size)
-        self.at = 0
+        self.position = 0
 
     def __iter__(self) -> Any:
-        while self.at < self.samples.size:
-            self.at += 1
-            made = torch.Generator().manual_seed(self.at)
-            ids = torch.randint(0, VOCAB, (LENGTH,), generator=made)
+        while self.position < self.samples.size:
+            self.position += 1
+            generator = torch.Generator().manual_seed(self.position)
+            ids = torch.randint(0, VOCAB, (LENGTH,), generator=generator)
             yield {"ids": ids, "labels": ids.roll(1)}
-        self.at = 0
+        self.position = 0
 
     def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
+        return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
+        self.position = state["position"]
 
 
 def fields(**changes: Any) -> dict[str, Any]:
-    """The fields of a training that has a bit of everything."""
+    """Return the fields of a training that uses many features."""
     data = {
         "train": Samples(),
         "evaluation": Samples(9),
         "batch_size": 4,
         **changes.pop("data", {}),
     }
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "model": {"name": "tests.support.trainer:Net"},
         "data": data,
         "steps": 8,
@@ -174,7 +174,7 @@ def fields(**changes: Any) -> dict[str, Any]:
         "plan": "ddp",
         "logs": {"console": "off"},
     }
-    return found | changes
+    return fields | changes
 
 
 def fit(**changes: Any) -> FitResult:
@@ -184,33 +184,33 @@ def fit(**changes: Any) -> FitResult:
 
 
 def fit_and_state(**changes: Any) -> tuple[FitResult, dict[str, Tensor], dict[str, Tensor]]:
-    """As `fit`, with the model and its average at the end."""
+    """Train; return the result, the model and its average."""
     with sw.Trainer(**fields(**changes)) as trainer:
         return trainer.fit(), trainer.state_dict(), trainer.state_dict(ema=True)
 
 
 class StopAt(sw.Callback):
-    """Stops after some step, and counts what it saw."""
+    """Stop after a step, and count the steps."""
 
     def __init__(self, step: int) -> None:
-        self.step, self.seen = step, 0
+        self.step, self.count = step, 0
 
     def on_step(self, trainer: sw.Trainer, metrics: Any) -> None:
-        self.seen += 1
+        self.count += 1
         if trainer.step == self.step:
             trainer.stop()
 
     def state_dict(self) -> dict[str, int]:
-        return {"seen": self.seen}
+        return {"count": self.count}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.seen = state["seen"]
+        self.count = state["count"]
 
 
 def stop_and_go(
     folder: str, step: int = 3, changes: dict[str, Any] | None = None
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """The losses until a stop, and those after it."""
+    """Return the losses until a stop, and those after it."""
     changes = changes or {}
     before = fit(folder=folder, callbacks=[StopAt(step)], **changes)
     assert before.stopped == "callback"
@@ -218,12 +218,12 @@ def stop_and_go(
 
 
 def single() -> Net:
-    """In float32, where an order of additions shows."""
+    """Return a model in float32, in which the order of additions matters."""
     return Net(dtype=torch.float32)
 
 
 class TermRankOne(sw.Callback):
-    """A signal to one rank alone, after the first step."""
+    """Send a signal to one rank only, after step 2."""
 
     def on_step(self, trainer: sw.Trainer, metrics: Any) -> None:
         if trainer.rank == 1 and trainer.step == 2:
@@ -231,14 +231,14 @@ class TermRankOne(sw.Callback):
 
 
 def stop_by_one_rank(folder: str) -> tuple[FitResult, list[list[int]]]:
-    """How it ended, and which samples this rank read for each of the first batches."""
+    """Return the result, and the samples that this rank read for each batch."""
     samples = Samples()
     read: list[list[int]] = []
 
     def collate(rows: list[Any]) -> Any:
-        read.append(samples.asked[-len(rows) :])
+        read.append(samples.requested[-len(rows) :])
         return default_collate(rows)
 
     data = {"train": samples, "collate": collate, "rowwise": True, "evaluation": None}
     result = fit(folder=folder, data=data, callbacks=[TermRankOne()])
-    return result, read[1:]  # the first is an example of a batch
+    return result, read[1:]  # the first is the example batch

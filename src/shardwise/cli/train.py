@@ -121,11 +121,11 @@ def _for_ranks(
 
 def _report_as_rank(error: ShardwiseError) -> int:
     """Print an error that ends this rank unless another rank does; return the exit code."""
-    from shardwise.training.processes import tell
+    from shardwise.training.processes import print_error
 
     if "--debug" in sys.argv:
         raise error
-    tell(error)
+    print_error(error)
     return exit_code(error)
 
 
@@ -150,7 +150,7 @@ def _to_json(result: FitResult) -> dict[str, Any]:
 
 
 def _to_text(result: FitResult) -> str:
-    from shardwise.training.logs.console import summary
+    from shardwise.training.logs import summary
 
     ended = {"finished": "done", "callback": "stopped early", "signal": "stopped by a signal"}
     lines = [f"{ended[result.stopped]} at step {result.steps}  {summary(result.metrics)}".rstrip()]

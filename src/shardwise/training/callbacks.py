@@ -1,7 +1,7 @@
-"""What user code can do while training goes on, and what it is told.
+"""Callbacks: user code that runs at certain moments of a training run.
 
 A callback is any object with some of these methods; all ranks call them, in the config's order.
-`trainer.stop()` ends the training after the step under way. A callback with `state_dict` and
+`trainer.stop()` ends the run after the current step. A callback with `state_dict` and
 `load_state_dict` (JSON values) is saved in checkpoints.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.training.config import EarlyStopConfig
-from shardwise.training.lr_schedule import from_plain, to_plain
+from shardwise.training.state import from_plain, to_plain
 
 if TYPE_CHECKING:
     from shardwise.training.trainer import FitResult, Trainer
@@ -21,61 +21,56 @@ __all__ = ["Callback", "Callbacks", "EarlyStop"]
 
 
 class Callback:
-    """Does nothing at any moment; a subclass does something at some."""
+    """The base class of callbacks, whose methods do nothing."""
 
     def on_start(self, trainer: Trainer) -> None:
-        """Before the first step; a resumed state is loaded."""
+        """Run before the first step, after a resumed state is loaded."""
 
     def on_step(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """After every step: `loss`, `learning_rate` and others."""
+        """Run after every step; metrics are `loss`, `learning_rate` and others."""
 
     def on_evaluation(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """After every evaluation: `evaluation_loss`."""
+        """Run after every evaluation; metrics are `evaluation_loss` and the user's."""
 
     def on_epoch(self, trainer: Trainer, epoch: int) -> None:
-        """After the last batch of an epoch."""
+        """Run after the last batch of an epoch."""
 
     def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
-        """A checkpoint was begun."""
+        """Run when a checkpoint starts to be written."""
 
     def on_end(self, trainer: Trainer, result: FitResult) -> None:
-        """After the last step."""
+        """Run after the last step."""
 
 
 class Callbacks:
-    """All callbacks as one."""
+    """All callbacks of a run."""
 
-    def __init__(self, several: Sequence[Any]) -> None:
-        self._several = list(several)
+    def __init__(self, callbacks: Sequence[Any]) -> None:
+        self._callbacks = {f"{i}.{type(c).__name__}": c for i, c in enumerate(callbacks)}
 
-    def tell(self, moment: str, *what: Any) -> None:
-        """Call a method of all that have it."""
-        for each in self._several:
-            method = getattr(each, moment, None)
-            if method is not None:
-                method(*what)
+    def call(self, method: str, *args: Any) -> None:
+        """Call a method of all callbacks that have it."""
+        for callback in self._callbacks.values():
+            if hasattr(callback, method):
+                getattr(callback, method)(*args)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of those that have one, by place and class."""
+        """Return the states of the callbacks that have one, by index and class."""
         return {
-            _name(place, each): to_plain(each.state_dict())
-            for place, each in enumerate(self._several)
-            if hasattr(each, "state_dict")
+            name: to_plain(callback.state_dict())
+            for name, callback in self._callbacks.items()
+            if hasattr(callback, "state_dict")
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue those that were there when the state was saved."""
-        for place, each in enumerate(self._several):
-            if hasattr(each, "load_state_dict") and _name(place, each) in state:
-                each.load_state_dict(from_plain(state[_name(place, each)]))
-
-
-def _name(place: int, callback: Any) -> str:
-    return f"{place}.{type(callback).__name__}"
+        """Restore the callbacks that were there when the state was saved."""
+        for name, callback in self._callbacks.items():
+            if hasattr(callback, "load_state_dict") and name in state:
+                callback.load_state_dict(from_plain(state[name]))
 
 
 class EarlyStop(Callback):
-    """Stops when a metric has not become better for some evaluations."""
+    """Stop the run when a metric has not improved for some evaluations."""
 
     def __init__(self, config: EarlyStopConfig) -> None:
         self.config = config

@@ -1,18 +1,23 @@
 """The settings of a training run: the fields of a config file and of `sw.Trainer(…)`.
 
 Anything that is looked up by name (a model, a dataset, an optimizer, a strategy, a callback) is a
-`Named`: a name or import path, and the arguments to call it with. In Python, the object itself may
-be given instead. A plain value given for a class with a `SHORT_FORM` is the value of that field.
+`Named`: a name or import path, and the arguments to call it with. Python callers may pass the
+object itself instead. A plain value in place of a class with a `SHORT_FORM` is the value of that
+field. Settings come from YAML files, keyword arguments and `--set a.b=c`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from shardwise.schema import Range, Several
+from shardwise.errors import ConfigError
+from shardwise.files import read_text
+from shardwise.schema import Range, Reader, Several, parse_yaml
 
 __all__ = [
     "CheckpointConfig",
@@ -28,9 +33,14 @@ __all__ = [
     "PlanConfig",
     "TraceConfig",
     "TrainConfig",
+    "config_from",
     "config_to_json",
+    "load_config",
+    "with_overrides",
 ]
 
+MAX_BYTES = 1 << 20  # of a config file
+MAX_VALUES = 20_000  # in a config file, with every alias expanded
 
 Count = Annotated[int, Range(1)]
 Number = Annotated[int, Range(0)]
@@ -45,13 +55,13 @@ class Named:
     args: Mapping[str, Any] = field(default_factory=dict)
 
 
-Part = Annotated[Any, Named]  # or in Python the object itself: a model, a dataset, a function
+Part = Annotated[Any, Named]  # in Python also the object itself: a model, a dataset, a function
 Class = Annotated[Any, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConfig:
-    """`auto`, the name of a strategy, a plan's file, or the import path of an own strategy."""
+    """`auto`, the name of a strategy, a plan file, or the import path of a custom strategy."""
 
     SHORT_FORM: ClassVar[str] = "name"
     name: str = "auto"
@@ -60,7 +70,7 @@ class PlanConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupConfig:
-    """Options of the parameters whose names match a glob."""
+    """Optimizer options for the parameters whose names match a glob."""
 
     params: Several[str]
     args: Mapping[str, Any] = field(default_factory=dict)
@@ -68,7 +78,7 @@ class GroupConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """A class of `torch.optim` by name, or any by import path; `elementwise` as `sw.optimizer`."""
+    """A class of `torch.optim`, or any import path; `elementwise` as in `sw.optimizer`."""
 
     SHORT_FORM: ClassVar[str] = "name"
     name: Class = "AdamW"
@@ -79,10 +89,10 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LrScheduleConfig:
-    """A class of `torch.optim.lr_scheduler`, stepped each step, epoch or evaluation.
+    """A class of `torch.optim.lr_scheduler`, stepped after each step, epoch or evaluation.
 
-    Several make a chain: each but the last is for `steps` of them. In `args`, the texts
-    `total_steps` and `total_epochs` stand for these numbers.
+    A list is a chain, in which each schedule but the last runs for `steps` of these. In `args`, the
+    strings `total_steps` and `total_epochs` stand for these numbers.
     """
 
     SHORT_FORM: ClassVar[str] = "name"
@@ -94,13 +104,12 @@ class LrScheduleConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Samples, and how they become batches; `batch_size` is that of all ranks together.
+    """Datasets and their batching; `batch_size` is the global one, over all ranks.
 
-    `train` and `evaluation` are datasets, or each a `torch.utils.data.DataLoader`, which then says
-    itself how samples become batches. Defaults: `batch_size` 8, `shuffle` and `drop_last` for
-    training, no `workers`, `prefetch` 2 batches. With an own `collate`, `rowwise` says that each
-    sample is one row of every tensor, so that a rank may read its rows alone; the default
-    collation is so.
+    `train` and `evaluation` are datasets, or `torch.utils.data.DataLoader`s, which bring their own
+    batching. Defaults: `batch_size` 8, `shuffle` and `drop_last` for training, no `workers`,
+    `prefetch` 2 batches. Set `rowwise` if a custom `collate` puts each sample into one row of every
+    tensor, as the default collation does: a rank then reads only its own rows.
     """
 
     SHORT_FORM: ClassVar[str] = "train"
@@ -118,7 +127,7 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationConfig:
-    """When the evaluation data is gone through, and how many of its batches."""
+    """When to evaluate, and on how many batches of the evaluation data."""
 
     every_steps: Count | None = None
     every_epochs: Count | None = None
@@ -127,9 +136,10 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyStopConfig:
-    """Stop after `patience` evaluations without a metric better by more than `min_delta`.
+    """Stop after `patience` evaluations in which a metric did not improve by `min_delta`.
 
-    `metric` is `evaluation_loss`, or one of `metrics`, for which `mode` says what is better.
+    `metric` is `evaluation_loss` or one of `metrics`, which need `mode`: whether lower or higher
+    is better.
     """
 
     SHORT_FORM: ClassVar[str] = "patience"
@@ -141,7 +151,7 @@ class EarlyStopConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmaConfig:
-    """A moving average of the parameters, by which evaluations go where `evaluate` says so."""
+    """An exponential moving average of the parameters; with `evaluate`, evaluations use it."""
 
     SHORT_FORM: ClassVar[str] = "decay"
     decay: Annotated[float, Range(0)] = 0.999
@@ -150,7 +160,7 @@ class EmaConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """When the state is saved, and what is kept of it: the last, and the best by a metric.
+    """When to save checkpoints, and how many to keep: the last ones, and the best by a metric.
 
     `metric` is `evaluation_loss`, one of `metrics`, `loss`, `learning_rate` or `gradient_norm`.
     """
@@ -165,7 +175,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceConfig:
-    """Steps whose events are recorded, the first and the last, into `file` in the run's folder."""
+    """The first and last step to record, and the file in the run's folder for the trace."""
 
     SHORT_FORM: ClassVar[str] = "steps"
     steps: Several[Count]
@@ -173,15 +183,15 @@ class TraceConfig:
 
     @property
     def range(self) -> range:
-        """The steps, counted from 1."""
+        """Return the steps, counted from 1."""
         return range(self.steps[0], self.steps[-1] + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """Where figures go: `console` is a bar on a terminal and lines elsewhere, if `auto`.
+    """Where figures go; `console: auto` is a progress bar on a terminal and lines elsewhere.
 
-    At most every `ranks_every_s` seconds the times and memory of all ranks are gathered.
+    The times and memory of all ranks are gathered at most every `ranks_every_s` seconds.
     """
 
     every_steps: Count = 1
@@ -194,11 +204,11 @@ class LogConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """A training. `folder` is where all of its files go; without one, none are written.
+    """The settings of a training run. All files go to `folder`; without one, none are written.
 
     `metrics` are functions of the model's output and the batch, by name, for evaluations.
-    `num_microbatches` are the parts a batch is computed in; the loss stays the whole batch's.
-    `verify` checks the plan's program against the model first, once for each program and folder.
+    A batch is computed in `num_microbatches` parts; the loss remains that of the full batch.
+    `verify` first checks the plan's program against the model, once for each program and folder.
     `resume` is `auto` (the newest checkpoint in the folder, if there is one), `never`, or a path.
     """
 
@@ -233,7 +243,7 @@ class TrainConfig:
 
 
 def config_to_json(value: Any) -> Any:
-    """The config as JSON; an object that has no other form is its type's name."""
+    """Return the config as JSON; objects become the names of their types."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: config_to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -244,3 +254,62 @@ def config_to_json(value: Any) -> Any:
         return value
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"<{named.__module__}:{named.__qualname__}>"
+
+
+# ------------------------------------------------------------ reading
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), **changes: Any) -> TrainConfig:
+    """Read a config file; `overrides` have the form `a.b=c`, `changes` are values of fields."""
+    path = Path(path)
+    hint = "shardwise train config.yaml"
+    text = read_text(path, ConfigError, what="config", hint=hint, max_bytes=MAX_BYTES)
+    data, lines = parse_yaml(text, ConfigError, where=str(path), max_values=MAX_VALUES)
+    reader = Reader(ConfigError, str(path), lines)
+    if not isinstance(data, Mapping):
+        reader.read(TrainConfig, data)  # raises
+    values = {**data, **{name: value for name, value in changes.items() if value is not None}}
+    config: TrainConfig = reader.read(TrainConfig, with_overrides(values, overrides))
+    return config
+
+
+def config_from(values: Mapping[str, Any]) -> TrainConfig:
+    """Return the config that keyword arguments describe."""
+    config: TrainConfig = Reader(ConfigError, "sw.Trainer", call=True).read(TrainConfig, values)
+    return config
+
+
+def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the values with overrides of the form `a.b=c` applied.
+
+    >>> with_overrides({"optimizer": "SGD"}, ["optimizer.args.lr=1e-2"])
+    {'optimizer': {'name': 'SGD', 'args': {'lr': 0.01}}}
+    """
+    result: Any = dict(values)
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not all(key.split(".")):
+            raise ConfigError(f"{text!r} is not KEY=VALUE", hint="--set optimizer.args.lr=1e-3")
+        item, _ = parse_yaml(value, ConfigError, where=f"--set {key}", max_values=MAX_VALUES)
+        result = _put(result, key.split("."), item, key)
+    return typing.cast(dict[str, Any], result)
+
+
+def _put(target: Any, keys: list[str], value: Any, full_key: str) -> Any:
+    if not keys:
+        return value
+    first, *inner = keys
+    if isinstance(target, list | tuple):
+        if not first.isdigit() or int(first) >= len(target):
+            raise ConfigError(
+                f"index {first!r} is out of range for a list of length {len(target)}",
+                where=f"--set {full_key}",
+            )
+        items = list(target)
+        items[int(first)] = _put(items[int(first)], inner, value, full_key)
+        return items
+    if target is None:
+        target = {}
+    elif not isinstance(target, Mapping):
+        target = {"name": target}  # the short form of an object that has a name
+    return {**target, first: _put(target.get(first), inner, value, full_key)}

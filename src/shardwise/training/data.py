@@ -1,8 +1,8 @@
-"""Batches from a dataset, read ahead: by position, or as a stream.
+"""Load batches from a dataset ahead of their use, and slice out this rank's part of them.
 
-A map-style dataset
-(`__len__`, `__getitem__`) is read by position, this rank's rows alone. Of an iterable one every
-rank reads all samples; it continues by its own `state_dict` or, without one, by skipping.
+Samples of a map-style dataset (`__len__`, `__getitem__`) are read by number, and only this rank's
+rows. An iterable dataset is read in full by every rank; a resumed run continues it from its own
+`state_dict` or, without one, by skipping samples.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import queue
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,29 +33,27 @@ from shardwise.training.sampling import (
     Loading,
     Position,
     batch_positions,
-    positions_of_batches,
+    sampled_batches,
 )
 from shardwise.training.state import seeded, undisturbed
 
 __all__ = [
-    "BatchParts",
-    "Fetched",
+    "BatchSlicer",
+    "LoadedBatch",
     "MapLoader",
-    "Source",
     "StreamLoader",
-    "is_map_style",
     "make_source",
-    "whole_like",
+    "placeholder_batch",
+    "prefetched",
 ]
 
-
-Rows = Callable[[int], tuple[int, ...] | None]  # of a batch's count; None: the whole batch
+Rows = Callable[[int], tuple[int, ...] | None]  # rows to read of a batch's count; None: all
 _POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fetched:
-    """A batch, or this rank's rows of it; `count` is the whole's number of rows."""
+class LoadedBatch:
+    """A batch, or only this rank's `rows` of it; the full batch has `count` rows."""
 
     batch: Any
     count: int
@@ -66,101 +64,82 @@ class Fetched:
     state: Any = None  # of an iterable dataset, after this batch
 
 
-class Source(Protocol):
-    """Where batches come from."""
-
-    def batches(self, start: Position, state: Any = None) -> Iterator[Fetched]:
-        """All batches from a position on, epoch after epoch."""
-        ...
-
-    def epoch_batches(self) -> int | None:
-        """The batches of an epoch, where that is known."""
-        ...
-
-    def example(self) -> Any:
-        """A batch to capture the model with: of one row, or whole where rows do not stack."""
-        ...
-
-
-def is_map_style(dataset: Any) -> bool:
-    """Whether samples can be asked for by number."""
-    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-
-
 def make_source(loading: Loading, seed: int) -> MapLoader | StreamLoader:
-    """The loader that fits a dataset."""
-    kind = MapLoader if is_map_style(loading.dataset) else StreamLoader
-    return kind(loading, seed)
+    """Return the loader for the kind of a dataset."""
+    dataset = loading.dataset
+    is_map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return (MapLoader if is_map_style else StreamLoader)(loading, seed)
 
 
 class _Loader:
-    """What both ways of loading have."""
+    """The settings that both kinds of loaders have."""
 
     def __init__(self, loading: Loading, seed: int) -> None:
         self.loading, self.seed = loading, seed
         self.dataset, self.collate = loading.dataset, loading.collate
-        self.stacks = loading.stacks  # whether samples are rows
+        self.stacks = loading.stacks  # each sample is one row of every tensor
         self.batch_size, self.drop_last = loading.batch_size, loading.drop_last
         self.rows: Rows = lambda count: None
         self.pinned = False
 
     @property
     def order(self) -> bool | str:
-        """In which order samples come: shuffled or not, or the class of the user's sampler."""
-        own = self.loading.batch_sampler or self.loading.sampler
-        return self.loading.shuffle if own is None else type(own).__qualname__
+        """Return whether samples are shuffled, or the class of the user's sampler."""
+        sampler = self.loading.batch_sampler or self.loading.sampler
+        return self.loading.shuffle if sampler is None else type(sampler).__qualname__
 
 
 class MapLoader(_Loader):
-    """Reads samples by number; `rows` says which of a batch this rank needs."""
+    """Read samples by number; `rows` selects the rows of a batch that this rank needs."""
 
     def __init__(self, loading: Loading, seed: int) -> None:
         super().__init__(loading, seed)
-        if loading.batch_sampler is not None:  # of which the first batch is captured
+        if loading.batch_sampler is not None:  # the model is captured with its first batch
             self.batch_size = len(next(self._positions(Position())).samples)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def batches(self, start: Position, state: Any = None) -> Iterator[Fetched]:
-        """All batches from a position on, read ahead by processes or by a thread."""
+    def batches(self, start: Position, state: Any = None) -> Iterator[LoadedBatch]:
+        """Yield all batches from a position on, prefetched by worker processes or a thread."""
         if self.loading.workers:
-            return self._by_processes(start)
-        return ahead(self._one_by_one(start), self.loading.prefetch)
+            return self._load_in_workers(start)
+        return prefetched(self._load(start), self.loading.prefetch)
 
     def epoch_batches(self) -> int | None:
-        own = self.loading.batch_sampler
-        if own is not None:
-            return len(own) if hasattr(own, "__len__") else None
+        """Return the number of batches in an epoch, or None if the sampler has no length."""
+        sampler = self.loading.batch_sampler
+        if sampler is not None:
+            return len(sampler) if hasattr(sampler, "__len__") else None
         size = self._epoch_samples()
         if size is None:
             return None
-        whole, rest = divmod(size, self.batch_size)
-        return whole + bool(rest and not self.drop_last)
+        full, remainder = divmod(size, self.batch_size)
+        return full + bool(remainder and not self.drop_last)
 
     def _epoch_samples(self) -> int | None:
-        """The samples of an epoch: those of the data, or as many as the user's sampler gives."""
-        own = self.loading.sampler
-        if own is None:
+        sampler = self.loading.sampler
+        if sampler is None:
             return len(self)
-        return len(own) if hasattr(own, "__len__") else None
+        return len(sampler) if hasattr(sampler, "__len__") else None
 
-    def sizes(self) -> tuple[int, ...]:
-        """The numbers of rows that batches have, as far as they are known."""
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Return the numbers of rows that batches have, as far as they are known."""
         count, size = self._epoch_samples() or 0, self.batch_size
-        full, rest = (size,) if count >= size else (), count % size
-        return (*full, rest) if rest and not self.drop_last else full
+        full, remainder = (size,) if count >= size else (), count % size
+        return (*full, remainder) if remainder and not self.drop_last else full
 
     def example(self) -> Any:
+        """Return a batch to capture the model with: one row, or all if samples are not rows."""
         first = next(self._positions(Position()))
         keys = [(0, sample) for sample in first.samples[: 1 if self.stacks else None]]
         samples = _Samples(self.dataset, self.seed)
         return self.collate([samples[key] for key in keys])
 
     def _positions(self, start: Position) -> Iterator[BatchPositions]:
-        draw = functools.partial(self.loading.drawn, self.seed)
+        draw = functools.partial(self.loading.draw, self.seed)
         if self.loading.batch_sampler is not None:
-            return positions_of_batches(draw, start)
+            return sampled_batches(draw, start)
         return batch_positions(
             len(self),
             self.batch_size,
@@ -171,33 +150,33 @@ class MapLoader(_Loader):
             draw=draw if self.loading.sampler is not None else None,
         )
 
-    def _wanted(
+    def _keys(
         self, start: Position
     ) -> Iterator[tuple[BatchPositions, tuple[int, ...] | None, list[tuple[int, int]]]]:
-        """Every batch, which of its rows are read here, and their keys."""
+        """Yield every batch, the rows of it that are read here, and the keys of their samples."""
         for batch in self._positions(start):
             rows = self.rows(len(batch.samples))
-            chosen = batch.samples if rows is None else [batch.samples[row] for row in rows]
-            yield batch, rows, [(batch.epoch, sample) for sample in chosen]
+            samples = batch.samples if rows is None else [batch.samples[row] for row in rows]
+            yield batch, rows, [(batch.epoch, sample) for sample in samples]
 
-    def _one_by_one(self, start: Position) -> Iterator[Fetched]:
+    def _load(self, start: Position) -> Iterator[LoadedBatch]:
         samples = _Samples(self.dataset, self.seed)
-        for batch, rows, keys in self._wanted(start):
-            yield _fetched(self.collate([samples[key] for key in keys]), batch, rows)
+        for batch, rows, keys in self._keys(start):
+            yield _loaded(self.collate([samples[key] for key in keys]), batch, rows)
 
-    def _by_processes(self, start: Position) -> Iterator[Fetched]:
-        waiting: collections.deque[tuple[BatchPositions, Any]] = collections.deque()
+    def _load_in_workers(self, start: Position) -> Iterator[LoadedBatch]:
+        pending: collections.deque[tuple[BatchPositions, Any]] = collections.deque()
 
-        def keys() -> Iterator[list[tuple[int, int]]]:
-            for batch, rows, wanted in self._wanted(start):
-                waiting.append((batch, rows))
-                yield wanted
+        def batches() -> Iterator[list[tuple[int, int]]]:
+            for batch, rows, keys in self._keys(start):
+                pending.append((batch, rows))
+                yield keys
 
         options = dict(self.loading.worker_options)
         options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"))
         loader: DataLoader[Any] = DataLoader(
             _Samples(self.dataset, self.seed),  # type: ignore[arg-type]
-            batch_sampler=_Once(keys()),
+            batch_sampler=_Once(batches()),
             num_workers=self.loading.workers,
             prefetch_factor=self.loading.prefetch,
             collate_fn=self.collate,
@@ -205,72 +184,71 @@ class MapLoader(_Loader):
             **options,
         )
         for data in loader:
-            yield _fetched(data, *waiting.popleft())
+            yield _loaded(data, *pending.popleft())
 
 
 class StreamLoader(_Loader):
-    """Reads samples as they come."""
+    """Read samples in the order of an iterable dataset."""
 
-    def batches(self, start: Position, state: Any = None) -> Iterator[Fetched]:
-        """All batches from a position on; `state` is that of the dataset at this position."""
-        return ahead(self._one_by_one(start, state), self.loading.prefetch)
+    def batches(self, start: Position, state: Any = None) -> Iterator[LoadedBatch]:
+        """Yield all batches from a position on, at which the dataset had this `state`."""
+        return prefetched(self._load(start, state), self.loading.prefetch)
 
     def epoch_batches(self) -> None:
-        """Unknown."""
+        """Return None: the number is unknown."""
 
-    def sizes(self) -> tuple[int, ...]:
-        """Rows are not chosen."""
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Return nothing: every rank reads all rows."""
         return ()
 
     def example(self) -> Any:
-        """The first batch; its samples come again."""
+        """Return the first batch to capture the model with; training starts with it again."""
         if iter(self.dataset) is self.dataset:
             raise TrainingError(
-                f"the data is an iterator ({type(self.dataset).__name__}), which can be read once",
-                hint="an object whose __iter__ begins anew, such as an IterableDataset",
+                f"the data is an iterator ({type(self.dataset).__name__}) that can be read once",
+                hint="an object whose __iter__ starts again, such as an IterableDataset",
             )
         before = self._state()
-        found = next(self._one_by_one(Position(), None))
+        first = next(self._load(Position(), None))
         if before is not None:
             self.dataset.load_state_dict(before)
-        return found.batch
+        return first.batch
 
-    def _one_by_one(self, start: Position, state: Any) -> Iterator[Fetched]:
-        epoch, taken = start.epoch, start.sample
-        skip = taken
+    def _load(self, start: Position, state: Any) -> Iterator[LoadedBatch]:
+        epoch, num_read = start.epoch, start.sample
+        skip = num_read
         if state is not None and hasattr(self.dataset, "load_state_dict"):
             self.dataset.load_state_dict(copy.deepcopy(state))
             skip = 0
         while True:
-            held: Fetched | None = None  # until it is known whether it is the epoch's last
+            # A batch is held back until the next one shows whether it is the last of the epoch.
+            previous: LoadedBatch | None = None
             for samples in self._groups(epoch, skip):
-                taken += len(samples)
-                made = self._fetched(samples, Position(epoch=epoch, sample=taken))
-                if held is not None:
-                    yield held
-                held = made
-            if held is not None:
-                yield replace(held, after=Position(epoch=epoch + 1), ends_epoch=True, state=None)
-            if not taken:
+                num_read += len(samples)
+                loaded = LoadedBatch(
+                    batch=self.collate(samples),
+                    count=len(samples),
+                    rows=None,
+                    epoch=epoch,
+                    after=Position(epoch=epoch, sample=num_read),
+                    ends_epoch=False,
+                    state=self._state(),
+                )
+                if previous is not None:
+                    yield previous
+                previous = loaded
+            if previous is not None:
+                after = Position(epoch=epoch + 1)
+                yield replace(previous, after=after, ends_epoch=True, state=None)
+            if not num_read:
                 raise TrainingError(
                     f"epoch {epoch} of the data has no batch of {self.batch_size} samples",
-                    hint="an iterable dataset gives its samples again to every new iterator",
+                    hint="an iterable dataset must yield its samples to every new iterator",
                 )
-            epoch, taken, skip = epoch + 1, 0, 0
-
-    def _fetched(self, samples: list[Any], after: Position) -> Fetched:
-        return Fetched(
-            batch=self.collate(samples),
-            count=len(samples),
-            rows=None,
-            epoch=after.epoch,
-            after=after,
-            ends_epoch=False,
-            state=self._state(),
-        )
+            epoch, num_read, skip = epoch + 1, 0, 0
 
     def _groups(self, epoch: int, skip: int) -> Iterator[list[Any]]:
-        """The samples of an epoch in groups, after the first `skip`."""
+        """Yield the samples of each batch of an epoch, after the first `skip` samples."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         group: list[Any] = []
@@ -288,7 +266,7 @@ class StreamLoader(_Loader):
 
 
 class _Samples:
-    """Samples by epoch and number, each with its own random numbers."""
+    """Samples by epoch and number, each with random numbers that follow from its key."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
@@ -300,7 +278,7 @@ class _Samples:
 
 
 class _Once:
-    """An iterator as an iterable without a length."""
+    """Make an iterator an iterable without a length."""
 
     def __init__(self, items: Iterator[Any]) -> None:
         self.items = items
@@ -309,8 +287,8 @@ class _Once:
         return self.items
 
 
-def _fetched(data: Any, batch: BatchPositions, rows: Sequence[int] | None) -> Fetched:
-    return Fetched(
+def _loaded(data: Any, batch: BatchPositions, rows: Sequence[int] | None) -> LoadedBatch:
+    return LoadedBatch(
         batch=data,
         count=len(batch.samples),
         rows=None if rows is None else tuple(rows),
@@ -320,8 +298,8 @@ def _fetched(data: Any, batch: BatchPositions, rows: Sequence[int] | None) -> Fe
     )
 
 
-def ahead(items: Iterable[Any], depth: int) -> Iterator[Any]:
-    """The items, of which up to `depth` are made by a thread before they are asked for."""
+def prefetched(items: Iterable[Any], depth: int) -> Iterator[Any]:
+    """Yield the items, up to `depth` of which a thread computes in advance."""
     ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
     stop = threading.Event()
 
@@ -356,105 +334,106 @@ def ahead(items: Iterable[Any], depth: int) -> Iterator[Any]:
         thread.join(timeout=5.0)
 
 
-# What of a batch this rank reads.
-#
-# The answer comes from the program itself: it is given a batch of row numbers, and keeps some.
+# ------------------------------------------------------------ this rank's part of a batch
+
+# The program itself knows its part: given a batch that holds row numbers, it returns those it uses.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reading:
-    """How the local batch follows from the rows; `leaves` are None where other dims are cut, too.
+class _Selection:
+    """The rows of a batch that this rank reads, and those of each tensor of its local batch.
 
-    A leaf has the rows that are kept, in their order, or an empty shape.
+    A leaf is the rows of one tensor in their order, or the shape of an empty one. `leaves` is None
+    if other dims are sharded, too.
     """
 
     rows: tuple[int, ...]
     leaves: tuple[tuple[int, ...] | torch.Size, ...] | None
 
 
-class BatchParts:
-    """What this rank's program takes of whole batches; with `rows`, of its own rows alone."""
+class BatchSlicer:
+    """Slice this rank's local batches out of full ones or, if `by_rows`, out of its own rows."""
 
-    def __init__(self, module: ParallelModule, *, training: bool, rows: bool) -> None:
-        self.module, self.training, self.by_rows = module, training, rows
-        self._known: dict[Hashable, _Reading] = {}
+    def __init__(self, module: ParallelModule, *, training: bool, by_rows: bool) -> None:
+        self.module, self.training, self.by_rows = module, training, by_rows
+        self._selections: dict[Hashable, _Selection] = {}
 
-    def rows(self, like: Any, count: int) -> tuple[int, ...] | None:
-        """The rows that this rank reads of a batch of `count`; all ranks call it for a new size.
+    def rows(self, example: Any, count: int) -> tuple[int, ...] | None:
+        """Return the rows to read of a batch of `count` rows; all ranks call it for a new count.
 
-        `like` is a batch of any number of rows. At least one row is read, to know its shapes.
+        `example` has any number of rows. At least one row is read, for its shapes.
         """
         if self.by_rows:
-            return self._reading(like, count).rows
-        self.program(whole_like(like, count))
+            return self._selection(example, count).rows
+        self.program(placeholder_batch(example, count))
         return None
 
-    def take(self, fetched: Fetched) -> tuple[Any, bool]:
-        """What a step takes, and whether that is the local batch."""
-        if fetched.rows is None:
-            self.program(fetched.batch)
-            return fetched.batch, False
-        return self._cut(fetched.batch, fetched.count), True
+    def slice(self, loaded: LoadedBatch) -> tuple[Any, bool]:
+        """Return the batch that a step takes, and whether it is the local one."""
+        if loaded.rows is None:
+            self.program(loaded.batch)
+            return loaded.batch, False
+        return self._local(loaded.batch, loaded.count), True
 
-    def program(self, whole: Any) -> StepProgram:
-        """The program for batches like this one, which may have to be made."""
+    def program(self, batch: Any) -> StepProgram:
+        """Return the program for full batches of this signature, compiled if it is new."""
         with undisturbed():
-            return self.module.program(whole, self.training)
+            return self.module.program(batch, self.training)
 
-    def _cut(self, part: Any, count: int) -> Any:
-        """The local batch of a whole one of `count` rows, from a batch of this rank's rows."""
-        reading = self._reading(part, count)
-        call = read_batch(part)
+    def _local(self, batch: Any, count: int) -> Any:
+        """Return the local batch, from this rank's rows of a batch of `count` rows."""
+        selection = self._selection(batch, count)
+        call = read_batch(batch)
         tensors = [tensor for _, tensor in call.tensors]
-        if reading.leaves is None:
-            places = torch.tensor(reading.rows)
-            whole = [t.new_zeros((count, *t.shape[1:])).index_copy_(0, places, t) for t in tensors]
-            return self.program(whole_like(part, count)).local_batch(call.batch_with(whole))
-        place = {row: index for index, row in enumerate(reading.rows)}
-        pairs = zip(tensors, reading.leaves, strict=True)
-        return call.batch_with([_taken(tensor, leaf, place) for tensor, leaf in pairs])
+        if selection.leaves is None:
+            rows = torch.tensor(selection.rows)
+            full = [t.new_zeros((count, *t.shape[1:])).index_copy_(0, rows, t) for t in tensors]
+            program = self.program(placeholder_batch(batch, count))
+            return program.local_batch(call.batch_with(full))
+        indices = {row: index for index, row in enumerate(selection.rows)}
+        pairs = zip(tensors, selection.leaves, strict=True)
+        return call.batch_with([_select(tensor, leaf, indices) for tensor, leaf in pairs])
 
-    def _reading(self, like: Any, count: int) -> _Reading:
-        whole = whole_like(like, count)
-        program, key = self.program(whole), signature(whole)
-        if key not in self._known:
-            self._known[key] = _read(program, whole, count)
-        return self._known[key]
+    def _selection(self, example: Any, count: int) -> _Selection:
+        batch = placeholder_batch(example, count)
+        program, key = self.program(batch), signature(batch)
+        if key not in self._selections:
+            self._selections[key] = _used_rows(program, batch, count)
+        return self._selections[key]
 
 
-def whole_like(batch: Any, count: int) -> Any:
-    """A batch of `count` rows, all zeros, in no memory of its own."""
-    call = read_batch(batch)
+def placeholder_batch(example: Any, count: int) -> Any:
+    """Return a batch of `count` rows of zeros that share one element of memory."""
+    call = read_batch(example)
     return call.batch_with(
         [tensor.new_zeros(()).expand(count, *tensor.shape[1:]) for _, tensor in call.tensors]
     )
 
 
-def _read(program: StepProgram, whole: Any, count: int) -> _Reading:
-    call = read_batch(whole)
+def _used_rows(program: StepProgram, batch: Any, count: int) -> _Selection:
+    call = read_batch(batch)
     numbers = torch.arange(count, dtype=torch.int32)
     shapes = [tensor.shape for _, tensor in call.tensors]
-    asked = [numbers.view(-1, *(1,) * (len(shape) - 1)).expand(shape) for shape in shapes]
-    given = [t for _, t in read_batch(program.local_batch(call.batch_with(asked))).tensors]
-    rows = sorted({row for tensor in given for row in torch.unique(tensor).tolist()})
+    full = [numbers.view(-1, *(1,) * (len(shape) - 1)).expand(shape) for shape in shapes]
+    local = [t for _, t in read_batch(program.local_batch(call.batch_with(full))).tensors]
+    rows = sorted({row for tensor in local for row in torch.unique(tensor).tolist()})
     only_rows = all(
-        not part.numel() or part.shape[1:] == shape[1:]
-        for part, shape in zip(given, shapes, strict=True)
+        not tensor.numel() or tensor.shape[1:] == shape[1:]
+        for tensor, shape in zip(local, shapes, strict=True)
     )
-    leaves = tuple(_leaf(part) for part in given) if only_rows else None
-    return _Reading(rows=tuple(rows) or (0,), leaves=leaves)
+    leaves = tuple(
+        tuple(tensor.reshape(tensor.shape[0], -1)[:, 0].tolist())
+        if tensor.numel()
+        else tensor.shape
+        for tensor in local
+    )
+    return _Selection(rows=tuple(rows) or (0,), leaves=leaves if only_rows else None)
 
 
-def _leaf(part: Tensor) -> tuple[int, ...] | torch.Size:
-    if not part.numel():
-        return part.shape
-    return tuple(part.reshape(part.shape[0], -1)[:, 0].tolist())
-
-
-def _taken(tensor: Tensor, leaf: Sequence[int] | torch.Size, place: dict[int, int]) -> Tensor:
+def _select(tensor: Tensor, leaf: Sequence[int] | torch.Size, indices: dict[int, int]) -> Tensor:
     if isinstance(leaf, torch.Size):
         return tensor.new_empty(leaf)
-    wanted = [place[row] for row in leaf]
-    if wanted == list(range(tensor.shape[0])):
+    rows = [indices[row] for row in leaf]
+    if rows == list(range(tensor.shape[0])):
         return tensor
-    return tensor.index_select(0, torch.tensor(wanted))
+    return tensor.index_select(0, torch.tensor(rows))

@@ -1,14 +1,14 @@
-"""The loss and the user's metrics over the evaluation data, exactly.
+"""Compute the mean loss and the user's metrics over the evaluation data, exactly.
 
-Each batch counts by its own denominator (`counting.py`); where ranks read some
-rows each, what the denominator depends on, the labels, is put together first.
+Each batch counts by its own denominator. If ranks read only their own rows, the inputs that the
+denominator depends on (labels, masks) are first gathered from all ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -27,7 +27,7 @@ from shardwise.errors import (
     failed,
 )
 from shardwise.frontend import flatten_batch
-from shardwise.ir import Graph, Node, Ref, TensorType
+from shardwise.ir import Graph, Node, Ref
 from shardwise.ir.interpret import interpret
 from shardwise.layouts.microbatch_axis import values_of_inputs
 from shardwise.plans import Plan
@@ -37,7 +37,13 @@ from shardwise.runtime.mesh import Axis
 from shardwise.runtime.module import ParallelModule
 from shardwise.simulation.workload import batch_rows
 from shardwise.training.config import CheckpointConfig, EarlyStopConfig, TrainConfig
-from shardwise.training.data import BatchParts, Fetched, MapLoader, StreamLoader, whole_like
+from shardwise.training.data import (
+    BatchSlicer,
+    LoadedBatch,
+    MapLoader,
+    StreamLoader,
+    placeholder_batch,
+)
 from shardwise.training.planning import DEBUG, load_function, make
 from shardwise.training.sampling import Position
 
@@ -47,7 +53,6 @@ __all__ = [
     "Evaluator",
     "LossWeight",
     "Metric",
-    "agreed",
     "check_metrics",
     "count_flops",
     "count_tokens",
@@ -55,16 +60,16 @@ __all__ = [
 ]
 
 
-# Metrics of the user's own over the evaluation data, exactly.
-#
-# A metric is a function `metric(output, batch)`. It returns one value for each sample of the batch
-# (or for each token of each sample), or a pair `(sum, count)`; the metric is the mean over all
-# values of the evaluation data, whatever its batches are. It may also be an object with
-# `update(output, batch)`, `compute()` and `reset()`, for what is no mean: F1, AUC, perplexity.
-#
-# Every rank sees the whole batch and the whole output, so that a metric computes the same as on one
-# device. All ranks then go by the values of rank 0.
+# ------------------------------------------------------------ metrics
 
+# A metric is a function `metric(output, batch)` that returns one value for each sample of the batch
+# (or for each token of each sample), or a pair `(sum, count)`; the metric is the mean over all
+# values of the evaluation data, however it is batched. It may also be an object with
+# `update(output, batch)`, `compute()` and `reset()`, for metrics that are not means: F1, AUC,
+# perplexity.
+#
+# Every rank sees the full batch and the full output, so that a metric computes the same value as on
+# one device. All ranks then use the values of rank 0.
 
 EVALUATION_LOSS = "evaluation_loss"
 STEP_FIGURES = ("loss", "learning_rate", "gradient_norm")
@@ -78,19 +83,19 @@ OTHER_FIGURES = (
     "step_s",
     "tokens_per_s",
 )
-FIGURES = (EVALUATION_LOSS, *STEP_FIGURES, *OTHER_FIGURES)  # names that metrics cannot have
+FIGURES = (EVALUATION_LOSS, *STEP_FIGURES, *OTHER_FIGURES)  # reserved names
 _HINT = "return a tensor with a value for each sample, or a pair (sum, count)"
 
 
 class Metric(Protocol):
-    """Takes the batches of one evaluation."""
+    """A metric over the batches of one evaluation."""
 
     def reset(self) -> None:
-        """Begin a new evaluation."""
+        """Start a new evaluation."""
         ...
 
     def update(self, output: Any, batch: Any, rows: int) -> None:
-        """Take the model's output for a batch of so many rows."""
+        """Add the model's output for a batch of `rows` rows."""
         ...
 
     def compute(self) -> float:
@@ -99,7 +104,7 @@ class Metric(Protocol):
 
 
 class _Mean:
-    """The mean of what a function returns."""
+    """The mean of the values that a function returns."""
 
     def __init__(self, name: str, function: Any) -> None:
         self.name, self.function = name, function
@@ -113,14 +118,14 @@ class _Mean:
             value = self.function(output, batch)
         if isinstance(value, tuple) and len(value) == 2:
             with _explained(self.name):
-                total, count = (float(each) for each in value)
+                total, count = (float(part) for part in value)
         elif isinstance(value, Tensor) and value.dim() and value.shape[0] == rows:
             total, count = float(value.detach().double().sum()), float(value.numel())
         else:
             shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
             raise TrainingError(
                 f"metric {self.name!r} returned a {type(value).__name__}{shape} for {rows} "
-                "samples, which gives no exact mean over all batches",
+                "samples, from which no exact mean over all batches follows",
                 where=f"metrics.{self.name}",
                 hint=_HINT,
             )
@@ -129,7 +134,7 @@ class _Mean:
     def compute(self) -> float:
         if not self.count:
             raise TrainingError(
-                f"metric {self.name!r} counted nothing in the evaluation data",
+                f"the counts of metric {self.name!r} sum to 0 over the evaluation data",
                 where=f"metrics.{self.name}",
                 hint="a count above 0 for some batch",
             )
@@ -137,22 +142,22 @@ class _Mean:
 
 
 class _Stateful:
-    """An object that keeps what it needs of all batches."""
+    """A metric object of the user."""
 
-    def __init__(self, name: str, found: Any) -> None:
-        self.name, self.found = name, found
+    def __init__(self, name: str, metric: Any) -> None:
+        self.name, self.metric = name, metric
 
     def reset(self) -> None:
         with _explained(self.name):
-            self.found.reset()
+            self.metric.reset()
 
     def update(self, output: Any, batch: Any, rows: int) -> None:
         with _explained(self.name):
-            self.found.update(output, batch)
+            self.metric.update(output, batch)
 
     def compute(self) -> float:
         with _explained(self.name):
-            return float(self.found.compute())
+            return float(self.metric.compute())
 
 
 @contextlib.contextmanager
@@ -168,152 +173,159 @@ def _explained(name: str) -> Iterator[None]:
 
 def make_metrics(config: TrainConfig, base: Path | None) -> dict[str, Metric]:
     """Return the metrics that a config names, ready for the first evaluation."""
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     for name, part in config.metrics.items():
         key = f"metrics.{name}"
-        made = load_function(part, key, base)
-        if isinstance(made, type):
-            made = make(made, {}, key)
-        if all(hasattr(made, each) for each in ("update", "compute", "reset")):
-            found[name] = _Stateful(name, made)
-        elif callable(made):
-            found[name] = _Mean(name, made)
+        metric = load_function(part, key, base)
+        if isinstance(metric, type):
+            metric = make(metric, {}, key)
+        if all(hasattr(metric, method) for method in ("update", "compute", "reset")):
+            metrics[name] = _Stateful(name, metric)
+        elif callable(metric):
+            metrics[name] = _Mean(name, metric)
         else:
             raise ConfigError(
-                f"a {type(made).__name__} is not a metric",
+                f"a {type(metric).__name__} is not a metric",
                 where=key,
                 hint="a function (output, batch), or an object with update, compute and reset",
             )
-    return found
+    return metrics
 
 
-def agreed(values: Mapping[str, float], everyone: Axis, device: torch.device) -> dict[str, float]:
-    """Return the values of rank 0, by which all ranks go; all ranks call it."""
+def values_of_rank_0(
+    values: Mapping[str, float], everyone: Axis, device: torch.device
+) -> dict[str, float]:
+    """Return the values that rank 0 has; all ranks call it."""
     if everyone.size == 1 or not values:
         return dict(values)
-    mine = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
-    every = everyone.all_gather(mine, [len(mine)] * everyone.size).wait()
-    return dict(zip(values, every[: len(mine)].tolist(), strict=True))
+    local = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
+    gathered = everyone.all_gather(local, [len(local)] * everyone.size).wait()
+    return dict(zip(values, gathered[: len(local)].tolist(), strict=True))
 
 
 def check_metrics(config: TrainConfig) -> None:
-    """Refuse names of metrics that are taken, and settings that go by one that nobody reports."""
+    """Refuse invalid names of metrics, and settings that refer to a figure that is not reported."""
     for name in config.metrics:
         if name in FIGURES or not name.isidentifier():
-            what = "is reported already" if name in FIGURES else "is no name"
+            problem = "is a reserved name" if name in FIGURES else "is not an identifier"
             raise ConfigError(
-                f"a metric {name!r}: that {what}", where="metrics", hint="metrics: {accuracy: …}"
+                f"metric {name!r} {problem}", where="metrics", hint="metrics: {accuracy: …}"
             )
     evaluated = [EVALUATION_LOSS, *config.metrics] if config.data.evaluation is not None else []
     if config.early_stop is not None:
         _check_reported(config, config.early_stop, "early_stop", evaluated)
-    steps = [each for each in STEP_FIGURES if each != "gradient_norm" or config.clip_norm]
-    kept = config.checkpoints
-    if kept.keep_best or kept.metric != EVALUATION_LOSS:
-        _check_reported(config, kept, "checkpoints", [*evaluated, *steps])
+    step_figures = [name for name in STEP_FIGURES if name != "gradient_norm" or config.clip_norm]
+    checkpoints = config.checkpoints
+    if checkpoints.keep_best or checkpoints.metric != EVALUATION_LOSS:
+        _check_reported(config, checkpoints, "checkpoints", [*evaluated, *step_figures])
 
 
 def _check_reported(
     config: TrainConfig,
-    wanted: EarlyStopConfig | CheckpointConfig,
+    criterion: EarlyStopConfig | CheckpointConfig,
     field: str,
     reported: list[str],
 ) -> None:
-    if wanted.metric not in reported:
-        missing = wanted.metric == EVALUATION_LOSS or wanted.metric in config.metrics
+    metric = criterion.metric
+    if metric not in reported:
+        needs_data = metric == EVALUATION_LOSS or metric in config.metrics
         raise ConfigError(
-            f"nobody reports {wanted.metric!r}{did_you_mean(wanted.metric, reported)}",
+            f"{metric!r} is not reported{did_you_mean(metric, reported)}",
             where=f"{field}.metric",
             hint="data: {evaluation: file.py:function}"
-            if missing and config.data.evaluation is None
-            else f"{', '.join(reported)}; or metrics: {{{wanted.metric}: file.py:function}}",
+            if needs_data and config.data.evaluation is None
+            else f"{', '.join(reported)}; or metrics: {{{metric}: file.py:function}}",
         )
-    if wanted.mode is None and wanted.metric in config.metrics:
+    if criterion.mode is None and metric in config.metrics:
         raise ConfigError(
-            f"is a higher or a lower {wanted.metric!r} better?",
+            f"set whether a higher or a lower {metric!r} is better",
             where=f"{field}.mode",
-            hint=f"{field}: {{metric: {wanted.metric}, mode: max}}, or mode: min",
+            hint=f"{field}: {{metric: {metric}, mode: max}}, or mode: min",
         )
 
 
-# What a batch weighs: the number that its mean loss was divided by, its tokens, its flops.
-#
-# The mean over an evaluation is exact because each batch counts by its own denominator, which the
-# graph knows: the labels that are not ignored, the sum of a mask, or the elements of a mean.
+# ------------------------------------------------------------ weights, tokens and flops of a batch
 
+# The mean over an evaluation is exact because each batch counts by the denominator of its own mean
+# loss, which the graph contains: the labels that are not ignored, the sum of a mask, or the number
+# of elements.
 
 CASTS = ("aten.to.dtype", "aten._to_copy.default", "aten.clone.default", "aten.alias.default")
 
 
 class LossWeight:
-    """What the loss of one kind of batch is divided by: a number, or a function of some inputs."""
+    """The denominator of the loss for one kind of batch: a number, or a function of some inputs."""
 
     def __init__(self, graph: Graph) -> None:
-        parts = separate_means(graph)
-        self._found = _denominator(parts)
-        self._graph = restrict(parts, (self._found,)) if isinstance(self._found, str) else None
+        separated = separate_means(graph)
+        self._value = _denominator(separated)
+        self._graph = restrict(separated, (self._value,)) if isinstance(self._value, str) else None
         self.rows = float(batch_rows(graph))
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The inputs that it depends on."""
+        """Return the inputs that it depends on."""
         return () if self._graph is None else tuple(i.name for i in self._graph.inputs)
 
     def of(self, inputs: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> float:
-        """The weight of a whole batch; a loss that is no mean counts by its rows."""
+        """Return the weight of a full batch; a loss that is not a mean counts by its rows."""
         if self._graph is None:
-            return float(self._found) if isinstance(self._found, float) else self.rows
-        wanted = {b.name for b in self._graph.buffers}
-        held = {name: value.cpu() for name, value in buffers.items() if name in wanted}
-        if wanted - set(held):  # another pipeline stage has it
+            return float(self._value) if isinstance(self._value, float) else self.rows
+        names = {b.name for b in self._graph.buffers}
+        local = {name: value.cpu() for name, value in buffers.items() if name in names}
+        if names - set(local):  # another pipeline stage has it
             return self.rows
-        assert isinstance(self._found, str)
-        return float(interpret(self._graph, {}, held, inputs)[self._found])
+        assert isinstance(self._value, str)
+        return float(interpret(self._graph, {}, local, inputs)[self._value])
 
 
 def _denominator(graph: Graph) -> str | float | None:
-    """The value that the loss is divided by, or its constant; None where the loss is no mean."""
-    made: dict[str, Node] = {name: node for node in graph.nodes for name in node.outputs}
-    known, loss = values_of_inputs(graph), graph.loss
-    while loss in made and made[loss].op in CASTS:
-        loss = made[loss].inputs[0]
-    node = made.get(loss or "")
+    """Return the name or constant that the loss is divided by; None if it is not a mean."""
+    producers: dict[str, Node] = {name: node for node in graph.nodes for name in node.outputs}
+    input_values, loss = values_of_inputs(graph), graph.loss
+    while loss in producers and producers[loss].op in CASTS:
+        loss = producers[loss].inputs[0]
+    node = producers.get(loss or "")
     if node is None:
         return None
     if node.op in ("aten.mean.default", "aten.mse_loss.default", "aten.l1_loss.default"):
         return float(max(graph.values[name].numel for name in node.inputs))
     if node.op != "aten.div.Tensor":
         return None
-    by = node.args[1]
-    if isinstance(by, Ref):
-        scalar = graph.values[by.name].numel == 1
-        return by.name if scalar and by.name in known else None
-    return float(by)
+    divisor = node.args[1]
+    if isinstance(divisor, Ref):
+        is_scalar = graph.values[divisor.name].numel == 1
+        return divisor.name if is_scalar and divisor.name in input_values else None
+    return float(divisor)
 
 
 def count_tokens(graph: Graph) -> int | None:
-    """The elements of the first input that is a matrix of whole numbers."""
+    """Return the number of elements of the first input that is a matrix of integers."""
     for source in graph.inputs:
         kind = graph.values[source.value]
-        whole = not kind.dtype.is_floating_point and not kind.dtype.is_complex
-        if whole and kind.dtype.itemsize > 1 and len(kind.shape) == 2:
+        is_integer = not kind.dtype.is_floating_point and not kind.dtype.is_complex
+        if is_integer and kind.dtype.itemsize > 1 and len(kind.shape) == 2:
             return math.prod(kind.shape)
     return None
 
 
 def count_flops(graph: Graph) -> float | None:
-    """The flops of products in a step's forward and backward, without any computed again.
+    """Return the flops of the matrix products in forward and backward, without recomputation.
 
-    None where the graph cannot be run without data.
+    None if the graph cannot run on meta tensors.
     """
-    meta: Callable[[str], Tensor] = lambda name: _empty(graph.values[name])  # noqa: E731
-    trained = {p.name: meta(p.value).requires_grad_(p.requires_grad) for p in graph.parameters}
+
+    def meta(name: str) -> Tensor:
+        kind = graph.values[name]
+        return torch.empty(kind.shape, dtype=kind.dtype, device="meta")
+
+    parameters = {p.name: meta(p.value).requires_grad_(p.requires_grad) for p in graph.parameters}
     buffers = {b.name: meta(b.value) for b in graph.buffers}
     inputs = {i.name: meta(i.value) for i in graph.inputs}
     counter: Any = FlopCounterMode(display=False)
     try:
         with counter, torch.device("meta"):
-            values = interpret(graph, trained, buffers, inputs)
+            values = interpret(graph, parameters, buffers, inputs)
             if graph.loss is not None and values[graph.loss].requires_grad:
                 values[graph.loss].backward()  # type: ignore[no-untyped-call]
     except Exception:
@@ -321,25 +333,21 @@ def count_flops(graph: Graph) -> float | None:
     return float(counter.get_total_flops()) or None
 
 
-def _empty(kind: TensorType) -> Tensor:
-    return torch.empty(kind.shape, dtype=kind.dtype, device="meta")
-
-
 class Evaluator:
-    """Goes through the evaluation data."""
+    """Evaluates the loss and the metrics on the evaluation data."""
 
     def __init__(
         self,
         module: ParallelModule,
         plan: Plan,
         source: MapLoader | StreamLoader,
-        parts: BatchParts,
+        slicer: BatchSlicer,
         metrics: Mapping[str, Metric] | None = None,
     ) -> None:
-        self.module, self.plan, self.source, self.parts = module, plan, source, parts
+        self.module, self.plan, self.source, self.slicer = module, plan, source, slicer
         self.metrics = dict(metrics or {})
         self._weights: dict[Hashable, LossWeight] = {}
-        self._owned: dict[int, Tensor] = {}
+        self._owned_rows: dict[int, Tensor] = {}
 
     def run(self, batches: int | None = None) -> dict[str, float]:
         """Return the mean loss over the first `batches`, or over all, and the metrics by name.
@@ -348,83 +356,83 @@ class Evaluator:
         """
         for metric in self.metrics.values():
             metric.reset()
-        found = {EVALUATION_LOSS: self._mean_loss(batches)}
-        own = {name: metric.compute() for name, metric in self.metrics.items()}
-        return found | agreed(own, self.module.mesh.everyone, self.module.store.device)
+        loss = self._mean_loss(batches)
+        metrics = {name: metric.compute() for name, metric in self.metrics.items()}
+        mesh, device = self.module.mesh, self.module.store.device
+        return {EVALUATION_LOSS: loss, **values_of_rank_0(metrics, mesh.everyone, device)}
 
     def _mean_loss(self, batches: int | None) -> float:
-        """Return the mean loss; metrics get the outputs on the way."""
-        total, weight = 0.0, 0.0
-        for fetched in islice(self._epoch(), batches):
-            batch, local = self.parts.take(fetched)
-            loss = self._loss(fetched, batch, local)
-            mine = self._weight(fetched)
-            if mine:  # a batch of which all is ignored has no mean
-                total += float(loss) * mine
-            weight += mine
-        if not weight:
-            raise TrainingError("nothing in the evaluation data counts in the loss")
-        return total / weight
+        """Return the mean loss, and update the metrics with the outputs."""
+        total, total_weight = 0.0, 0.0
+        for loaded in islice(self._epoch(), batches):
+            batch, local = self.slicer.slice(loaded)
+            loss = self._loss(loaded, batch, local)
+            weight = self._weight(loaded)
+            if weight:  # the mean of a batch whose labels are all ignored is undefined
+                total += float(loss) * weight
+            total_weight += weight
+        if not total_weight:
+            raise TrainingError("no label of the evaluation data counts in the loss")
+        return total / total_weight
 
-    def _loss(self, fetched: Fetched, batch: Any, local: bool) -> Tensor:
+    def _loss(self, loaded: LoadedBatch, batch: Any, local: bool) -> Tensor:
         if not self.metrics:
             return self.module.eval_loss(batch, local=local)
         loss, output = self.module.eval_step(batch, loss=True, local=local)
         if loss is None:
-            raise LossError("the model gives no loss in eval mode", hint="labels in the batch")
+            raise LossError("the model returns no loss in eval mode", hint="labels in the batch")
         device = self.module.store.device
-        call = read_batch(fetched.batch)
-        here = call.batch_with([tensor.to(device) for _, tensor in call.tensors])
+        call = read_batch(loaded.batch)
+        moved = call.batch_with([tensor.to(device) for _, tensor in call.tensors])
         with torch.no_grad():
             for metric in self.metrics.values():
-                metric.update(output, here, fetched.count)
+                metric.update(output, moved, loaded.count)
         return cast(Tensor, loss)
 
-    def _epoch(self) -> Any:
-        """The batches of one epoch."""
-        for fetched in self.source.batches(Position()):
-            yield fetched
-            if fetched.ends_epoch:
+    def _epoch(self) -> Iterator[LoadedBatch]:
+        for loaded in self.source.batches(Position()):
+            yield loaded
+            if loaded.ends_epoch:
                 return
 
-    def _weight(self, fetched: Fetched) -> float:
+    def _weight(self, loaded: LoadedBatch) -> float:
         if self.plan.per_microbatch and self.plan.num_microbatches > 1:
-            return float(fetched.count)  # its loss is a mean of means
-        whole = fetched.batch
-        if fetched.rows is not None:
-            whole = whole_like(fetched.batch, fetched.count)
-        key = signature(whole)
+            return float(loaded.count)  # its loss is a mean of the micro-batches' means
+        batch = loaded.batch
+        if loaded.rows is not None:
+            batch = placeholder_batch(batch, loaded.count)
+        key = signature(batch)
         if key not in self._weights:
-            program: Any = self.parts.program(whole)
+            program: Any = self.slicer.program(batch)
             self._weights[key] = LossWeight(program.graph)
         weight = self._weights[key]
-        return weight.of(self._inputs(fetched, weight.inputs), self.module.store.buffers)
+        return weight.of(self._inputs(loaded, weight.inputs), self.module.store.buffers)
 
-    def _inputs(self, fetched: Fetched, names: tuple[str, ...]) -> Mapping[str, Tensor]:
-        """Some inputs of the whole batch, on every rank."""
-        tensors, _ = flatten_batch(fetched.batch)
-        if fetched.rows is None:
+    def _inputs(self, loaded: LoadedBatch, names: tuple[str, ...]) -> Mapping[str, Tensor]:
+        """Return some inputs of the full batch, on every rank."""
+        tensors, _ = flatten_batch(loaded.batch)
+        if loaded.rows is None:
             return {name: tensors[name].cpu() for name in names}
         everyone, device = self.module.mesh.everyone, self.module.store.device
-        owned = self._ownership(fetched)
-        found = {}
+        owned, inputs = self._ownership(loaded), {}
+        indices = torch.tensor(loaded.rows)[owned]
         for name in names:
             rows = tensors[name]
-            wide = rows.dtype if rows.is_floating_point() else torch.int64
-            whole = torch.zeros((fetched.count, *rows.shape[1:]), dtype=wide)
-            places = torch.tensor(fetched.rows)
-            whole[places[owned]] = rows[owned].to(wide)
-            found[name] = everyone.all_reduce(whole.to(device)).wait().cpu().to(rows.dtype)
-        return found
+            # Not every backend sums small integers and booleans.
+            dtype = rows.dtype if rows.is_floating_point() else torch.int64
+            full = torch.zeros((loaded.count, *rows.shape[1:]), dtype=dtype)
+            full[indices] = rows[owned].to(dtype)
+            inputs[name] = everyone.all_reduce(full.to(device)).wait().cpu().to(rows.dtype)
+        return inputs
 
-    def _ownership(self, fetched: Fetched) -> Tensor:
-        """Which of this rank's rows no rank before it reads, too."""
-        known = self._owned.get(fetched.count)
-        if known is None:
+    def _ownership(self, loaded: LoadedBatch) -> Tensor:
+        """Return which of this rank's rows no rank before it reads."""
+        if loaded.count not in self._owned_rows:
             everyone, device = self.module.mesh.everyone, self.module.store.device
-            places = torch.tensor(fetched.rows)
-            first = torch.full((fetched.count,), -everyone.size, dtype=torch.int64)
-            first[places] = -everyone.index
-            owner = everyone.all_reduce(first.to(device), "max").wait().cpu()
-            known = self._owned[fetched.count] = owner[places] == -everyone.index
-        return known
+            indices = torch.tensor(loaded.rows)
+            # Negated rank indices, so that the maximum is the first rank that reads a row.
+            owners = torch.full((loaded.count,), -everyone.size, dtype=torch.int64)
+            owners[indices] = -everyone.index
+            owners = everyone.all_reduce(owners.to(device), "max").wait().cpu()
+            self._owned_rows[loaded.count] = owners[indices] == -everyone.index
+        return self._owned_rows[loaded.count]

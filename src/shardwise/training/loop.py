@@ -1,8 +1,8 @@
-"""The steps of a training, and what happens between them.
+"""Run the steps of a training, and what happens between them.
 
-Enters: a `Session`. Leaves: the session further on, and `Outcome`. One step: a batch, its
-gradients, clipping, the optimizer, the average, the schedule; then logs, callbacks, evaluation and
-checkpoints when they are due; then all ranks agree on whether to stop.
+A step loads a batch, computes gradients, clips them, and updates parameters, average and learning
+rate. Logs, callbacks, evaluations and checkpoints follow when they are due; then all ranks agree on
+whether to stop.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,13 +19,13 @@ from shardwise.dtypes import dtype_name
 from shardwise.errors import TrainingError
 from shardwise.runtime import clip_grad_norm_
 from shardwise.runtime.failures import naming_failures
-from shardwise.training.data import Fetched
-from shardwise.training.evaluation import count_flops, count_tokens
-from shardwise.training.logs import Log
-from shardwise.training.logs.console import Terminal, summary
+from shardwise.training.config import CheckpointConfig, EvaluationConfig
+from shardwise.training.data import LoadedBatch
+from shardwise.training.evaluation import EVALUATION_LOSS, count_flops, count_tokens
+from shardwise.training.logs import Log, Terminal, summary
 from shardwise.training.planning import Planned
 from shardwise.training.processes import Stop, StopRequests
-from shardwise.training.run_files import Records, peak_memory_bytes
+from shardwise.training.run_files import StepRecorder, peak_memory_bytes
 from shardwise.training.session import Session
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ __all__ = ["Loop", "Outcome", "peak_flops_per_s"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run of steps ended."""
+    """The result of the steps of a run."""
 
     losses: tuple[float, ...]
     metrics: Mapping[str, float]
@@ -45,7 +44,7 @@ class Outcome:
 
 
 class Loop:
-    """Runs a session until its config, a callback or a signal says so."""
+    """Run a session until its config, a callback or a signal ends it."""
 
     def __init__(
         self,
@@ -54,18 +53,18 @@ class Loop:
         stops: StopRequests,
         logs: list[Log],
         terminal: Terminal,
-        records: Records,
+        recorder: StepRecorder,
     ) -> None:
         self.trainer, self.session, self.stops = trainer, session, stops
-        self.records = records
+        self.recorder = recorder
         self.logs, self.terminal, self.config = logs, terminal, session.config
         self.metrics: dict[str, float] = {}
         self.losses: list[float] = []
         self.evaluated_step: int | None = None
-        self._gauge = _Gauge(session) if session.world.talks else None
+        self._meter = _Meter(session) if session.world.is_main else None
 
     def run(self) -> Outcome:
-        """All steps that are left; a rank that fails in or between them is named by the others."""
+        """Run all remaining steps; if a rank fails, the others name it."""
         with naming_failures(self.config.timeout_s):
             return self._run()
 
@@ -80,92 +79,86 @@ class Loop:
                 close = getattr(batches, "close", None)
                 if close is not None:
                     close()
-        fresh = bool(self.losses) and self.evaluated_step != session.step
-        if stop is not Stop.SIGNAL and fresh and session.evaluator is not None:
+        not_evaluated = bool(self.losses) and self.evaluated_step != session.step
+        if stop is not Stop.SIGNAL and not_evaluated and session.evaluator is not None:
             self._evaluate()
         if session.checkpoints is not None and session.saved_step != session.step:
             self._save(wait=True)
         return Outcome(losses=tuple(self.losses), metrics=dict(self.metrics), stop=stop)
 
-    def _steps(self, batches: Iterator[Fetched]) -> Stop:
+    def _steps(self, batches: Iterator[LoadedBatch]) -> Stop:
         session = self.session
         while True:
             begin = time.perf_counter()
-            fetched = next(batches)
-            self.records.begin(session.step + 1)
-            self._step(fetched)
+            loaded = next(batches)
+            self.recorder.begin(session.step + 1)
+            self._step(loaded)
             seconds = time.perf_counter() - begin
-            if self.records.end(session.step, seconds) and session.world.talks:
-                self.terminal.say(f"step {session.step}  trace {self.records.trace}")
-            self._figures(fetched, seconds)
+            if self.recorder.end(session.step, seconds) and session.world.is_main:
+                self.terminal.say(f"step {session.step}  trace {self.recorder.trace}")
+            self._report(loaded, seconds)
             if session.checkpoints is not None:
                 session.checkpoints.tidy()
-            self._between(fetched)
-            stop = self._agreed()
+            self._after_step(loaded)
+            # All ranks agree on whether to stop and whether to sample the next step.
+            module, wants_sample = session.module, self.recorder.wants_sample(session.step)
+            mesh, device = module.mesh, module.store.device
+            stop, sample = self.stops.agreed(mesh.everyone, device, wants_sample)
+            self.recorder.sample_next = sample
             if stop or session.complete():
-                self.records.finish()
+                self.recorder.finish()
                 return stop
-
-    def _agreed(self) -> Stop:
-        """Whether to stop, and whether to record the next step: all ranks do the same."""
-        module, records = self.session.module, self.records
-        wish = records.wants_sample(self.session.step)
-        stop, sample = self.stops.agreed(module.mesh.everyone, module.store.device, wish)
-        records.plan(sample)
-        return stop
 
     # --- one step ------------------------------------------------------------------------
 
-    def _step(self, fetched: Fetched) -> None:
+    def _step(self, loaded: LoadedBatch) -> None:
         session = self.session
-        batch, local = session.parts.take(fetched)
+        batch, local = session.slicer.slice(loaded)
         loss = session.module.train_step(batch, local=local)
         session.settle()
         self.metrics = {"loss": float(loss)}
         if self.config.clip_norm is not None:
             norm = clip_grad_norm_(session.module, self.config.clip_norm)
             self.metrics["gradient_norm"] = float(norm)
-        if self._is_usable():
+        if self._has_finite_gradients():
             session.optimizer.step()
             if session.ema is not None:
                 session.ema.update()
         session.optimizer.zero_grad()
         self.metrics["learning_rate"] = session.lr_schedule.learning_rate
         session.step += 1
-        session.position, session.data_state = fetched.after, fetched.state
-        session.lr_schedule.happened("step", self.metrics["loss"])
+        session.position, session.data_state = loaded.after, loaded.state
+        session.lr_schedule.advance("step", self.metrics["loss"])
         self.losses.append(self.metrics["loss"])
 
-    def _is_usable(self) -> bool:
-        """Whether the gradients may be used; the loss and the norm are the same on all ranks."""
+    def _has_finite_gradients(self) -> bool:
+        """Return whether to use the gradients; loss and norm are the same on all ranks."""
         session = self.session
-        scaled = session.module.store.scaler is not None  # which skips steps that overflow
-        wrong = [
-            name
-            for name in ("loss", "gradient_norm")
-            if not math.isfinite(self.metrics.get(name, 0.0)) and not (scaled and name != "loss")
-        ]
-        if not wrong:
+        # A loss scaler itself skips steps whose gradients overflow.
+        names = ["loss", "gradient_norm"] if session.module.store.scaler is None else ["loss"]
+        nonfinite = [n for n in names if not math.isfinite(self.metrics.get(n, 0.0))]
+        if not nonfinite:
             return True
         if self.config.nonfinite == "skip":
             self.metrics["skipped"] = 1.0
             return False
-        kept = "no checkpoint was saved"
+        checkpoint = "no checkpoint was saved"
         if session.saved_step is not None:
-            kept = f"the checkpoint of step {session.saved_step} is as it was"
+            checkpoint = f"the checkpoint of step {session.saved_step} is intact"
+        name = nonfinite[0]
         raise TrainingError(
-            f"{wrong[0].replace('_', ' ')} is {self.metrics[wrong[0]]} at step {session.step + 1} "
-            f"(epoch {session.position.epoch}, sample {session.position.sample}); {kept}",
+            f"{name.replace('_', ' ')} is {self.metrics[name]} at step {session.step + 1} "
+            f"(epoch {session.position.epoch}, sample {session.position.sample}); {checkpoint}",
             hint="a lower learning rate, clip_norm: 1.0, or nonfinite: skip",
         )
 
-    def _figures(self, fetched: Fetched, seconds: float) -> None:
-        """Speed and memory, for those who look."""
-        if self._gauge is None:
+    def _report(self, loaded: LoadedBatch, seconds: float) -> None:
+        """Log and show the figures of a step, among them speed and memory."""
+        if self._meter is None:
             return
-        self.metrics |= self._gauge.read(fetched, seconds)
+        self.metrics |= self._meter.read(loaded, seconds)
         if self.session.step % self.config.logs.every_steps == 0:
-            self._log({"epoch": float(fetched.epoch), **self.metrics})
+            self._log({"epoch": float(loaded.epoch), **self.metrics})
         self.terminal.step(self.session.step, self.metrics)
 
     def _log(self, figures: Mapping[str, float]) -> None:
@@ -174,79 +167,78 @@ class Loop:
 
     # --- between steps -------------------------------------------------------------------
 
-    def _between(self, fetched: Fetched) -> None:
+    def _after_step(self, loaded: LoadedBatch) -> None:
         session, step = self.session, self.session.step
-        epochs = fetched.epoch + 1 if fetched.ends_epoch else 0
-        session.callbacks.tell("on_step", self.trainer, dict(self.metrics))
+        epochs = loaded.epoch + 1 if loaded.ends_epoch else 0
+        session.callbacks.call("on_step", self.trainer, dict(self.metrics))
         if epochs:
-            session.lr_schedule.happened("epoch", self.metrics["loss"])
-            session.callbacks.tell("on_epoch", self.trainer, fetched.epoch)
-        when = self.config.evaluation
-        if _is_due(step, epochs, when.every_steps, when.every_epochs):
+            session.lr_schedule.advance("epoch", self.metrics["loss"])
+            session.callbacks.call("on_epoch", self.trainer, loaded.epoch)
+        if _is_due(self.config.evaluation, step, epochs):
             self._evaluate()
-        kept = self.config.checkpoints
-        due = _is_due(step, epochs, kept.every_steps, kept.every_epochs)
-        if due and session.checkpoints is not None:
+        if session.checkpoints is not None and _is_due(self.config.checkpoints, step, epochs):
             self._save(wait=False)
 
     def _evaluate(self) -> None:
         session = self.session
-        found = session.evaluate()
+        metrics = session.evaluate()
         self.evaluated_step = session.step
-        self.metrics |= found
-        session.lr_schedule.happened("evaluation", found["evaluation_loss"])
-        if session.world.talks:
-            self._log(found)
-            self.terminal.say(f"step {session.step}  {summary(found)}")
-        session.callbacks.tell("on_evaluation", self.trainer, dict(found))
+        self.metrics |= metrics
+        session.lr_schedule.advance("evaluation", metrics[EVALUATION_LOSS])
+        if session.world.is_main:
+            self._log(metrics)
+            self.terminal.say(f"step {session.step}  {summary(metrics)}")
+        session.callbacks.call("on_evaluation", self.trainer, dict(metrics))
 
-    def _save(self, *, wait: bool) -> Path | None:
+    def _save(self, *, wait: bool) -> None:
         if self.session.saving is not None:
             self.session.saving.wait(self.config.timeout_s)
         path = self.session.save(None, self.metrics, wait=wait)
         if path is not None:
-            self.session.callbacks.tell("on_checkpoint", self.trainer, path)
-        return path
+            self.session.callbacks.call("on_checkpoint", self.trainer, path)
 
 
-def _is_due(step: int, epochs: int, every_steps: int | None, every_epochs: int | None) -> bool:
+def _is_due(config: EvaluationConfig | CheckpointConfig, step: int, epochs: int) -> bool:
+    """Return whether something is due after a step, which completed `epochs` epochs, or 0."""
+    every_steps, every_epochs = config.every_steps, config.every_epochs
     by_step = every_steps is not None and step % every_steps == 0
     return by_step or (every_epochs is not None and epochs > 0 and epochs % every_epochs == 0)
 
 
-class _Gauge:
-    """Speed, utilization and memory of this rank."""
+class _Meter:
+    """Measures the speed, utilization and memory of this rank."""
 
     def __init__(self, session: Session) -> None:
         graph, plan = session.planned.graph, session.planned.plan
-        parts = plan.num_microbatches if plan.per_microbatch else 1  # the graph is of one of them
+        # With `per_microbatch`, the graph is that of one micro-batch.
+        repeats = plan.num_microbatches if plan.per_microbatch else 1
         self.rows = session.source.batch_size
         tokens = count_tokens(graph)
-        self.tokens = None if tokens is None else tokens * parts
+        self.tokens = None if tokens is None else tokens * repeats
         self.peak = peak_flops_per_s(session.planned)
         flops = count_flops(graph) if self.peak else None
-        self.flops = None if flops is None else flops * parts
+        self.flops = None if flops is None else flops * repeats
         self.device = session.world.device
 
-    def read(self, fetched: Fetched, seconds: float) -> dict[str, float]:
-        """The figures of a step."""
-        share = fetched.count / self.rows
-        found = {"step_s": seconds, "samples_per_s": fetched.count / seconds}
+    def read(self, loaded: LoadedBatch, seconds: float) -> dict[str, float]:
+        """Return the figures of a step."""
+        fraction = loaded.count / self.rows
+        figures = {"step_s": seconds, "samples_per_s": loaded.count / seconds}
         if self.tokens is not None:
-            found["tokens_per_s"] = share * self.tokens / seconds
+            figures["tokens_per_s"] = fraction * self.tokens / seconds
         if self.flops is not None and self.peak:
-            found["mfu"] = share * self.flops / seconds / self.peak
-        found["memory_bytes"] = float(peak_memory_bytes(self.device))
-        return found
+            figures["mfu"] = fraction * self.flops / seconds / self.peak
+        figures["memory_bytes"] = float(peak_memory_bytes(self.device))
+        return figures
 
 
 def peak_flops_per_s(planned: Planned) -> float | None:
-    """What all devices could do at best, where these machines' rates are known."""
+    """Return the peak rate of all devices together, or None if it is unknown."""
     if not planned.known_machines:
         return None
     precision, graph = planned.plan.precision, planned.graph
-    kinds: list[Any] = [graph.values[p.value].dtype for p in graph.parameters]
-    dtype = precision.compute or dtype_name(kinds[0] if kinds else torch.float32)
+    dtypes: list[Any] = [graph.values[p.value].dtype for p in graph.parameters]
+    dtype = precision.compute or dtype_name(dtypes[0] if dtypes else torch.float32)
     total = 0.0
     for node in planned.cluster.nodes:
         for device in node.devices:

@@ -1,4 +1,4 @@
-"""The machines and the plan that a config asks for."""
+"""Load the objects that a config names, and make the cluster and the plan that it asks for."""
 
 from __future__ import annotations
 
@@ -42,37 +42,39 @@ __all__ = [
 ]
 
 
-# What a config names: `package.module:function`, `file.py:function`, or a name of torch's own.
-#
-# A file is looked for beside the config, then in the current folder; its code is the user's own
-# program, and runs. A name without a colon is looked up, never imported from anywhere.
+# ------------------------------------------------------------ names in a config
 
+# A name is `package.module:function`, `file.py:function`, or the name of a class in torch. A file
+# is searched beside the config, then in the current folder; it is the user's own program and is
+# executed. A name without a colon is only looked up, never imported.
 
 DEBUG = "shardwise --debug …"
 
 
 def build(part: Any, key: str, base: Path | None = None) -> Any:
-    """The object that a config's field stands for: called, if it is named."""
+    """Return the object of a config's field; a named function or class is called."""
     if not isinstance(part, Named):
         return part
-    found = load_object(part.name, key, base)
-    if not callable(found) and not part.args:
-        return found
-    return make(found, resolved(part.args, key, base), key, part.name)
+    target = load_object(part.name, key, base)
+    if not callable(target) and not part.args:
+        return target
+    return make(target, resolved(part.args, key, base), key, part.name)
 
 
 def load_function(part: Any, key: str, base: Path | None = None) -> Any:
-    """A function that is used, not called, when it is named; with arguments it is called first."""
+    """Return a named function itself; if it has arguments, the result of calling it with them."""
     if not isinstance(part, Named):
         return part
     return build(part, key, base) if part.args else load_object(part.name, key, base)
 
 
 def make(function: Callable[..., Any], args: Mapping[str, Any], key: str, name: str = "") -> Any:
-    """Call with arguments that were checked against its signature first."""
+    """Call a function after checking the arguments against its signature."""
     name = name or getattr(function, "__name__", str(function))
     if not callable(function):
-        raise ConfigError(f"{name} is a {type(function).__name__}, nothing to call", where=key)
+        raise ConfigError(
+            f"{name} is a {type(function).__name__}, which cannot be called", where=key
+        )
     check_arguments(function, args, key, name)
     try:
         return function(**args)
@@ -83,27 +85,30 @@ def make(function: Callable[..., Any], args: Mapping[str, Any], key: str, name: 
 
 
 def check_arguments(
-    function: Callable[..., Any], args: Mapping[str, Any], key: str, name: str, given: int = 0
+    function: Callable[..., Any],
+    args: Mapping[str, Any],
+    key: str,
+    name: str,
+    num_positional: int = 0,
 ) -> None:
-    """Say which argument is unknown or missing; the first `given` are passed by position."""
+    """Raise an error for unknown or missing arguments, after some that are passed by position."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some built-in functions have none
         return
-    parameters = list(signature.parameters.values())[given:]
+    parameters = list(signature.parameters.values())[num_positional:]
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for argument in args:
             if argument not in named:
-                near = did_you_mean(argument, named)
                 raise ConfigError(
-                    f"{name} has no argument {argument!r}{near}",
+                    f"{name} has no argument {argument!r}{did_you_mean(argument, named)}",
                     where=f"{key}.args",
                     hint=", ".join(named) or "no arguments",
                 )
     for parameter in parameters:
-        needed = parameter.name in named and parameter.default is parameter.empty
-        if needed and parameter.name not in args:
+        is_required = parameter.name in named and parameter.default is parameter.empty
+        if is_required and parameter.name not in args:
             raise ConfigError(
                 f"{name} needs {parameter.name!r}",
                 where=f"{key}.args",
@@ -112,7 +117,7 @@ def check_arguments(
 
 
 def resolved(args: Mapping[str, Any], key: str, base: Path | None = None) -> dict[str, Any]:
-    """Arguments, with `{import: file.py:function}` as what it names."""
+    """Return the arguments with `{import: file.py:function}` replaced by the object it names."""
     return {
         name: load_object(value["import"], f"{key}.args.{name}", base)
         if isinstance(value, Mapping) and list(value) == ["import"]
@@ -122,58 +127,60 @@ def resolved(args: Mapping[str, Any], key: str, base: Path | None = None) -> dic
 
 
 def find_class(name: Any, module: ModuleType, key: str, base: Path | None = None) -> Any:
-    """A class by its name in a module of torch, by import path, or itself."""
+    """Return a class, given by its name in a module of torch, by its import path, or itself."""
     if not isinstance(name, str):
         return name
     if ":" in name:
         return load_object(name, key, base)
     known = [n for n in dir(module) if inspect.isclass(getattr(module, n)) and n[0].isupper()]
     if name not in known:
-        alike = [each for each in known if each.lower() == name.lower()]
+        same = [candidate for candidate in known if candidate.lower() == name.lower()]
         raise ConfigError(
-            f"no {name!r} in {module.__name__}{did_you_mean((alike or [name])[0], known)}",
+            f"no {name!r} in {module.__name__}{did_you_mean((same or [name])[0], known)}",
             where=key,
-            hint="a class of your own is file.py:Class or package.module:Class",
+            hint="your own classes are file.py:Class or package.module:Class",
         )
     return getattr(module, name)
 
 
 def find_file(path: str, base: Path | None = None) -> Path:
-    """A file beside the config, or in the current folder."""
+    """Return the path beside the config if it exists there, or in the current folder."""
     beside = base / path if base is not None else Path(path)
     return beside if os.path.exists(beside) else Path(path)
 
 
 def load_object(name: Any, key: str, base: Path | None = None) -> Any:
-    """What `package.module:function` or `file.py:function` names."""
+    """Return the object that `package.module:function` or `file.py:function` names."""
     module_name, colon, attribute = str(name).rpartition(":")
     if not colon or not module_name or not attribute:
         raise ConfigError(
-            f"{name!r} names nothing", where=key, hint="file.py:function or package.module:function"
+            f"{name!r} is not an import path",
+            where=key,
+            hint="file.py:function or package.module:function",
         )
     module = _load_module(module_name, key, base)
-    found: Any = module
-    for each in attribute.split("."):
-        if not hasattr(found, each):
-            near = did_you_mean(each, [n for n in dir(found) if not n.startswith("_")])
-            raise ConfigError(f"{module_name} has no {each!r}{near}", where=key)
-        found = getattr(found, each)
-    return found
+    target: Any = module
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            near = did_you_mean(part, [n for n in dir(target) if not n.startswith("_")])
+            raise ConfigError(f"{module_name} has no {part!r}{near}", where=key)
+        target = getattr(target, part)
+    return target
 
 
 def module_is_missing(name: str) -> bool:
-    """Return whether no module of this name can be found, here or installed."""
-    _see_folders(None)
+    """Return whether no module of this name is installed or in the current folder."""
+    _extend_path(None)
     try:
         return importlib.util.find_spec(name) is None
     except ModuleNotFoundError as error:
         return error.name is None or name.startswith(error.name)
     except (ImportError, ValueError, AttributeError):
-        return False  # importing it says what is wrong
+        return False  # importing it raises an error that explains the problem
 
 
-def _see_folders(base: Path | None) -> None:
-    """Import from the config's folder and the current one first, as `python -m` does."""
+def _extend_path(base: Path | None) -> None:
+    """Make the config's folder and the current one importable, as `python -m` does."""
     for folder in (Path.cwd(), base):
         if folder is not None and str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
@@ -183,15 +190,15 @@ def _load_module(name: str, key: str, base: Path | None) -> ModuleType:
     is_file = name.endswith(".py")
     path = find_file(name, base)
     if is_file and not os.path.isfile(path):
-        places = f"{base} and {Path.cwd()}" if base is not None else str(Path.cwd())
-        raise ConfigError(f"no file {name} in {places}", where=key)
+        folders = f"{base} and {Path.cwd()}" if base is not None else str(Path.cwd())
+        raise ConfigError(f"no file {name} in {folders}", where=key)
     if not is_file and name.startswith("."):
         raise ConfigError(
             f"{name!r} is a relative import without a package",
             where=key,
             hint="package.module:function, with the package's name",
         )
-    _see_folders(base)
+    _extend_path(base)
     try:
         return _load_file(path.resolve()) if is_file else importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -207,7 +214,7 @@ def _load_module(name: str, key: str, base: Path | None) -> ModuleType:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """The module of a file, once; its folder can be imported from, as when it is run."""
+    """Return the module of a file, executed once; its folder becomes importable, as in a script."""
     known = sys.modules.get(path.stem)
     if known is not None and getattr(known, "__file__", None) == str(path):
         return known
@@ -217,7 +224,7 @@ def _load_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(specification)
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    # A file may be called as a module that is in use, such as `random.py`: that one stays.
+    # A file may have the name of another module, such as `random.py`, which must stay importable.
     if known is None:
         sys.modules[path.stem] = module
     try:
@@ -229,14 +236,17 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
+# ------------------------------------------------------------ cluster and plan
+
+
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What will run: the graph, its plan, and the machines it was made for."""
+    """A captured graph, its plan, and the cluster that the plan is for."""
 
     graph: Graph
     plan: Plan
     cluster: Cluster
-    known_machines: bool  # whether the cluster's rates are these machines'
+    known_machines: bool  # the rates of the cluster are measured or from a preset, not assumed
 
 
 def find_cluster(
@@ -246,42 +256,44 @@ def find_cluster(
     base: Path | None,
     plan: Plan | None = None,
 ) -> tuple[Cluster, bool]:
-    """The machines, and whether their rates are known rather than assumed.
+    """Return the cluster, and whether its rates are known rather than assumed.
 
-    `ranks` are those that were started, None where nothing runs; a `plan` may use some of them.
+    `ranks` is the number of started ranks, or None in a dry run; a `plan` may use fewer devices.
     """
     if config.cluster is None:
-        return _this_machine(ranks or 1, device)
-    found = config.cluster
-    if isinstance(found, str):
-        is_file = Path(found).suffix in SUFFIXES
-        found = parse_cluster(str(find_file(found, base)) if is_file else found)
-    if not isinstance(found, Cluster):
-        raise ConfigError(f"a {type(found).__name__} is no cluster", where="cluster")
+        return _local_cluster(ranks or 1, device)
+    cluster = config.cluster
+    if isinstance(cluster, str):
+        is_file = Path(cluster).suffix in SUFFIXES
+        cluster = parse_cluster(str(find_file(cluster, base)) if is_file else cluster)
+    if not isinstance(cluster, Cluster):
+        raise ConfigError(f"a {type(cluster).__name__} is not a cluster", where="cluster")
     if plan is not None:
-        found = used_devices(plan, found)
-    if ranks is not None and found.num_ranks != ranks:
+        cluster = used_devices(plan, cluster)
+    if ranks is not None and cluster.num_ranks != ranks:
         raise RankError(
-            f"cluster {found.name} has {found.num_ranks} ranks, {ranks} are started",
-            hint=f"shardwise train … --ranks {found.num_ranks}, torchrun with as many processes, "
-            "or no cluster for this machine; --dry-run judges machines that are not here",
+            f"cluster {cluster.name} has {cluster.num_ranks} ranks, but {ranks} were started",
+            hint=f"shardwise train … --ranks {cluster.num_ranks}, torchrun with as many processes, "
+            "or no cluster for this machine; --dry-run evaluates clusters that are not available",
         )
-    return found, True
+    return cluster, True
 
 
-def _this_machine(ranks: int, device: str) -> tuple[Cluster, bool]:
+def _local_cluster(ranks: int, device: str) -> tuple[Cluster, bool]:
     if device != "cuda" or not torch.cuda.is_available():
         return Cluster.local(ranks), False
     name = torch.cuda.get_device_name().lower()
     total = torch.cuda.get_device_properties(0).total_memory
     kinds = [kind for kind in preset_names() if kind.partition("-")[0] in name]
-    sized = {kind: abs(preset(kind).device(0).memory_bytes - total) for kind in kinds}
-    if not sized:
+    if not kinds:
         return Cluster.local(ranks), False
-    here = min(torch.cuda.device_count(), ranks)
-    nodes, rest = divmod(ranks, here)
-    shape = {"nodes": nodes, "devices_per_node": here} if not rest else {"devices_per_node": ranks}
-    return preset(min(sized, key=lambda kind: sized[kind]), **shape), True
+    # Presets of one GPU differ in memory, such as the A100 with 40 and 80 GB.
+    kind = min(kinds, key=lambda kind: abs(preset(kind).device(0).memory_bytes - total))
+    count = min(torch.cuda.device_count(), ranks)
+    nodes, remainder = divmod(ranks, count)
+    if remainder:
+        nodes, count = 1, ranks
+    return preset(kind, nodes=nodes, devices_per_node=count), True
 
 
 def make_planned(
@@ -294,29 +306,21 @@ def make_planned(
     device: str,
     base: Path | None,
 ) -> Planned:
-    """Capture the model and make the plan; every rank comes to the same one."""
-    wanted = config.plan
-    given = _given_plan(wanted, base)
-    if given is not None and ranks is None and config.cluster is None:
-        ranks = given.num_ranks
-    cluster, known = find_cluster(config, ranks, device, base, given)
-    if given is not None and config.precision is not None:
-        _require(given.precision == Precision.of(config.precision), "precision", config.precision)
-    if given is not None and config.num_microbatches > 1:
-        _require(
-            given.num_microbatches == config.num_microbatches,
-            "num_microbatches",
-            config.num_microbatches,
-        )
-    precision = config.precision if given is None else None
-    graph = capture(model, batch, loss_fn, plan=given, precision=precision)
-    if given is None:
-        _require_known(config, known, device)
-        plan = _made(config, graph, cluster, base, started=ranks is not None)
+    """Capture the model and make the plan, the same one on every rank."""
+    fixed = _fixed_plan(config.plan, base)
+    if fixed is not None and ranks is None and config.cluster is None:
+        ranks = fixed.num_ranks
+    cluster, known = find_cluster(config, ranks, device, base, fixed)
+    if fixed is None:
+        _require_known_rates(config, known, device)
+        graph = capture(model, batch, loss_fn, precision=config.precision)
+        plan = _new_plan(config, graph, cluster, base, started=ranks is not None)
         cluster = used_devices(plan, cluster)
     else:
-        given.check(graph)
-        plan = given
+        _require_same_settings(config, fixed)
+        graph = capture(model, batch, loss_fn, plan=fixed)
+        fixed.check(graph)
+        plan = fixed
     if plan.num_ranks != cluster.num_ranks:
         raise RankError(
             f"the plan {plan.name!r} is for {plan.num_ranks} ranks, there are {cluster.num_ranks}",
@@ -326,44 +330,54 @@ def make_planned(
 
 
 def check_plan_name(config: TrainConfig, base: Path | None) -> None:
-    """Say that there is no such plan, before a model is built for it."""
-    wanted, known = config.plan, ("auto", *strategy_names())
-    if isinstance(wanted, PlanConfig) and wanted.name not in known and ":" not in wanted.name:
-        if wanted.name.endswith(".json"):
-            _given_plan(wanted, base)
+    """Raise an error if there is no such plan, before a model is built for it."""
+    plan, names = config.plan, ("auto", *strategy_names())
+    if isinstance(plan, PlanConfig) and plan.name not in names and ":" not in plan.name:
+        if plan.name.endswith(".json"):
+            _fixed_plan(plan, base)
             return
         raise ConfigError(
-            f"no strategy {wanted.name!r}{did_you_mean(wanted.name, known)}",
+            f"no strategy {plan.name!r}{did_you_mean(plan.name, names)}",
             where="plan",
-            hint=f"{', '.join(known)}, plan.json, or file.py:function",
+            hint=f"{', '.join(names)}, plan.json, or file.py:function",
         )
 
 
-def _given_plan(wanted: Any, base: Path | None) -> Plan | None:
-    if isinstance(wanted, Plan):
-        return wanted
-    if isinstance(wanted, PlanConfig) and wanted.name.endswith(".json"):
-        if wanted.args:
-            raise ConfigError("a plan's file takes no arguments", where="plan.args")
-        path = find_file(wanted.name, base)
-        if not os.path.isfile(path):
-            raise ConfigError(
-                f"no plan {wanted.name}", where="plan", hint="shardwise plan … -o plan.json"
-            )
-        return Plan.load(path)
-    return None
-
-
-def _require(same: bool, field: str, value: Any) -> None:
-    if not same:
+def _fixed_plan(plan: Any, base: Path | None) -> Plan | None:
+    """Return a plan that the config contains or whose file it names."""
+    if isinstance(plan, Plan):
+        return plan
+    if not isinstance(plan, PlanConfig) or not plan.name.endswith(".json"):
+        return None
+    if plan.args:
+        raise ConfigError("a plan file takes no arguments", where="plan.args")
+    path = find_file(plan.name, base)
+    if not os.path.isfile(path):
         raise ConfigError(
-            f"{field}: {value!r} is not what the plan's file says",
-            where=field,
-            hint=f"leave {field} out, or make the plan with it",
+            f"no plan {plan.name}", where="plan", hint="shardwise plan … -o plan.json"
         )
+    return Plan.load(path)
 
 
-def _require_known(config: TrainConfig, known: bool, device: str) -> None:
+def _require_same_settings(config: TrainConfig, plan: Plan) -> None:
+    """Refuse settings of the config that contradict the plan."""
+    checks: list[tuple[str, Any, bool]] = []
+    if config.precision is not None:
+        same = plan.precision == Precision.of(config.precision)
+        checks.append(("precision", config.precision, same))
+    if config.num_microbatches > 1:
+        same = plan.num_microbatches == config.num_microbatches
+        checks.append(("num_microbatches", config.num_microbatches, same))
+    for field, value, same in checks:
+        if not same:
+            raise ConfigError(
+                f"{field}: {value!r} differs from the plan's",
+                where=field,
+                hint=f"leave {field} out, or make the plan with it",
+            )
+
+
+def _require_known_rates(config: TrainConfig, known: bool, device: str) -> None:
     automatic = isinstance(config.plan, PlanConfig) and config.plan.name == "auto"
     if automatic and device == "cuda" and not known:
         raise ConfigError(
@@ -373,53 +387,50 @@ def _require_known(config: TrainConfig, known: bool, device: str) -> None:
         )
 
 
-def _made(
+def _new_plan(
     config: TrainConfig, graph: Graph, cluster: Cluster, base: Path | None, *, started: bool
 ) -> Plan:
-    """The plan of a search, of a named strategy, or of the user's own function.
+    """Return the plan of the search, of a named strategy, or of the user's function.
 
-    Processes that were started already are all used.
+    The search must use all processes that were already started.
     """
-    wanted: Any = config.plan
-    if not isinstance(wanted, PlanConfig):
-        return _own(wanted, getattr(wanted, "__name__", "plan"), graph, cluster, {})
-    args = dict(wanted.args)
-    if ":" in wanted.name:
-        own = load_object(wanted.name, "plan", base)
-        return _own(own, wanted.name, graph, cluster, args)
-    if wanted.name == "auto":
-        if config.num_microbatches > 1:
-            args.setdefault("num_microbatches", config.num_microbatches)
-        if started:
-            args.setdefault("all_devices", True)
-        return _called(
-            search, {"progress": False, "precision": config.precision, **args}, graph, cluster
-        )
-    args = {"seed": config.seed, "precision": config.precision, **args}
+    requested: Any = config.plan
+    if not isinstance(requested, PlanConfig):
+        name = getattr(requested, "__name__", "plan")
+        return _user_plan(requested, name, graph, cluster, {})
+    if ":" in requested.name:
+        function = load_object(requested.name, "plan", base)
+        return _user_plan(function, requested.name, graph, cluster, dict(requested.args))
+    args: dict[str, Any] = {"precision": config.precision}
     if config.num_microbatches > 1:
-        args.setdefault("num_microbatches", config.num_microbatches)
-    return _called(find_strategy(wanted.name), args, graph, cluster)
-
-
-def _called(function: Any, args: Mapping[str, Any], graph: Graph, cluster: Cluster) -> Plan:
-    known = option_names(function)
+        args["num_microbatches"] = config.num_microbatches
+    if requested.name == "auto":
+        function = search
+        args |= {"progress": False, **({"all_devices": True} if started else {})}
+    else:
+        function = find_strategy(requested.name)
+        args["seed"] = config.seed
+    args |= requested.args
+    options = option_names(function)
     for name in args:
-        if name not in known:
+        if name not in options:
             raise ConfigError(
-                f"{function.__name__} has no option {name!r}{did_you_mean(name, known)}",
+                f"{function.__name__} has no option {name!r}{did_you_mean(name, options)}",
                 where="plan.args",
-                hint=", ".join(known),
+                hint=", ".join(options),
             )
-    found: Plan = function(graph, cluster, **args)
-    return found
+    plan: Plan = function(graph, cluster, **args)
+    return plan
 
 
-def _own(function: Any, name: str, graph: Graph, cluster: Cluster, args: dict[str, Any]) -> Plan:
-    found = make(lambda **given: function(graph, cluster, **given), args, "plan", name)
-    if not isinstance(found, Plan):
+def _user_plan(
+    function: Any, name: str, graph: Graph, cluster: Cluster, args: dict[str, Any]
+) -> Plan:
+    plan = make(lambda **options: function(graph, cluster, **options), args, "plan", name)
+    if not isinstance(plan, Plan):
         raise ConfigError(
-            f"{name} returned a {type(found).__name__}, not a Plan",
+            f"{name} returned a {type(plan).__name__}, not a Plan",
             where="plan",
             hint="def strategy(graph, cluster, **options) -> sw.Plan",
         )
-    return found
+    return plan

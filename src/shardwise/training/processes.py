@@ -1,4 +1,4 @@
-"""The processes of a training: the group that this one is in, and a start of several here."""
+"""The processes of a training: joining and starting them, ending them, and printing errors once."""
 
 from __future__ import annotations
 
@@ -32,34 +32,36 @@ __all__ = [
     "WorkerStart",
     "World",
     "choose_device",
+    "print_error",
     "print_errors_once",
     "process_group",
     "start_ranks",
-    "tell",
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """This process among all."""
+    """The rank of this process, the number of ranks, and its device."""
 
     rank: int
     size: int
     device: torch.device
 
     @property
-    def talks(self) -> bool:
-        """Whether it is the one that writes and prints."""
+    def is_main(self) -> bool:
+        """Return whether this is the rank that writes and prints."""
         return self.rank == 0
 
 
 def choose_device(name: str) -> str:
-    """`cpu` or `cuda`; `auto` is the GPU where there is one."""
+    """Return `cpu` or `cuda`; `auto` selects a GPU if there is one."""
     kinds = ("auto", "cpu", "cuda")
     if name not in kinds:
-        raise ConfigError(f"{name!r}{did_you_mean(name, kinds)}", where="device", hint="auto")
+        raise ConfigError(
+            f"unknown device {name!r}{did_you_mean(name, kinds)}", where="device", hint="auto"
+        )
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("no GPU is here that torch can use", where="device", hint="device: cpu")
+        raise ConfigError("torch finds no usable GPU", where="device", hint="device: cpu")
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return name
@@ -67,54 +69,54 @@ def choose_device(name: str) -> str:
 
 @contextlib.contextmanager
 def process_group(device: str, timeout_s: float) -> Iterator[World]:
-    """The group that torchrun's variables describe, or the one that is there; else this alone."""
+    """Join the group that torchrun's variables describe, unless one exists or this is all."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    here = torch.device("cpu")
+    local_device = torch.device("cpu")
     if device == "cuda":
-        here = torch.device("cuda", local % torch.cuda.device_count())
-        torch.cuda.set_device(here)
-    made = False
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        local_device = torch.device("cuda", local % torch.cuda.device_count())
+        torch.cuda.set_device(local_device)
+    joins = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if joins:
         _join(device, timeout_s)
-        made = True
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     try:
-        yield World(rank=rank, size=size, device=here)
+        yield World(rank=rank, size=size, device=local_device)
     finally:
-        if made:
+        if joins:
             dist.destroy_process_group()
 
 
 def _join(device: str, timeout_s: float) -> None:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    # NCCL takes one rank for each GPU; gloo moves what GPUs hold through the host.
-    own = device == "cuda" and local <= torch.cuda.device_count()
-    limit = datetime.timedelta(seconds=timeout_s)
+    # NCCL needs a GPU for each rank; gloo copies tensors of GPUs through the host.
+    has_gpu_each = device == "cuda" and local <= torch.cuda.device_count()
     try:
-        init_process_group("nccl" if own else "gloo", limit)
+        init_process_group(
+            "nccl" if has_gpu_each else "gloo", datetime.timedelta(seconds=timeout_s)
+        )
     except (RuntimeError, ValueError, OSError) as error:
-        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        busy = "EADDRINUSE" in str(error) or "in use" in str(error)
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        in_use = "EADDRINUSE" in str(error) or "in use" in str(error)
         raise RankError(
-            f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} could not meet the "
-            f"others at {place}: " + str(error).partition("\n")[0],
+            f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} could not join the "
+            f"rendezvous at {address}: " + str(error).partition("\n")[0],
             hint="another --master-port: this one is in use"
-            if busy
-            else f"is {place} reachable from this machine, and did all ranks start?",
+            if in_use
+            else f"check that {address} is reachable from this machine and that all ranks started",
         ) from error
 
 
 def start_ranks(ranks: int, arguments: Sequence[str]) -> int:
     """Run `python -m shardwise.cli ARGUMENTS` as several ranks here; return their exit code.
 
-    The ranks meet at a store that this process hosts, as torchrun's agent does, so that it survives
-    whichever rank dies.
+    This process hosts the store of the rendezvous, as torchrun's agent does, so that it survives
+    the death of any rank.
     """
     store = host_store("127.0.0.1")
     shared = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the ranks are guests of the store
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # ranks connect to the store and do not host it
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "OMP_NUM_THREADS": os.environ.get(
@@ -122,79 +124,73 @@ def start_ranks(ranks: int, arguments: Sequence[str]) -> int:
         ),
     }
     command = [sys.executable, "-m", "shardwise.cli", *arguments]
-    own = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    return run_until_exit(command, own)
+    environments = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    return run_until_exit(command, environments)
 
 
-# How a rank ends after an error: the message is printed once, and without a traceback.
+# ------------------------------------------------------------ printing an error once
+
+# All ranks usually raise the same error. Rank 0 prints it; another rank prints its own only if rank
+# 0 has raised none or a different one. A rank that leaves the message to rank 0 waits until rank 0
+# has ended: torchrun kills all others as soon as one has failed, and the message would be lost.
 #
-# All ranks usually meet the same error. Rank 0 prints it; another rank prints its own only if rank
-# 0 has met none, or another one. A rank that leaves the message to rank 0 waits until rank 0 has
-# ended: torchrun kills all others as soon as one has failed, and the message would be lost.
-#
-# torchrun prints a report of its own, with the stack of its own process. It takes the cause from a
-# file for each rank, which gets the message.
+# torchrun prints its own report, with the stack of its own process. It reads the cause from a file
+# for each rank, to which the message is written.
 
-
-WAIT_S = 2.0  # for rank 0 to meet the same error
-STAY_S = 5.0  # for rank 0 to end after it has met the same error
+WAIT_S = 2.0  # for rank 0 to raise the same error
+END_S = 5.0  # for rank 0 to end after it has raised the same error
 _EXIT_POLL_S = 0.05
 
 
-def tell(error: ShardwiseError) -> None:
+def print_error(error: ShardwiseError) -> None:
     """Print an error that ends this process, unless rank 0 prints it."""
     text, rank = f"{type(error).__name__}: {error}", int(os.environ.get("RANK", "0"))
-    record(text)
-    if rank == 0:
-        _say(text)
-    elif not _rank_0_tells(error, text.partition("\n")[0]):
-        _say(f"rank {rank}: {text}")
-
-
-def record(text: str) -> None:
-    """Write the message where torchrun's report takes the cause of a failure from."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        more = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        info = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": text, "extraInfo": more}}, file)
+            json.dump({"message": {"message": text, "extraInfo": info}}, file)
+    if rank == 0:
+        _print(text)
+    elif not _rank_0_prints(error, text.partition("\n")[0]):
+        _print(f"rank {rank}: {text}")
 
 
 def print_errors_once() -> None:
-    """In a script that torchrun has started, print Shardwise's errors without a traceback.
+    """Print Shardwise's errors without a traceback in scripts that torchrun has started.
 
     `python -X dev` keeps the tracebacks.
     """
     before = sys.excepthook
-    if "RANK" not in os.environ or sys.flags.dev_mode or getattr(before, "tells_once", False):
+    if "RANK" not in os.environ or sys.flags.dev_mode or getattr(before, "prints_once", False):
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, ShardwiseError):
-            tell(error)
+            print_error(error)
         elif isinstance(error, KeyboardInterrupt):
             if os.environ["RANK"] == "0":
-                _say("interrupted")
+                _print("interrupted")
         else:
             before(kind, error, trace)
 
-    hook.tells_once = True  # type: ignore[attr-defined]
+    hook.prints_once = True  # type: ignore[attr-defined]
     sys.excepthook = hook
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
 
-def _rank_0_tells(error: ShardwiseError, first_line: str) -> bool:
-    """Wait for rank 0 to report this error; if it does, until it has ended."""
+def _rank_0_prints(error: ShardwiseError, first_line: str) -> bool:
+    """Return whether rank 0 reports this error; if it does, wait until it has ended."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         report = report_of(0)
-        # All ranks name one cause for a rank that is lost, whatever each of them saw.
+        # All ranks name the same cause for a lost rank, whatever error each of them raised.
         if report is not None and (isinstance(error, RankError) or report == first_line):
-            deadline = time.monotonic() + STAY_S
+            deadline = time.monotonic() + END_S
             while time.monotonic() < deadline and not has_ended(0):
                 time.sleep(_EXIT_POLL_S)
             return True
@@ -202,20 +198,19 @@ def _rank_0_tells(error: ShardwiseError, first_line: str) -> bool:
     return False
 
 
-# Requests to stop, from the system or from a callback, that all ranks follow together.
-#
-# SIGTERM, or SIGINT once, asks for a stop after the step under way; a second SIGINT ends at once. A
-# request on one rank becomes that of all by a maximum over ranks, once a step. The signal handler
-# itself says that the request was heard: a step may take minutes.
+# ------------------------------------------------------------ requests to stop
 
+# SIGTERM or the first SIGINT requests a stop after the current step; a second SIGINT ends at once.
+# All ranks follow a request on any rank, by a maximum over ranks in every step. The signal handler
+# acknowledges the request itself because a step may take minutes.
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL: the state is saved; run the same command again to continue
-_WORKER_S, _AGAIN_S = 300, 30  # that a loading process goes on after a signal, and another one
-_SAME_S = 2.0  # a terminal and torchrun both pass one Ctrl-C on
+_WORKER_S, _WORKER_AGAIN_S = 300, 30  # life of a loading process after a first and later signals
+_SAME_INTERRUPT_S = 2.0  # the terminal and torchrun both deliver a Ctrl-C
 
 
 class Stop(IntEnum):
-    """Why to stop; a larger one wins."""
+    """The reason to stop; the largest of all ranks wins."""
 
     NO = 0
     CALLBACK = 1
@@ -224,76 +219,76 @@ class Stop(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """Lets a loader's process finish the step under way after a signal to the whole group.
+    """Keep a loader's process alive after a signal to the process group, until its step ends.
 
-    Slurm's scancel and systemd signal all processes at once. The training itself stops after its
-    step, for which it still needs this process: it ends some minutes later, or half a minute after
-    another signal, if it has not been told to end by then. `then` is the user's `worker_init_fn`.
+    Slurm's scancel and systemd signal all processes at once, but the training needs its loading
+    processes until it stops after the current step. A process whose training does not end it exits
+    some minutes after the first signal, or half a minute after another one.
     """
 
-    then: Callable[[int], Any] | None = None
+    user_init: Callable[[int], Any] | None = None  # the user's `worker_init_fn`
 
     def __call__(self, worker: int) -> None:
-        """Begin a process; it may still take other signals for its own."""
-        left = iter((_WORKER_S,))
+        """Initialize a loading process; the user's function may still replace the handlers."""
+        delays = iter((_WORKER_S,))
 
-        def heard(number: int, frame: FrameType | None) -> None:
-            signal.alarm(next(left, _AGAIN_S))
+        def exit_later(number: int, frame: FrameType | None) -> None:
+            signal.alarm(next(delays, _WORKER_AGAIN_S))
 
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, heard)
-        if self.then is not None:
-            self.then(worker)
+        signal.signal(signal.SIGTERM, exit_later)
+        if self.user_init is not None:
+            self.user_init(worker)
 
 
 class StopRequests:
-    """What this rank was asked, and what all have agreed on."""
+    """The request of this rank to stop, by a signal or a callback."""
 
     def __init__(self) -> None:
-        self.asked = Stop.NO
-        self._interrupted: float | None = None
-        self._answer = ""
+        self.request = Stop.NO
+        self._interrupted_at: float | None = None
+        self._reply = ""
 
     @contextlib.contextmanager
-    def listening(self, answer: str = "") -> Iterator[None]:
-        """Inside, signals are requests; only the main thread can listen.
+    def listening(self, reply: str = "") -> Iterator[None]:
+        """Treat signals as requests; only the main thread can do so.
 
-        `answer` is what the first signal writes to stderr at once.
+        The first signal writes `reply` to stderr at once.
         """
-        self._answer = answer
+        self._reply = reply
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         for number in before:
-            signal.signal(number, self._heard)
+            signal.signal(number, self._on_signal)
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             now = time.monotonic()
-            if self._interrupted is not None and now - self._interrupted > _SAME_S:
+            if self._interrupted_at is not None and now - self._interrupted_at > _SAME_INTERRUPT_S:
                 raise KeyboardInterrupt
-            self._interrupted = self._interrupted or now
-        if self._answer and self.asked is not Stop.SIGNAL:
+            self._interrupted_at = self._interrupted_at or now
+        if self._reply and self.request is not Stop.SIGNAL:
             name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             begin = "\n" if sys.stderr.isatty() else ""
-            with contextlib.suppress(OSError):  # written past buffers that may be in use
-                os.write(2, f"{begin}{name}: {self._answer}\n".encode())
-        self.asked = Stop.SIGNAL
+            with contextlib.suppress(OSError):  # unbuffered: the signal may interrupt a write
+                os.write(2, f"{begin}{name}: {self._reply}\n".encode())
+        self.request = Stop.SIGNAL
 
-    def ask(self) -> None:
-        """A callback wants to stop."""
-        self.asked = max(self.asked, Stop.CALLBACK)
+    def stop(self) -> None:
+        """Request a stop from a callback."""
+        self.request = max(self.request, Stop.CALLBACK)
 
     def agreed(self, everyone: Axis, device: torch.device, wish: bool = False) -> tuple[Stop, bool]:
-        """The largest request of any rank, and whether any has the wish; all ranks call it."""
+        """Return the largest request of all ranks, and whether any has the wish; all call it."""
         if everyone.size == 1:
-            return self.asked, wish
-        mine = torch.tensor([int(self.asked), int(wish)], device=device)
-        stop, wished = everyone.all_reduce(mine, "max").wait().tolist()
-        return Stop(stop), bool(wished)
+            return self.request, wish
+        local = torch.tensor([int(self.request), int(wish)], device=device)
+        stop, any_wish = everyone.all_reduce(local, "max").wait().tolist()
+        return Stop(stop), bool(any_wish)

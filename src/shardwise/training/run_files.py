@@ -1,7 +1,6 @@
-"""All that a run writes besides checkpoints: its settings, logs, `run.json`, and the terminal.
+"""Write the files of a run besides checkpoints: settings, logs, `run.json` and traces.
 
-On
-ranks other than the first nothing is written and nothing said.
+Only rank 0 writes files and prints; all ranks take part in recording.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import time
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -33,9 +31,7 @@ from shardwise.runtime import ParallelModule
 from shardwise.runtime.rendezvous import open_rendezvous
 from shardwise.runtime.tracing import own_seconds
 from shardwise.training.config import TrainConfig, config_to_json
-from shardwise.training.logs import Log, make_console, make_logs
-from shardwise.training.logs.files import JsonlLog
-from shardwise.training.planning import Planned
+from shardwise.training.logs import JsonlLog, Log, make_logs, make_terminal
 from shardwise.training.session import Session
 
 __all__ = [
@@ -43,32 +39,26 @@ __all__ = [
     "LOCK_FILE",
     "RUN_FILE",
     "VERSION",
-    "Records",
     "RunFile",
     "RunOutputs",
+    "StepRecorder",
     "locked_folder",
     "peak_memory_bytes",
     "predicted_step_s",
     "ranks_row",
 ]
-
-
-# `run.json`: what a run is, that it goes on, and how it ended; for those who watch it.
-#
-# Its figures come from `metrics.jsonl` and `ranks.jsonl` beside it.
-
+# ------------------------------------------------------------ run.json
 
 FORMAT, VERSION, RUN_FILE = "shardwise-run", 1, "run.json"
-ROOM_BYTES = 4096  # so that a full disk has room for how the run ended
+RESERVED_BYTES = 4096  # so that the end of a run can be recorded even if the disk is full
 
 
 class RunFile:
-    """The file of one run; without a folder there is none."""
+    """`run.json`, which describes a run and its state to `shardwise watch`."""
 
-    def __init__(self, folder: Path | None, session: Session) -> None:
-        self._path = None if folder is None else folder / RUN_FILE
+    def __init__(self, folder: Path, session: Session) -> None:
+        self._path = folder / RUN_FILE
         plan = session.planned.plan
-        predicted = predicted_step_s(plan)
         self._data: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
@@ -79,7 +69,7 @@ class RunFile:
             "batch_size": session.source.batch_size,
             "first_step": session.step,
             "total_steps": session.totals()["total_steps"],
-            "predicted_step_s": predicted,
+            "predicted_step_s": predicted_step_s(plan),
             "known_machines": session.planned.known_machines,
             "host": platform.node(),
             "pid": os.getpid(),
@@ -89,90 +79,87 @@ class RunFile:
         self._write()
 
     def end(self, state: str, error: str | None = None) -> None:
-        """The run has ended: "finished", "callback", "signal" or "failed"."""
-        more = {} if error is None else {"error": error}
-        self._data |= {"state": state, "ended_at": time.time(), **more}
+        """Record that the run has ended: "finished", "callback", "signal" or "failed"."""
+        self._data |= {"state": state, "ended_at": time.time()}
+        self._data |= {} if error is None else {"error": error}
         self._write()
 
     def _write(self) -> None:
-        """Write the file; on a full disk into the place that the old one has."""
-        if self._path is None:
-            return
-        text = (json.dumps(self._data, indent=2) + "\n").ljust(ROOM_BYTES)
+        """Write the file; if the disk is full, overwrite the old one in place."""
+        text = (json.dumps(self._data, indent=2) + "\n").ljust(RESERVED_BYTES)
         try:
             write_text(self._path, text, TrainingError)
         except TrainingError:
-            with suppress(OSError), self._path.open("r+b") as file:
+            with contextlib.suppress(OSError), self._path.open("r+b") as file:
                 file.write(text.encode())
                 return
             raise
 
 
 def predicted_step_s(plan: Plan) -> float | None:
-    """Return the step time that the search predicted; None for a plan without figures."""
+    """Return the step time that the search predicted, or None for a plan without figures."""
     return None if plan.search is None or plan.is_edited else plan.search.best.step_time_s
 
 
-# One training at a time in a run's folder.
-#
-# Two of them would cut each other's logs and delete each other's checkpoints. The lock is the
-# system's own on a small file: it ends with the process, however that ends, so that a killed
-# training is resumed at once; and processes that the training forked do not hold it.
+# ------------------------------------------------------------ one training at a time in a folder
 
+# Two of them would truncate each other's logs and delete each other's checkpoints. The lock is a
+# POSIX lock on a small file: it ends with the process, however that ends, so that a killed training
+# can be resumed at once, and forked children do not inherit it.
 
 LOCK_FILE = "run.lock"
 _BUSY = (errno.EACCES, errno.EAGAIN)
-_held: dict[str, int] = {}  # file -> process: the system's locks do not keep one from itself
+_locked: dict[str, int] = {}  # file -> process: POSIX locks do not exclude their own process
 
 
 @contextlib.contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock inside; a `TrainingError` names who has it."""
+    """Hold the lock of a folder; a `TrainingError` names its holder if it is taken."""
     path = folder / LOCK_FILE
     key = os.path.realpath(path)
-    # Opening and closing the file once more would give this process's own lock back.
-    if _held.get(key) == os.getpid():
+    # Opening and closing the file again would release this process's own lock.
+    if _locked.get(key) == os.getpid():
         raise _in_use(folder, {"host": platform.node(), "pid": os.getpid()})
     with writing(path, TrainingError, hint="folder: a folder that you may write to"):
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        if not _take(handle):
+        if not _lock(handle):
             raise _in_use(folder, _holder(handle))
-        _held[key] = os.getpid()
+        _locked[key] = os.getpid()
         yield
     finally:
-        _held.pop(key, None)
-        os.close(handle)  # which gives the lock back
+        _locked.pop(key, None)
+        os.close(handle)  # releases the lock
 
 
-def _take(handle: int) -> bool:
-    """Take the lock and note who has it; False if another process has it."""
+def _lock(handle: int) -> bool:
+    """Take the lock and write who holds it; return False if another process does."""
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _BUSY:
             return False
-        # A file system without locks: the note in the file is all there is.
+        # A file system without locks: rely on the process named in the file.
         if _is_alive(_holder(handle)):
             return False
-    note = {"host": platform.node(), "pid": os.getpid(), "since": time.time()}
-    with contextlib.suppress(OSError):  # a full disk: the lock holds without its note
+    holder = {"host": platform.node(), "pid": os.getpid(), "since": time.time()}
+    with contextlib.suppress(OSError):  # on a full disk, the lock holds without its description
         os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(note).encode(), 0)
+        os.pwrite(handle, json.dumps(holder).encode(), 0)
     return True
 
 
 def _holder(handle: int) -> dict[str, Any]:
     try:
-        found = parse_json(os.pread(handle, 4096, 0), where=LOCK_FILE)
+        holder = parse_json(os.pread(handle, 4096, 0), where=LOCK_FILE)
     except (OSError, ShardwiseError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return holder if isinstance(holder, dict) else {}
 
 
 def _is_alive(holder: dict[str, Any]) -> bool:
-    """Whether the process of a note runs; of other hosts that is not known."""
+    """Return whether the holder is a running process on this host."""
     pid = holder.get("pid")
     if holder.get("host") != platform.node() or not isinstance(pid, int) or pid == os.getpid():
         return False
@@ -191,10 +178,13 @@ def _in_use(folder: Path, holder: dict[str, Any]) -> TrainingError:
     )
 
 
-class RunOutputs:
-    """Opened when a run starts; closed when it ends, also by an error, which `run.json` tells.
+# ------------------------------------------------------------ all outputs of a run
 
-    A run that has nothing left to do leaves all files as they are.
+
+class RunOutputs:
+    """The outputs of a run, closed when it ends; an error is recorded in `run.json`.
+
+    A run that is already complete leaves all files unchanged.
     """
 
     def __init__(self, session: Session) -> None:
@@ -203,7 +193,7 @@ class RunOutputs:
         self._run: RunFile | None = None
         self._lock = contextlib.ExitStack()
         try:
-            # A folder that cannot be used is an error of all ranks, not of the first alone.
+            # All ranks must fail if the folder cannot be used, not only the first.
             rendezvous = open_rendezvous("open the run", CheckpointError)
             rendezvous.run(lambda: self._open(session), session.config.timeout_s)
         except BaseException:
@@ -211,20 +201,20 @@ class RunOutputs:
             raise
 
     def _open(self, session: Session) -> None:
-        config, writer = session.config, session.world.talks
-        folder = Path(config.folder) if config.folder is not None and writer else None
+        config, is_main = session.config, session.world.is_main
+        folder = Path(config.folder) if config.folder is not None and is_main else None
         if session.complete():
             folder = None
         if folder is not None:
             self._lock.enter_context(locked_folder(folder))
             _write_settings(session, folder)
             self._run = RunFile(folder, session)
-        if writer and not session.complete():
+        if is_main and not session.complete():
             self.logs = make_logs(config.logs, folder, config_to_json(config), session.step)
         if folder is not None and config.logs.jsonl:
             self.ranks = JsonlLog(folder / "ranks.jsonl", session.step)
-        kind = config.logs.console if writer else "off"
-        self.terminal = make_console(kind, session.totals()["total_steps"], session.step)
+        kind = config.logs.console if is_main else "off"
+        self.terminal = make_terminal(kind, session.totals()["total_steps"], session.step)
 
     def __enter__(self) -> RunOutputs:
         return self
@@ -238,7 +228,7 @@ class RunOutputs:
         self.terminal.close()
         try:
             if error is not None:
-                self.ended("failed", f"{type(error).__name__}: {error}"[:2000])
+                self.record_end("failed", f"{type(error).__name__}: {error}"[:2000])
         finally:
             self._close()
 
@@ -247,56 +237,49 @@ class RunOutputs:
             log.close()
         self._lock.close()
 
-    def ended(self, how: str, error: str | None = None) -> None:
-        """Note how the run ended: "finished", "callback", "signal" or "failed"."""
+    def record_end(self, state: str, error: str | None = None) -> None:
+        """Record how the run ended: "finished", "callback", "signal" or "failed"."""
         if self._run is None:
             return
         try:
-            self._run.end(how, error)
-        except TrainingError as problem:  # the run has ended all the same
+            self._run.end(state, error)
+        except TrainingError as problem:  # a failure to record it must not fail the run
             warnings.warn(f"{problem.message} ({problem.hint})", RuntimeWarning, stacklevel=2)
 
 
 def _write_settings(session: Session, folder: Path) -> None:
-    """The config and the plan of the run, for people."""
+    """Write the config and the plan of the run, for readers."""
     text = json.dumps(config_to_json(session.config), indent=2) + "\n"
     write_text(folder / "config.json", text, TrainingError)
-    plan = session.planned.plan
+    planned, plan = session.planned, session.planned.plan
     if session.config.trace is not None and predicted_step_s(plan) is None:
-        plan = _with_figures(session.planned)
+        # With a prediction, the trace can be compared to it.
+        with contextlib.suppress(ShardwiseError):
+            plan = with_figures(planned.graph, plan, planned.cluster)
     plan.save(folder / "plan.json")
 
 
-def _with_figures(planned: Planned) -> Plan:
-    """The plan with a prediction that its trace can be laid over, where one can be made."""
-    try:
-        return with_figures(planned.graph, planned.plan, planned.cluster)
-    except ShardwiseError:
-        return planned.plan
+# ------------------------------------------------------------ recorded steps
 
+# In a synchronous training, every step takes as long as its slowest rank, which shows only in the
+# time that the others wait. So besides the steps of a trace, one step every few seconds is recorded
+# as cheaply as possible; each rank reduces its recording to a few numbers, which are gathered.
 
-# Recorded steps of a training: those of a trace, and now and then one for the times of all ranks.
-#
-# In a synchronous training all steps take as long as the slowest rank's; who is slow shows only in
-# the time that the others wait. So a step is recorded as cheaply as that goes, at most every few
-# seconds, and each rank reduces its own recording to a few numbers, which all gather.
-
-
-FIRST_SAMPLE = 3  # steps before it are not like the others
-SHOWN = 8  # slowest ranks, by number
-EACH = 64  # ranks of which every one is written
+FIRST_SAMPLE = 3  # earlier steps are slower: compilation, allocation
+NUM_SLOWEST = 8  # ranks that are listed by number
+MAX_LISTED = 64  # ranks up to which the figures of each are written
 FIGURES = ("own_s", "waiting_s", "step_s", "memory_bytes")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has had, on its device."""
+    """Return the peak memory of this process, on its device."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-class Records:
-    """Starts and stops the recorder around steps; all ranks do the same."""
+class StepRecorder:
+    """Records the steps of a trace and samples of others, the same ones on all ranks."""
 
     def __init__(self, config: TrainConfig, module: ParallelModule, log: JsonlLog | None) -> None:
         self._module, self._log = module, log
@@ -306,40 +289,36 @@ class Records:
         self._every_s = config.logs.ranks_every_s
         self._sampled_at = time.monotonic()
         self._sampling = self._tracing = False
-        self._next = False
-        self._had = range(0)  # the steps of this run
+        self.sample_next = False  # as all ranks have agreed
+        self._run_steps = range(0)  # the steps of this run so far
         self.trace: Path | None = None
-        if module.recorder is not None:  # a run before this one may have failed in a recorded step
+        if module.recorder is not None:  # an earlier run may have failed in a recorded step
             module.recorder.pause()
             module.recorder.take()
 
     def wants_sample(self, step: int) -> bool:
-        """Whether this rank, the one that writes, would have the step after this one recorded."""
+        """Return whether rank 0 wants to sample the step after this one; other ranks never do."""
         if self._log is None or self._every_s is None or step + 1 < FIRST_SAMPLE:
             return False
         first = step + 1 == FIRST_SAMPLE
         return first or time.monotonic() - self._sampled_at >= self._every_s
 
-    def plan(self, sample: bool) -> None:
-        """What all ranks agreed on for the next step."""
-        self._next = sample
-
     def begin(self, step: int) -> None:
-        """A step begins."""
-        self._had = range(self._had.start or step, step + 1)
+        """Start recording if this step is to be recorded."""
+        self._run_steps = range(self._run_steps.start or step, step + 1)
         recorder = self._module.recorder
         if recorder is None:
             return
         if step in self._steps:
             recorder.start()
             self._tracing = True
-        elif self._next and not self._tracing:
+        elif self.sample_next and not self._tracing:
             recorder.start(blocks=False)
             self._sampling = True
-        self._next = False
+        self.sample_next = False
 
     def end(self, step: int, seconds: float) -> bool:
-        """A step has ended, with the optimizer's; whether the trace was written."""
+        """End the recording after a step and its update; return whether the trace is complete."""
         recorder = self._module.recorder
         if recorder is not None and self._sampling:
             recorder.pause()
@@ -351,7 +330,7 @@ class Records:
         return done
 
     def finish(self) -> None:
-        """Write the trace, if one was begun; all ranks call it."""
+        """Write the trace, if one was started; all ranks call it."""
         recorder = self._module.recorder
         if recorder is None or not self._tracing:
             return
@@ -362,61 +341,59 @@ class Records:
         try:
             self._module.trace(path)
             self.trace = path
-        except TraceError as error:  # the trace is lost, the training is not
+        except TraceError as error:  # only the trace is lost
             warnings.warn(f"{error.message} ({error.hint})", RuntimeWarning, stacklevel=2)
 
-    def missed(self) -> str | None:
-        """Which steps of the trace the run did not have, in words: it was resumed, or ended."""
-        missing = [step for step in self._steps if step not in self._had]
-        if not missing:
+    def missed_steps(self) -> str | None:
+        """Describe the steps of the trace that were not part of this run, if there are any."""
+        missed = [step for step in self._steps if step not in self._run_steps]
+        if not missed:
             return None
-        had = f"steps {_first_to_last(self._had)}" if self._had else "no steps"
-        return f"trace: steps {_first_to_last(missing)} were not recorded: this run had {had}"
+        ran = self._run_steps
+        had = f"steps {ran[0]} to {ran[-1]}" if ran else "no steps"
+        return f"trace: steps {missed[0]} to {missed[-1]} were not recorded: this run had {had}"
 
     def _sample(self, step: int, seconds: float) -> None:
         module, recorder = self._module, self._module.recorder
         assert recorder is not None
         own, waiting = own_seconds(recorder.take())
-        device = module.store.device
-        mine = [own, waiting, seconds, float(peak_memory_bytes(device))]
-        everyone = module.mesh.everyone
-        flat = torch.tensor(mine, dtype=torch.float64, device=device)
-        found = everyone.all_gather(flat, [len(mine)] * everyone.size).wait()
+        device, everyone = module.store.device, module.mesh.everyone
+        figures = [own, waiting, seconds, float(peak_memory_bytes(device))]
+        local = torch.tensor(figures, dtype=torch.float64, device=device)
+        gathered = everyone.all_gather(local, [len(figures)] * everyone.size).wait()
         self._sampled_at = time.monotonic()
         if self._log is not None:
             groups: list[tuple[int, ...]] = list(module.mesh.groups)
             groups = groups or [tuple(range(everyone.size))]
-            self._log.write_row(ranks_row(step, found.view(-1, len(mine)).tolist(), groups))
-
-
-def _first_to_last(steps: Sequence[int]) -> str:
-    return f"{steps[0]} to {steps[-1]}"
+            rows = gathered.view(-1, len(figures)).tolist()
+            self._log.write_row(ranks_row(step, rows, groups))
 
 
 def ranks_row(
     step: int, rows: Sequence[Sequence[float]], groups: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """The figures of all ranks as one line: least, median, most; and the slowest by number.
+    """Summarize the figures of all ranks: minimum, median, maximum, and the slowest ranks.
 
-    A rank's `ratio` is its own time to the median of the others that do the same; of a rank that
-    nobody is like, to the median of all.
+    A rank's `ratio` is its own time relative to the median of the other ranks of its group, which
+    do the same work; for a rank without such peers, to the median of all.
     """
     columns = dict(zip(FIGURES, zip(*rows, strict=True), strict=True))
     own = columns["own_s"]
-    usual = [median(own)] * len(rows)
+    typical = [median(own)] * len(rows)
     group_of = [0] * len(rows)
     for number, ranks in enumerate(groups):
         ordered = sorted(own[rank] for rank in ranks)
         for rank in ranks:
             group_of[rank] = number
             if len(ranks) > 1:
-                usual[rank] = _median_without(ordered, own[rank])
-    ratios = [mine / of if of > 0 else 1.0 for mine, of in zip(own, usual, strict=True)]
-    slowest = sorted(range(len(rows)), key=lambda rank: (-ratios[rank], rank))[:SHOWN]
-    found: dict[str, Any] = {"step": step, "ranks": len(rows)}
+                typical[rank] = _median_without(ordered, own[rank])
+    pairs = zip(own, typical, strict=True)
+    ratios = [time_s / usual if usual > 0 else 1.0 for time_s, usual in pairs]
+    slowest = sorted(range(len(rows)), key=lambda rank: (-ratios[rank], rank))[:NUM_SLOWEST]
+    row: dict[str, Any] = {"step": step, "ranks": len(rows)}
     for name, values in columns.items():
-        found[name] = {"min": min(values), "median": median(values), "max": max(values)}
-    found["slowest"] = [
+        row[name] = {"min": min(values), "median": median(values), "max": max(values)}
+    row["slowest"] = [
         {
             "rank": rank,
             "group": group_of[rank],
@@ -426,17 +403,17 @@ def ranks_row(
         }
         for rank in slowest
     ]
-    if len(rows) <= EACH:
-        found["each"] = {name: list(columns[name]) for name in ("own_s", "memory_bytes")}
-    return found
+    if len(rows) <= MAX_LISTED:
+        row["each"] = {name: list(columns[name]) for name in ("own_s", "memory_bytes")}
+    return row
 
 
 def _median_without(ordered: Sequence[float], value: float) -> float:
-    """The median of all of them but this one.
+    """Return the median of all values but this one, without copying: there may be many ranks.
 
     >>> _median_without([1.0, 2.0, 6.0], 6.0), _median_without([3.0, 6.0], 6.0)
     (1.5, 3.0)
     """
-    mine, last = bisect_left(ordered, value), len(ordered) - 2
-    low, high = (ordered[at + (at >= mine)] for at in (last // 2, (last + 1) // 2))
+    removed, last = bisect_left(ordered, value), len(ordered) - 2
+    low, high = (ordered[i + (i >= removed)] for i in (last // 2, (last + 1) // 2))
     return (low + high) / 2

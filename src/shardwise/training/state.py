@@ -1,14 +1,16 @@
-"""An exponential moving average of the parameters, on this rank's pieces of them.
+"""The state of a training run besides its model and optimizer: averages and random generators.
 
-Buffers are not averaged.
+Also the conversion of states to JSON, for checkpoints.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import random
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,15 +22,28 @@ from shardwise.errors import ConfigError
 from shardwise.runtime import ParallelModule
 from shardwise.training.config import EmaConfig
 
-__all__ = ["Ema", "load_random_state", "random_state", "seed_everything", "seeded", "undisturbed"]
+__all__ = [
+    "NO_FORM",
+    "Ema",
+    "from_plain",
+    "load_random_state",
+    "random_state",
+    "seed_everything",
+    "seeded",
+    "to_plain",
+    "undisturbed",
+]
 
 
 class Ema:
-    """`average = decay * average + (1 - decay) * parameter`, for what this rank's optimizer has."""
+    """An exponential moving average of this rank's shards of the parameters, without buffers.
+
+    `average = decay * average + (1 - decay) * parameter` after every step of the optimizer.
+    """
 
     def __init__(self, module: ParallelModule, config: EmaConfig) -> None:
         if not config.decay < 1:
-            raise ConfigError(f"{config.decay:g}, must be below 1", where="ema.decay")
+            raise ConfigError(f"decay is {config.decay:g}, must be below 1", where="ema.decay")
         self.module, self.decay = module, config.decay
         self._entries = [entry for entry in module.store.entries if entry.trained]
         self.pieces: dict[str, Tensor] = {
@@ -37,47 +52,46 @@ class Ema:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Begin at the parameters as they are."""
+        """Start again from the current parameters."""
         for entry in self._entries:
             self.pieces[entry.spec.name].copy_(entry.piece)
 
     @torch.no_grad()
     def update(self) -> None:
-        """After a step of the optimizer."""
+        """Update the average after a step of the optimizer."""
         for entry in self._entries:
             self.pieces[entry.spec.name].lerp_(entry.piece.detach(), 1 - self.decay)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the module's parameters are the average; all ranks enter and leave together."""
-        self._exchange()
+        """Swap the average into the module's parameters; all ranks enter and exit together."""
+        self._swap()
         try:
             yield
         finally:
-            self._exchange()
+            self._swap()
 
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def _swap(self) -> None:
         for entry in self._entries:
             average = self.pieces[entry.spec.name]
-            kept = entry.piece.detach().clone()
+            parameter = entry.piece.detach().clone()
             entry.piece.detach().copy_(average)
-            average.copy_(kept)
+            average.copy_(parameter)
         self.module.store.gather_updates(self._entries)
 
 
-# Random numbers outside of the model: of Python, NumPy and torch.
-#
-# A sample that draws some (augmentation) is seeded by its own place in the data, so that it is the
-# same for any number of workers and ranks, and after a resumed run. What callbacks draw continues
-# from the saved state. The model's own random numbers come from `runtime.rng`, by step and node.
+# ------------------------------------------------------------ random numbers outside of the model
 
+# Random numbers of a sample (augmentation) are seeded by its position in the data, so that they are
+# the same for any number of workers and ranks, and in a resumed run. Those of callbacks continue
+# from the saved state. The model's own come from `runtime.rng`, by step and node.
 
-_LOCK = threading.RLock()  # a loading thread seeds while others would look
+_LOCK = threading.RLock()  # a loading thread must not reseed while another thread draws
 
 
 def seed_everything(seed: int) -> None:
-    """Python's, NumPy's and torch's generators, as all ranks have them at the start."""
+    """Seed the generators of Python, NumPy and torch, the same on all ranks."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.manual_seed(seed)
@@ -85,7 +99,7 @@ def seed_everything(seed: int) -> None:
 
 @contextlib.contextmanager
 def seeded(*key: int) -> Iterator[None]:
-    """Inside, random numbers follow from the key; outside, nothing has happened."""
+    """Derive random numbers from the key; restore the generators afterwards."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     seed = int.from_bytes(digest, "little") & (2**63 - 1)
     with _LOCK:
@@ -103,31 +117,76 @@ def seeded(*key: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Inside, no loading thread draws numbers: a capture would take them for the model's."""
+    """Keep loading threads from drawing numbers, which a capture would attribute to the model."""
     with _LOCK:
         yield
 
 
 def random_state() -> dict[str, Any]:
-    """The generators' state, as JSON."""
+    """Return the state of the generators as JSON."""
     with _LOCK:
         version, numbers, gauss = random.getstate()
-        kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
+        kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         state = torch.default_generator.get_state()
     return {
         "python": [version, list(numbers), gauss],
-        "numpy": [kind, np.asarray(keys).tolist(), place, has_gauss, cached],
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
         "torch": bytes(state.tolist()).hex(),
     }
 
 
 def load_random_state(state: Mapping[str, Any]) -> None:
-    """Continue from `random_state`."""
+    """Restore the state that `random_state` returned."""
     version, numbers, gauss = state["python"]
-    kind, keys, place, has_gauss, cached = state["numpy"]
+    kind, keys, position, has_gauss, cached = state["numpy"]
     with _LOCK:
         random.setstate((version, tuple(numbers), gauss))
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), place, has_gauss, cached))
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
         torch.default_generator.set_state(
             torch.tensor(list(bytes.fromhex(state["torch"])), dtype=torch.uint8)
         )
+
+
+# ------------------------------------------------------------ states as JSON
+
+NO_FORM: Any = object()
+
+
+def to_plain(value: Any) -> Any:
+    """Return a value as JSON that `from_plain` inverts, or `NO_FORM` if it has no such form.
+
+    >>> from_plain(to_plain((1, float("inf"))))
+    (1, inf)
+    """
+    if isinstance(value, float) and (not math.isfinite(value)):
+        return {"$float": str(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return to_plain(value.item())
+    if isinstance(value, Mapping):
+        pairs = [[to_plain(k), to_plain(v)] for k, v in value.items()]
+        pairs = [[k, v] for k, v in pairs if k is not NO_FORM and v is not NO_FORM]
+        kind = "$counter" if isinstance(value, Counter) else "$dict"
+        return {kind: pairs}
+    if isinstance(value, list | tuple):
+        items = [to_plain(item) for item in value]
+        if any(item is NO_FORM for item in items):
+            return NO_FORM
+        return items if isinstance(value, list) else {"$tuple": items}
+    return NO_FORM
+
+
+def from_plain(value: Any) -> Any:
+    """Return the value that `to_plain` converted."""
+    if isinstance(value, list):
+        return [from_plain(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "$float":
+        return float(inner)
+    if kind == "$tuple":
+        return tuple(from_plain(item) for item in inner)
+    pairs = {from_plain(key): from_plain(item) for key, item in inner}
+    return Counter(pairs) if kind == "$counter" else pairs

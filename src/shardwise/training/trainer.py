@@ -1,8 +1,6 @@
-"""`sw.Trainer`: training from one config, in one process or in many.
+"""`sw.Trainer`: train a model from one config, in one process or in many.
 
-Enters: the fields of `TrainConfig`, as keyword arguments or as a file. Leaves: a trained model's
-checkpoints, and `FitResult`. Every process of a group does the same; rank 0 alone talks and writes
-logs.
+Every process of a group runs the same code; only rank 0 prints and writes logs.
 
     result = sw.Trainer(
         model=make_model, data={"train": dataset, "batch_size": 32}, steps=1000, folder="runs/first"
@@ -25,7 +23,7 @@ from shardwise.plans import Plan
 from shardwise.runtime import ParallelModule, ShardedOptimizer
 from shardwise.runtime.failures import naming_failures
 from shardwise.simulation import Estimate, simulate
-from shardwise.training.config import TrainConfig
+from shardwise.training.config import TrainConfig, config_from, load_config
 from shardwise.training.loop import Loop
 from shardwise.training.planning import make_planned
 from shardwise.training.processes import (
@@ -35,19 +33,19 @@ from shardwise.training.processes import (
     print_errors_once,
     process_group,
 )
-from shardwise.training.reading import config_from, load_config
-from shardwise.training.run_files import Records, RunOutputs
-from shardwise.training.session import Ingredients, Session, check, gather
+from shardwise.training.run_files import RunOutputs, StepRecorder
+from shardwise.training.session import Ingredients, Session, check
 
 __all__ = ["DryRun", "FitResult", "Trainer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitResult:
-    """How a training ended.
+    """The result of a training run.
 
-    `losses` are those of the steps of this call; `steps` counts earlier ones, too. `stopped` is
-    "finished", "callback" (early stop is one) or "signal". `trace` is the file of recorded steps.
+    `losses` are those of this call; `steps` counts all steps, also those before a resume. `stopped`
+    is "finished", "callback" (also an early stop) or "signal". `trace` is the file of recorded
+    steps.
     """
 
     steps: int
@@ -62,7 +60,7 @@ class FitResult:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """What would run: the plan, and its predicted step and memory."""
+    """The plan that would run, and its predicted step time and memory."""
 
     plan: Plan
     estimate: Estimate
@@ -72,7 +70,7 @@ class DryRun:
 
 
 class Trainer:
-    """Trains what its config says; see `TrainConfig` for the fields."""
+    """Trains a model; the fields are those of `TrainConfig`."""
 
     def __init__(self, **fields: Any) -> None:
         print_errors_once()
@@ -87,8 +85,9 @@ class Trainer:
     def from_config(
         cls, path: str | Path, overrides: Sequence[str] = (), **changes: Any
     ) -> Trainer:
-        """The trainer of a config file; files that it names are looked for beside it first."""
-        trainer = cls(**_fields(load_config(path, overrides, **changes)))
+        """Create a trainer from a config file; paths in it are relative to its folder first."""
+        config = load_config(path, overrides, **changes)
+        trainer = cls(**{name: getattr(config, name) for name in config.__dataclass_fields__})
         trainer._base = Path(path).resolve().parent
         return trainer
 
@@ -109,31 +108,31 @@ class Trainer:
         self._stack.close()
 
     def check(self) -> None:
-        """Say what is wrong with the config, as far as that is known without building anything."""
+        """Raise an error for mistakes in the config that show without building anything."""
         check(self.config, self._base)
 
-    # --- what a trainer does ---------------------------------------------------------------
+    # ------------------------------------------------------------ actions
 
     def fit(self) -> FitResult:
-        """Train until the end, from the newest checkpoint if there is one."""
+        """Train until the end, starting from the newest checkpoint if there is one."""
         session = self._started()
         with RunOutputs(session) as outputs:
             if self._resumed_from is not None:
-                then = ": all steps are done, nothing is trained" if session.complete() else ""
+                done = ": all steps are done" if session.complete() else ""
                 outputs.terminal.say(
-                    f"resumed at step {session.step} from {self._resumed_from}{then}"
+                    f"resumed at step {session.step} from {self._resumed_from}{done}"
                 )
-            session.callbacks.tell("on_start", self)
-            records = Records(self.config, session.module, outputs.ranks)
-            loop = Loop(self, session, self._stops, outputs.logs, outputs.terminal, records)
-            with self._stops.listening(self._answer(session)):
+            session.callbacks.call("on_start", self)
+            recorder = StepRecorder(self.config, session.module, outputs.ranks)
+            loop = Loop(self, session, self._stops, outputs.logs, outputs.terminal, recorder)
+            with self._stops.listening(_signal_reply(session)):
                 outcome = loop.run()
                 session.finish_saving()
-            if missed := records.missed():
+            if missed := recorder.missed_steps():
                 outputs.terminal.say(missed)
             names = {Stop.NO: "finished", Stop.CALLBACK: "callback", Stop.SIGNAL: "signal"}
-            outputs.ended(names[outcome.stop])
-        self._stops.asked = Stop.NO
+            outputs.record_end(names[outcome.stop])
+        self._stops.request = Stop.NO
         result = FitResult(
             steps=session.step,
             epoch=session.position.epoch,
@@ -142,48 +141,53 @@ class Trainer:
             checkpoint=session.checkpoints.latest() if session.checkpoints is not None else None,
             stopped=names[outcome.stop],
             resumed_from=self._resumed_from,
-            trace=records.trace,
+            trace=recorder.trace,
         )
-        session.callbacks.tell("on_end", self, result)
+        session.callbacks.call("on_end", self, result)
         return result
 
     def evaluate(self) -> dict[str, float]:
-        """The loss over the evaluation data; all ranks call it."""
+        """Return the loss and metrics over the evaluation data; all ranks call it."""
         return self._started().evaluate()
 
     def save(self, path: str | Path | None = None) -> Path:
         """Write a checkpoint, in the run's folder or at a path; all ranks call it."""
         session = self._started()
         if path is None and session.checkpoints is None:
-            raise ConfigError("where to?", where="folder", hint="trainer.save('checkpoint')")
-        found = session.save(Path(path) if path is not None else None, {}, wait=True)
-        assert found is not None
-        return found
+            raise ConfigError(
+                "no path and no folder to save to",
+                where="folder",
+                hint="trainer.save('checkpoint')",
+            )
+        saved = session.save(Path(path) if path is not None else None, {}, wait=True)
+        assert saved is not None
+        return saved
 
     def state_dict(self, *, ema: bool = False) -> dict[str, Tensor]:
-        """The whole model's state dict, or that of its moving average; all ranks call it."""
+        """Return the full state dict of the model or of its average; all ranks call it."""
         session = self._started()
         if not ema:
             return session.module.gather_state_dict()
         if session.ema is None:
-            raise ConfigError("no moving average was asked for", where="ema", hint="ema: 0.999")
+            raise ConfigError("the config has no moving average", where="ema", hint="ema: 0.999")
         session.settle()
         with session.ema.applied():
             return session.module.gather_state_dict()
 
     def stop(self) -> None:
-        """End the training after the step under way; one rank's call is enough."""
-        self._stops.ask()
+        """End the training after the current step; a call on one rank is enough."""
+        self._stops.stop()
 
     def dry_run(self, ranks: int | None = None) -> DryRun:
-        """The plan and its predicted step, for machines that need not be here."""
-        parts = gather(self.config, self._base)
+        """Return the plan and its predicted step, for a cluster that need not be available."""
+        self.check()
+        ingredients = Ingredients(self.config, self._base)
         device = "cpu" if self.config.cluster is not None else choose_device(self.config.device)
         planned = make_planned(
             self.config,
-            parts.model,
-            parts.batch,
-            parts.loss_fn,
+            ingredients.model,
+            ingredients.batch,
+            ingredients.loss_fn,
             ranks=ranks,
             device=device,
             base=self._base,
@@ -191,36 +195,36 @@ class Trainer:
         estimate = simulate(planned.graph, planned.plan, planned.cluster)
         return DryRun(plan=planned.plan, estimate=estimate)
 
-    # --- what callbacks may look at ----------------------------------------------------------
+    # ------------------------------------------------------------ state, for callbacks
 
     @property
     def module(self) -> ParallelModule:
-        """This rank's part of the model."""
+        """Return this rank's part of the model."""
         return self._started().module
 
     @property
     def optimizer(self) -> ShardedOptimizer:
-        """The optimizer of this rank's part."""
+        """Return the optimizer of this rank's part."""
         return self._started().optimizer
 
     @property
     def plan(self) -> Plan:
-        """The plan that is used."""
+        """Return the plan of the run."""
         return self._started().planned.plan
 
     @property
     def step(self) -> int:
-        """The steps done, over all runs."""
+        """Return the number of completed steps, over all runs."""
         return self._started().step
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next batch, from 0."""
+        """Return the epoch of the next batch, counted from 0."""
         return self._started().position.epoch
 
     @property
     def rank(self) -> int:
-        """This process among all."""
+        """Return the rank of this process."""
         return self._started().world.rank
 
     def _started(self) -> Session:
@@ -228,19 +232,18 @@ class Trainer:
             self.check()
             device, timeout_s = choose_device(self.config.device), self.config.timeout_s
             world = self._stack.enter_context(process_group(device, timeout_s))
-            with naming_failures(timeout_s):  # of one rank alone, such as a file that it lacks
+            with naming_failures(
+                timeout_s
+            ):  # for an error on one rank only, such as a missing file
                 session = Session(Ingredients(self.config, self._base), world)
                 self._resumed_from = session.resume()
             self._session = session
         return self._session
 
-    def _answer(self, session: Session) -> str:
-        """What a signal is answered with at once, on the rank that talks."""
-        if not session.world.talks:
-            return ""
-        saving = " and saving" if session.checkpoints is not None else "; no folder, nothing saved"
-        return f"stopping after this step{saving}. Press Ctrl-C again to end at once."
 
-
-def _fields(config: TrainConfig) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in config.__dataclass_fields__}
+def _signal_reply(session: Session) -> str:
+    """Return the message that answers a signal at once; only rank 0 has one."""
+    if not session.world.is_main:
+        return ""
+    saving = " and saving" if session.checkpoints is not None else "; no folder, nothing is saved"
+    return f"stopping after this step{saving}. Press Ctrl-C again to end at once."

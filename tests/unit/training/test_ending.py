@@ -1,4 +1,4 @@
-"""How a run ends: what is kept, what is left alone, and what is said."""
+"""The end of a run: retained checkpoints, unchanged files, and messages."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ sw.Trainer(**fields(optimizer={"name": "SGD", "args": {"lr": 1e300}}, lr_schedul
 
 
 @pytest.mark.parametrize(("every", "steps"), [(1, [6, 7]), (3, [6, 7]), (5, [5, 7])])
-def test_as_many_checkpoints_are_kept_as_asked_for(
+def test_keep_last_limits_the_number_of_checkpoints(
     tmp_path: Path, every: int, steps: list[int]
 ) -> None:
-    kept = {"every_steps": every, "keep_last": 2}
-    support.fit(folder=str(tmp_path), checkpoints=kept, steps=7, data={"evaluation": None})
+    checkpoints = {"every_steps": every, "keep_last": 2}
+    support.fit(folder=str(tmp_path), checkpoints=checkpoints, steps=7, data={"evaluation": None})
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == [f"step-{step:08d}" for step in steps]
 
 
-def test_the_best_is_kept_beside_the_last(tmp_path: Path) -> None:
-    kept = {"every_steps": 1, "keep_last": 1, "keep_best": 1, "metric": "learning_rate"}
-    support.fit(folder=str(tmp_path), checkpoints=kept, steps=5, data={"evaluation": None})
+def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path: Path) -> None:
+    checkpoints = {"every_steps": 1, "keep_last": 1, "keep_best": 1, "metric": "learning_rate"}
+    support.fit(folder=str(tmp_path), checkpoints=checkpoints, steps=5, data={"evaluation": None})
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
-def test_a_run_that_is_done_changes_no_file(tmp_path: Path) -> None:
+def test_a_completed_run_changes_no_file(tmp_path: Path) -> None:
     support.fit(folder=str(tmp_path), steps=3)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
@@ -49,14 +49,14 @@ def test_a_run_that_is_done_changes_no_file(tmp_path: Path) -> None:
 
 
 class Interrupt(sw.Callback):
-    """Sends a signal, and notes what stderr has right afterwards."""
+    """Send a signal, and store what stderr has right afterwards."""
 
     def __init__(self, capfd: pytest.CaptureFixture[str], number: int) -> None:
-        self.capfd, self.number, self.said = capfd, number, ""
+        self.capfd, self.number, self.stderr = capfd, number, ""
 
     def on_step(self, trainer: sw.Trainer, metrics: object) -> None:
         os.kill(os.getpid(), self.number)
-        self.said += self.capfd.readouterr().err
+        self.stderr += self.capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (15, "SIGTERM")])
@@ -66,8 +66,8 @@ def test_a_signal_is_answered_at_once(
     interrupt = Interrupt(capfd, number)
     result = support.fit(folder=str(tmp_path), callbacks=[interrupt])
     assert (result.steps, result.stopped) == (1, "signal")
-    assert interrupt.said.startswith(f"{name}: stopping after this step and saving.")
-    assert interrupt.said.count("\n") == 1
+    assert interrupt.stderr.startswith(f"{name}: stopping after this step and saving.")
+    assert interrupt.stderr.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -83,8 +83,8 @@ def test_an_error_under_torchrun_is_printed_once_without_a_traceback(tmp_path: P
         timeout=200,
     )
     assert ended.returncode == 1
-    said, _, report = ended.stderr.partition("torch/distributed/elastic")
-    assert said.count("TrainingError: ") == 1
-    assert "Traceback" not in said
-    assert "TrainingError: " in report  # torchrun's own, which has frames of torchrun alone
+    printed, _, report = ended.stderr.partition("torch/distributed/elastic")
+    assert printed.count("TrainingError: ") == 1
+    assert "Traceback" not in printed
+    assert "TrainingError: " in report  # torchrun's own report, with frames of torchrun only
     assert "shardwise/training" not in report

@@ -1,4 +1,4 @@
-"""A trained model for serving has the weights and outputs of the model on one device."""
+"""An exported model has the weights and outputs of the model on one device."""
 
 from __future__ import annotations
 
@@ -25,29 +25,25 @@ def batch(rows: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """A model with weights of its own, and its checkpoint."""
+    """Return a model with distinct weights, and its checkpoint."""
     model = hf.gpt2(seed=5)
     folder = tmp_path_factory.mktemp("checkpoint") / "step-1"
     sw.save_checkpoint(folder, model)
     return model.eval(), folder
 
 
-def test_a_program_runs_without_the_model_on_other_batch_sizes(
-    trained: tuple[Any, Path], tmp_path: Path
-) -> None:
+def test_a_program_runs_on_other_batch_sizes(trained: tuple[Any, Path], tmp_path: Path) -> None:
     model, folder = trained
     out = sw.export(folder, tmp_path / "model.pt2", model=hf.gpt2(), batch=batch(2))
     program = torch.export.load(out)
     assert "transformer.h.0.attn.c_attn.weight" in program.state_dict
     for rows in (2, 5):
-        found = program.module()(**batch(rows))["logits"]
-        torch.testing.assert_close(found, model(**batch(rows)).logits)
+        logits = program.module()(**batch(rows))["logits"]
+        torch.testing.assert_close(logits, model(**batch(rows)).logits)
 
 
 @pytest.mark.slow
-def test_another_process_serves_a_program_with_torch_alone(
-    trained: tuple[Any, Path], tmp_path: Path
-) -> None:
+def test_a_program_needs_only_torch(trained: tuple[Any, Path], tmp_path: Path) -> None:
     model, folder = trained
     sw.export(folder, tmp_path / "model.pt2", model=hf.gpt2(), batch=batch(2))
     torch.save(batch(3), tmp_path / "inputs.pt")
@@ -68,12 +64,12 @@ def test_a_folder_opens_with_from_pretrained(trained: tuple[Any, Path], tmp_path
     model, folder = trained
     for source, name in ((folder, "of-checkpoint"), (model, "of-model")):
         out = sw.export(source, tmp_path / name, config=model.config)
-        found = GPT2LMHeadModel.from_pretrained(out, dtype=torch.float64)
-        torch.testing.assert_close(found.state_dict(), model.state_dict(), rtol=0, atol=0)
+        loaded = GPT2LMHeadModel.from_pretrained(out, dtype=torch.float64)
+        torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
     assert {path.name for path in tmp_path.iterdir()} == {"of-checkpoint", "of-model"}
 
 
-def test_a_parallel_module_is_exported_whole(tmp_path: Path) -> None:
+def test_a_parallel_module_is_exported_in_full(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), torch.randn(6, 4)
     graph = sw.capture(model, (x,), lambda y, _: y.pow(2).mean())
@@ -86,14 +82,16 @@ def test_a_parallel_module_is_exported_whole(tmp_path: Path) -> None:
         part, tmp_path / "m.pt2", model=model, batch=(x,), dynamic=False, dtype=torch.float64
     )
     state = {name: tensor.double() for name, tensor in part.gather_state_dict().items()}
-    found = torch.export.load(out).module()(x.double())
+    output = torch.export.load(out).module()(x.double())
     expected = nn.functional.linear(x.double(), state["0.weight"], state["0.bias"])
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(output, expected)
 
 
-def test_what_is_missing_is_named(trained: tuple[Any, Path], tmp_path: Path) -> None:
+def test_missing_arguments_and_parameters_are_named(
+    trained: tuple[Any, Path], tmp_path: Path
+) -> None:
     _, folder = trained
-    with pytest.raises(ShardwiseError, match="a model and an example of its inputs"):
+    with pytest.raises(ShardwiseError, match="needs the model and an example batch"):
         sw.export(folder, tmp_path / "model.pt2")
     with pytest.raises(ShardwiseError, match="lacks"):
         sw.export(folder, tmp_path / "m.pt2", model=nn.Linear(2, 2), batch=torch.zeros(2, 2))
@@ -121,14 +119,14 @@ def test_the_command_writes_a_folder_and_a_program(
 
 
 class Branching(nn.Linear):
-    """Decides by a value, which no program can."""
+    """Branches on a value, which cannot be exported."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) if x.sum() > 0 else x
 
 
 class Longer(nn.Linear):
-    """Has a parameter that the weights lack."""
+    """A model with a parameter that the weights lack."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -138,13 +136,17 @@ class Longer(nn.Linear):
 @pytest.mark.parametrize(
     ("model", "batch", "message"),
     [
-        (nn.Linear(5, 4), (torch.ones(2, 5),), "weight is (4, 4) in the weights, Linear has"),
+        (
+            nn.Linear(5, 4),
+            (torch.ones(2, 5),),
+            "weight has shape (4, 4) in the weights, (4, 5) in Linear",
+        ),
         (Longer(), (torch.ones(2, 4),), "Longer has more, which the weights lack"),
         (Branching(4, 4), (torch.ones(2, 4),), "Branching cannot be captured"),
         (nn.Linear(4, 4), {"y": torch.ones(2, 4)}, "forward does not take this batch"),
     ],
 )
-def test_what_cannot_be_exported_is_said_without_torchs_error(
+def test_export_errors_do_not_show_those_of_torch(
     model: nn.Module, batch: Any, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ShardwiseError) as caught:
@@ -154,7 +156,7 @@ def test_what_cannot_be_exported_is_said_without_torchs_error(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ShardwiseError, match="cannot write") as caught:
         sw.export(nn.Linear(4, 4), tmp_path / "file" / "m.pt2", batch=(torch.ones(2, 4),))

@@ -20,7 +20,7 @@ import pytest
 import shardwise as sw
 from shardwise.errors import CheckpointError, TrainingError
 from shardwise.runtime.rendezvous import host_store
-from shardwise.training.logs.files import JsonlLog
+from shardwise.training.logs import JsonlLog
 from shardwise.training.processes import EXIT_STOPPED
 from shardwise.training.run_files import locked_folder
 from tests.support import trainer as support
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def small_files() -> Iterator[Callable[[int], None]]:
-    """Let no file become larger: what a full disk looks like, without one."""
+    """Limit the size of files, which looks like a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
@@ -43,7 +43,7 @@ def small_files() -> Iterator[Callable[[int], None]]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_log_that_cannot_be_written_warns_once_and_goes_on(
+def test_a_log_that_cannot_be_written_warns_once_and_training_continues(
     tmp_path: Path, small_files: Callable[[int], None]
 ) -> None:
     log = JsonlLog(tmp_path / "metrics.jsonl", 0)
@@ -63,12 +63,12 @@ def test_a_log_that_cannot_be_written_warns_once_and_goes_on(
         try:
             rows.append(json.loads(line))
         except ValueError:
-            assert line in '{"step": 2, "loss": 1.0}'  # the one that did not fit
+            assert line in '{"step": 2, "loss": 1.0}'  # written only in part
     assert [row["step"] for row in rows] == [1, 6]
 
 
 class Fill(sw.Callback):
-    """From its first step on, no file may be larger than it is."""
+    """Limit the size of files from the first step on."""
 
     def __init__(self, limit: Callable[[int], None], num_bytes: int) -> None:
         self.limit, self.num_bytes = limit, num_bytes
@@ -77,20 +77,20 @@ class Fill(sw.Callback):
         self.limit(self.num_bytes)
 
 
-def test_a_training_on_a_full_disk_says_so_and_its_run_file_tells(
+def test_a_full_disk_is_reported_and_recorded_in_the_run_file(
     tmp_path: Path, small_files: Callable[[int], None]
 ) -> None:
     with pytest.raises(CheckpointError, match="no space"):
         support.fit(folder=str(tmp_path), steps=4, callbacks=[Fill(small_files, 5000)])
     small_files(resource.RLIM_INFINITY)
-    told = json.loads((tmp_path / "run.json").read_text())
-    assert told["state"] == "failed"
-    assert "no space" in told["error"]
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["state"] == "failed"
+    assert "no space" in run["error"]
 
 
 @pytest.mark.slow
 def test_a_training_in_a_full_file_system(tmp_path: Path) -> None:
-    """Logs, `run.json` and checkpoints share some kilobytes: the last figures are lost, no more."""
+    """Logs, `run.json` and checkpoints share some kilobytes; only the last figures are lost."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", str(tmp_path)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("mounting a file system needs root")
@@ -108,17 +108,17 @@ def test_a_folder_holds_one_training_at_a_time(tmp_path: Path) -> None:
     with locked_folder(tmp_path):
         with pytest.raises(TrainingError, match=f"process {os.getpid()} on"):
             support.fit(folder=str(tmp_path), steps=1)
-        said = in_child(lambda: locked_folder(tmp_path).__enter__())
+        message = in_child(lambda: locked_folder(tmp_path).__enter__())
     assert re.match(
-        rf"TrainingError: .* in use: process {os.getpid()} on \S+ trains .* since", said
+        rf"TrainingError: .* in use: process {os.getpid()} on \S+ trains .* since", message
     )
-    assert said.count("another folder") == 1
+    assert message.count("another folder") == 1
     assert in_child(lambda: locked_folder(tmp_path).__enter__()) == "None"
     assert support.fit(folder=str(tmp_path), steps=1).steps == 1
 
 
-def test_a_killed_training_gives_its_folder_back_at_once(tmp_path: Path) -> None:
-    """Also while a process that it forked is still there."""
+def test_a_killed_training_releases_its_folder_at_once(tmp_path: Path) -> None:
+    """Also while a process that it forked is still running."""
     pid = os.fork()
     if pid == 0:
         lock = locked_folder(tmp_path)
@@ -138,26 +138,26 @@ def test_a_killed_training_gives_its_folder_back_at_once(tmp_path: Path) -> None
 
 
 def listening_at(port: int) -> list[str]:
-    """The local addresses, in hexadecimal, of all sockets that listen on a port."""
-    found = []
+    """Return the local addresses, in hexadecimal, of all sockets that listen at a port."""
+    addresses = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
             address, state = line.split()[1], line.split()[3]
             if state == "0A" and int(address.partition(":")[2], 16) == port:
-                found.append(address.partition(":")[0])
-    return found
+                addresses.append(address.partition(":")[0])
+    return addresses
 
 
 @pytest.mark.parametrize(
     ("host", "address"), [("127.0.0.1", "0100007F"), ("127.0.0.2", "0200007F")]
 )
-def test_the_store_listens_where_it_is_told(host: str, address: str) -> None:
+def test_the_store_listens_on_its_address_only(host: str, address: str) -> None:
     store = host_store(host)
     store.set("key", "value")
     assert listening_at(store.port) == [address]
 
 
-def test_a_damaged_state_of_a_training_is_refused(tmp_path: Path) -> None:
+def test_a_corrupt_training_state_is_refused(tmp_path: Path) -> None:
     from shardwise.checkpoint.manifest import MANIFEST, _checksum, _dumps
 
     support.fit(folder=str(tmp_path), steps=1)
@@ -172,16 +172,16 @@ def test_a_damaged_state_of_a_training_is_refused(tmp_path: Path) -> None:
         {"rng_step": None},
         {"data": {**body["extra"]["data"], "state": {"$dict": 3}}},
     ):
-        wrong = {**body, "extra": {**body["extra"], **change}}
-        path.write_text(_dumps({**wrong, "crc32": _checksum(wrong)}))
-        with pytest.raises(CheckpointError, match="state of the training"):
+        corrupt = {**body, "extra": {**body["extra"], **change}}
+        path.write_text(_dumps({**corrupt, "crc32": _checksum(corrupt)}))
+        with pytest.raises(CheckpointError, match=r"training state in .* is corrupt"):
             support.fit(folder=str(tmp_path), steps=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_all_processes_saves_and_stops(tmp_path: Path, number: int) -> None:
-    """As of scancel and systemd: loading processes are signalled, too."""
+    """As scancel and systemd do: loading processes receive the signal, too."""
     command = [sys.executable, "-m", "tests.support.group_training", str(tmp_path)]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}"}
     training = subprocess.Popen(command, env=env, cwd=ROOT, start_new_session=True)
@@ -196,8 +196,8 @@ def test_a_signal_to_all_processes_saves_and_stops(tmp_path: Path, number: int) 
 
 
 @pytest.mark.slow
-def test_the_agent_of_a_launch_listens_where_it_is_told(tmp_path: Path) -> None:
-    """torchrun hosts the store of a launch; the ranks of it meet there."""
+def test_the_agent_of_a_launch_listens_on_its_address_only(tmp_path: Path) -> None:
+    """torchrun hosts the store of a launch."""
     script = tmp_path / "rank.py"
     script.write_text(
         "import os, pathlib\n"
@@ -214,8 +214,8 @@ def test_the_agent_of_a_launch_listens_where_it_is_told(tmp_path: Path) -> None:
         probe.bind(("127.0.0.3", 0))
         port = probe.getsockname()[1]
     sizes = ["--nnodes", "1", "--nproc-per-node", "2", "--node-rank", "0"]
-    meeting = ["--master-addr", "127.0.0.3", "--master-port", str(port)]
-    command = [sys.executable, "-m", "shardwise.launch.torchrun", *sizes, *meeting, str(script)]
+    rendezvous = ["--master-addr", "127.0.0.3", "--master-port", str(port)]
+    command = [sys.executable, "-m", "shardwise.launch.torchrun", *sizes, *rendezvous, str(script)]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}", "GLOO_SOCKET_IFNAME": "lo"}
     subprocess.run(command, env=env, cwd=ROOT, check=True, timeout=200)
     assert {(tmp_path / rank).read_text() for rank in "01"} == {"['0300007F']"}

@@ -1,4 +1,4 @@
-"""Metrics of the user's own: exact over any batches, and refused where they cannot be."""
+"""User metrics are exact for any batching, and refused if they cannot be."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shardwise.errors import ConfigError, TrainingError
 from tests.support import trainer as support
 
 
-def whole(state: dict[str, torch.Tensor], size: int = 9) -> dict[str, float]:
-    """The metrics of a model in plain PyTorch, over all evaluation samples at once."""
+def reference_metrics(state: dict[str, torch.Tensor], size: int = 9) -> dict[str, float]:
+    """Return a model's metrics in plain PyTorch, over all evaluation samples at once."""
     from shardwise.training.data import _Samples
 
     samples = _Samples(support.Samples(size), 0)
@@ -24,7 +24,7 @@ def whole(state: dict[str, torch.Tensor], size: int = 9) -> dict[str, float]:
     model.load_state_dict(state)
     with torch.no_grad():
         output = model(**batch)
-    total, count = support.right(output, batch)
+    total, count = support.num_right(output, batch)
     return {
         "evaluation_loss": float(output["loss"]),
         "first": float(support.first_right(output, batch).double().mean()),
@@ -33,9 +33,9 @@ def whole(state: dict[str, torch.Tensor], size: int = 9) -> dict[str, float]:
     }
 
 
-def test_metrics_are_those_of_the_whole_evaluation_data() -> None:
-    found, state = support.evaluate(steps=3)
-    assert found == pytest.approx(whole(state), rel=1e-12)
+def test_metrics_equal_those_over_all_samples_at_once() -> None:
+    metrics, state = support.evaluate(steps=3)
+    assert metrics == pytest.approx(reference_metrics(state), rel=1e-12)
 
 
 def test_metrics_are_logged_and_stop_the_training(
@@ -71,11 +71,11 @@ def test_metrics_are_logged_and_stop_the_training(
         (lambda rows: torch.tensor(0.5), r"returned a Tensor of shape \(\) for 4 samples"),
         (lambda rows: torch.ones(rows + 1), r"of shape \(5,\) for 4 samples"),
         (lambda rows: 0.5, "returned a float for 4 samples"),
-        (lambda rows: (0.0, 0), "counted nothing"),
+        (lambda rows: (0.0, 0), "sum to 0"),
         (lambda rows: {}["a"], "metrics.odd failed with KeyError: 'a'"),
     ],
 )
-def test_what_cannot_be_averaged_exactly_is_refused(returned: Any, message: str) -> None:
+def test_metrics_without_an_exact_mean_are_refused(returned: Any, message: str) -> None:
     metrics = {"odd": lambda output, batch: returned(len(batch["ids"]))}
     with (
         sw.Trainer(**support.fields(model=support.SCORED, metrics=metrics, steps=1)) as trainer,
@@ -88,33 +88,33 @@ def test_what_cannot_be_averaged_exactly_is_refused(returned: Any, message: str)
     ("changes", "message", "where"),
     [
         ({"early_stop": {"patience": 1, "metric": "acuracy", "mode": "max"}},
-         "nobody reports 'acuracy'; did you mean 'accuracy'?", "early_stop.metric"),
-        ({"checkpoints": {"keep_best": 1, "metric": "acc"}}, "nobody reports 'acc'",
+         "'acuracy' is not reported; did you mean 'accuracy'?", "early_stop.metric"),
+        ({"checkpoints": {"keep_best": 1, "metric": "acc"}}, "'acc' is not reported",
          "checkpoints.metric"),
-        ({"checkpoints": {"metric": "gradient_norm"}, "clip_norm": None}, "nobody reports",
+        ({"checkpoints": {"metric": "gradient_norm"}, "clip_norm": None}, "is not reported",
          "checkpoints.metric"),
         ({"checkpoints": {"keep_best": 1}, "data": {"evaluation": None}, "metrics": {}},
-         "nobody reports 'evaluation_loss'", "checkpoints.metric"),
+         "'evaluation_loss' is not reported", "checkpoints.metric"),
         ({"early_stop": {"patience": 1, "metric": "accuracy"}}, "higher or a lower 'accuracy'",
          "early_stop.mode"),
-        ({"early_stop": {"patience": 1, "metric": "loss"}}, "nobody reports 'loss'",
+        ({"early_stop": {"patience": 1, "metric": "loss"}}, "'loss' is not reported",
          "early_stop.metric"),
-        ({"metrics": {"loss": support.right}}, "reported already", "metrics"),
-        ({"metrics": {"a b": support.right}}, "is no name", "metrics"),
+        ({"metrics": {"loss": support.num_right}}, "metric 'loss' is a reserved name", "metrics"),
+        ({"metrics": {"a b": support.num_right}}, "is not an identifier", "metrics"),
         ({"metrics": {"accuracy": 3}}, "is 3", "sw.Trainer"),
-        ({"data": {"evaluation": None}}, "nothing to evaluate with", "data.evaluation"),
+        ({"data": {"evaluation": None}}, "no evaluation data", "data.evaluation"),
     ],
 )  # fmt: skip
-def test_names_that_nobody_reports_are_refused_at_the_start(
+def test_unreported_metrics_are_refused_at_the_start(
     changes: dict[str, Any], message: str, where: str
 ) -> None:
-    made = support.fields(**{"metrics": support.METRICS, "model": "no.such:model", **changes})
+    fields = support.fields(**{"metrics": support.METRICS, "model": "no.such:model", **changes})
     with pytest.raises(ConfigError) as caught:
-        sw.Trainer(**made).check()
+        sw.Trainer(**fields).check()
     assert message in str(caught.value)
     assert where in (caught.value.where or "")
 
 
-def test_a_metric_of_steps_may_choose_the_best(tmp_path: Path) -> None:
+def test_figures_of_steps_may_select_the_best_checkpoint() -> None:
     for metric in ("loss", "gradient_norm", "learning_rate"):
         sw.Trainer(**support.fields(checkpoints={"keep_best": 1, "metric": metric})).check()

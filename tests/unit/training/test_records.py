@@ -1,4 +1,4 @@
-"""Which steps are recorded, and how the figures of all ranks are told."""
+"""Recorded steps, and the figures of all ranks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tests.support import trainer
     ("changes", "match"),
     [
         ({"trace": 3}, "needs a folder"),
-        ({"trace": {"steps": [5, 3]}, "folder": "x"}, r"\[5, 3\] are no first and last step"),
-        ({"trace": {"steps": [1, 500]}, "folder": "x"}, "at most 100"),
-        ({"trace": {"steps": []}, "folder": "x"}, "no first and last"),
-        ({"trace": {"steps": [1, 2, 3]}, "folder": "x"}, "no first and last"),
+        ({"trace": {"steps": [5, 3]}, "folder": "x"}, r"\[5, 3\] is not the first and last"),
+        ({"trace": {"steps": [1, 500]}, "folder": "x"}, "at most 100 steps"),
+        ({"trace": {"steps": []}, "folder": "x"}, "not the first and last"),
+        ({"trace": {"steps": [1, 2, 3]}, "folder": "x"}, "not the first and last"),
         ({"trace": {"steps": 0}, "folder": "x"}, "at least 1"),
         ({"trace": {"steps": [9, 12]}, "folder": "x"}, "ends at step 8, before step 9"),
-        ({"trace": {"steps": 1, "file": "../x.json"}, "folder": "x"}, "no file's name"),
+        ({"trace": {"steps": 1, "file": "../x.json"}, "folder": "x"}, "plain file name"),
         ({"trace": {"steps": 1, "file": "run.json"}, "folder": "x"}, "the run does not use"),
     ],
 )
-def test_traces_that_make_no_sense_are_refused(
+def test_invalid_traces_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], match: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -38,7 +38,7 @@ def test_traces_that_make_no_sense_are_refused(
         sw.Trainer(**trainer.fields(**changes)).check()
 
 
-def test_one_process_writes_what_is_watched(tmp_path: Path) -> None:
+def test_one_process_writes_trace_ranks_and_run_files(tmp_path: Path) -> None:
     changes = {"logs": {"console": "off", "ranks_every_s": 0.0}, "trace": 2, "steps": 5}
     result = trainer.fit(folder=str(tmp_path), **changes)
     assert result.trace == tmp_path / "trace.json"
@@ -53,20 +53,20 @@ def test_one_process_writes_what_is_watched(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run.json").read_text())["state"] == "finished"
 
 
-def test_steps_of_a_trace_that_never_come_are_told(
+def test_missed_steps_of_a_trace_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Epochs are counted before anything is built; an early end shows when it is there."""
+    """A trace after the last step is refused at the start; an early end is reported at the end."""
     with pytest.raises(ConfigError, match="ends at step 5, before step 7"):
         trainer.fit(folder=str(tmp_path), trace=7, steps=None, epochs=1)
     changes = {"logs": {"console": "lines"}, "trace": {"steps": [2, 5]}, "folder": str(tmp_path)}
     assert trainer.fit(callbacks=[trainer.StopAt(3)], **changes).trace is not None
-    assert "trace: steps 4 to 5 were not recorded: this run had steps 1 to 3" in _said(capsys)
+    assert "trace: steps 4 to 5 were not recorded: this run had steps 1 to 3" in _printed(capsys)
     assert trainer.fit(**changes).trace is not None
-    assert "trace: steps 2 to 3 were not recorded: this run had steps 4 to 8" in _said(capsys)
+    assert "trace: steps 2 to 3 were not recorded: this run had steps 4 to 8" in _printed(capsys)
 
 
-def _said(capsys: pytest.CaptureFixture[str]) -> str:
+def _printed(capsys: pytest.CaptureFixture[str]) -> str:
     return "".join(capsys.readouterr())
 
 
@@ -75,18 +75,18 @@ class Fails(sw.Callback):
         raise ValueError("boom")
 
 
-def test_a_run_that_fails_says_so(tmp_path: Path) -> None:
+def test_a_failed_run_records_its_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="boom"):
         trainer.fit(folder=str(tmp_path), callbacks=[Fails()])
-    told = json.loads((tmp_path / "run.json").read_text())
-    assert (told["state"], told["error"]) == ("failed", "ValueError: boom")
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert (run["state"], run["error"]) == ("failed", "ValueError: boom")
 
 
 def test_a_step_that_failed_is_not_part_of_the_next_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {"logs": {"console": "off"}, "trace": 2, "steps": 3}
-    again = sw.Trainer(**trainer.fields(folder=str(tmp_path), **changes))
+    run = sw.Trainer(**trainer.fields(folder=str(tmp_path), **changes))
     step, calls = ShardedOptimizer.step, itertools.count(1)
 
     def fails_once(optimizer: ShardedOptimizer) -> Any:
@@ -96,18 +96,18 @@ def test_a_step_that_failed_is_not_part_of_the_next_trace(
 
     monkeypatch.setattr(ShardedOptimizer, "step", fails_once)
     with pytest.raises(ValueError, match="boom"):
-        again.fit()
-    result = again.fit()
+        run.fit()
+    result = run.fit()
     assert result.trace is not None
     events = json.loads(result.trace.read_text())["traceEvents"]
     assert len([e for e in events if e.get("cat") == "step"]) == 1
 
 
-def test_a_rank_is_compared_with_those_that_do_the_same() -> None:
+def test_a_rank_is_compared_with_its_group() -> None:
     rows = [[1.0, 0, 2, 5], [1.0, 0, 2, 5], [3.0, 0, 2, 5], [6.0, 0, 2, 7]]
-    found = ranks_row(9, rows, [(0, 1), (2, 3)])
-    slowest = {row["rank"]: row["ratio"] for row in found["slowest"]}
+    row = ranks_row(9, rows, [(0, 1), (2, 3)])
+    slowest = {rank["rank"]: rank["ratio"] for rank in row["slowest"]}
     assert slowest == {3: pytest.approx(2.0), 0: 1.0, 1: 1.0, 2: pytest.approx(0.5)}
-    assert found["own_s"] == {"min": 1.0, "median": 2.0, "max": 6.0}
-    alone = ranks_row(9, rows[1:], [(0,), (1,), (2,)])
-    assert alone["slowest"][0]["ratio"] == pytest.approx(2.0)
+    assert row["own_s"] == {"min": 1.0, "median": 2.0, "max": 6.0}
+    single = ranks_row(9, rows[1:], [(0,), (1,), (2,)])
+    assert single["slowest"][0]["ratio"] == pytest.approx(2.0)

@@ -16,7 +16,7 @@ from torch import nn
 from shardwise.errors import BatchError, OptimizerError, ShardwiseError
 from shardwise.frontend import skeleton
 from shardwise.runtime import ParallelModule, ShardedOptimizer, optimizer
-from shardwise.training.export import whole_tensors
+from shardwise.training.export import full_tensors
 from shardwise.training.state import load_random_state, random_state
 
 COUNT = "num_items_in_batch"
@@ -178,7 +178,7 @@ def pull(parallel: ParallelModule, model: nn.Module) -> None:
     """Give the user's model what was trained; all ranks call it. On meta it stays as it is."""
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
     # Frozen parameters are as the model has them, unless they came from another rank.
-    for name, found in whole_tensors(parallel, frozen=parallel.store.received_weights):
+    for name, found in full_tensors(parallel, frozen=parallel.store.received_weights):
         if not tensors[name].is_meta:
             tensors[name].copy_(found)
     parallel.copies += 1

@@ -50,7 +50,7 @@ from shardwise.integrations.huggingface.step import (
 from shardwise.integrations.plan_request import PlanLike, PlanRequest
 from shardwise.plans import Plan
 from shardwise.runtime import ShardedOptimizer, require_same_lengths, signature
-from shardwise.training.export import whole_tensors
+from shardwise.training.export import full_tensors
 from shardwise.training.state import load_random_state, random_state
 
 log = logging.getLogger(__name__)
@@ -286,7 +286,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
         """Write the model as a folder for `from_pretrained`; all ranks call it, rank 0 writes."""
         parallel = self._current
         if parallel is not None and on_meta(self.model):
-            found = whole_tensors(parallel.parallel)
+            found = full_tensors(parallel.parallel)
             state = {name: tensor.cpu() for name, tensor in found if rank() == 0}
             if rank() == 0:
                 with unchanged_config(self.model):

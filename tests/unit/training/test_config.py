@@ -1,4 +1,4 @@
-"""Configs: one set of fields, and what is said about wrong ones."""
+"""Configs from files, keywords and overrides, and errors about them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import ConfigError
-from shardwise.training.config import TrainConfig, config_to_json
-from shardwise.training.reading import load_config
+from shardwise.training.config import TrainConfig, config_to_json, load_config
 
 GOOD = """\
 model: {name: model.py:make, args: {width: 8}}
@@ -28,11 +27,11 @@ def load(tmp_path: Path, text: str, *overrides: str) -> TrainConfig:
     return load_config(path, overrides)
 
 
-def test_files_keywords_and_overrides_have_the_same_names(tmp_path: Path) -> None:
-    found = load(
+def test_files_keywords_and_overrides_have_the_same_fields(tmp_path: Path) -> None:
+    config = load(
         tmp_path, GOOD, "optimizer.args.lr=0.5", "ema=0.9", "lr_schedule=StepLR", "plan=fsdp"
     )
-    same = sw.Trainer(
+    trainer = sw.Trainer(
         model={"name": "model.py:make", "args": {"width": 8}},
         data={"train": "data.py:samples", "batch_size": 4},
         optimizer={"name": "SGD", "args": {"lr": 0.5}},
@@ -41,12 +40,12 @@ def test_files_keywords_and_overrides_have_the_same_names(tmp_path: Path) -> Non
         lr_schedule="StepLR",
         plan="fsdp",
     )
-    assert same.config == found
-    assert found.optimizer.args["lr"] == 0.5
+    assert trainer.config == config
+    assert config.optimizer.args["lr"] == 0.5
 
 
-def test_objects_stand_where_names_may(tmp_path: Path) -> None:
-    model, data = torch.nn.Linear(2, 2), [1, 2, 3]
+def test_objects_may_replace_names() -> None:
+    model = torch.nn.Linear(2, 2)
     trainer = sw.Trainer(
         model=model,
         data={"train": torch.utils.data.TensorDataset(torch.zeros(3)), "collate": len},
@@ -56,7 +55,6 @@ def test_objects_stand_where_names_may(tmp_path: Path) -> None:
     assert trainer.config.model is model
     assert trainer.config.optimizer.name is torch.optim.SGD
     assert config_to_json(trainer.config)["model"] == "<torch.nn.modules.linear:Linear>"
-    assert data
 
 
 @pytest.mark.parametrize(
@@ -82,7 +80,7 @@ def test_objects_stand_where_names_may(tmp_path: Path) -> None:
         ("", "empty", ""),
     ],
 )
-def test_a_wrong_config_is_told_with_its_place(
+def test_an_invalid_config_is_reported_with_its_place(
     tmp_path: Path, text: str, message: str, where: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -91,7 +89,7 @@ def test_a_wrong_config_is_told_with_its_place(
     assert where in str(caught.value)
 
 
-def test_wrong_overrides_are_told(tmp_path: Path) -> None:
+def test_invalid_overrides_are_reported(tmp_path: Path) -> None:
     for text, message in (
         ("steps", "is not KEY=VALUE"),
         ("stepz=3", "did you mean 'steps'?"),
@@ -102,6 +100,6 @@ def test_wrong_overrides_are_told(tmp_path: Path) -> None:
         assert message in str(caught.value)
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no config"):
         load_config(tmp_path / "none.yaml")
