@@ -1,4 +1,4 @@
-"""Plans that run against each other on this machine, and what `tune` makes of it."""
+"""Plans race against each other on this machine, and `tune` takes the fastest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.cluster import Cluster
 from shardwise.errors import RankError
 from shardwise.processes import fork_ranks, fork_server
 from shardwise.runtime.collectives.shared_memory import SharedBuckets
-from shardwise.tuning import race as trials
+from shardwise.tuning import race
 from shardwise.tuning import tune as tuning
 from shardwise.tuning.measurement_server import MeasurementServer, measurement_server
 from shardwise.tuning.race import can_race, plans_that_fit, race_plans
@@ -27,12 +27,12 @@ from tests.support.searches import unpolished
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _quick_searches() -> Iterator[None]:
+def _fast_searches() -> Iterator[None]:
     with unpolished():
         yield
 
 
-def test_every_plan_is_run() -> None:
+def test_every_plan_runs() -> None:
     graph = sw.capture(*training.make("odd"))
     cluster = Cluster.local(2)
     pipeline = sw.strategies.pipeline(graph, cluster, pp=2, num_microbatches=2)
@@ -42,10 +42,10 @@ def test_every_plan_is_run() -> None:
     assert all(s > 0 for s in seconds)
 
 
-def test_plans_are_run_with_the_ways_of_their_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_run_with_their_collective_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = sw.capture(*training.make("odd"))
     plan = sw.strategies.ddp(graph, Cluster.local(2))
-    found = sw.collectives.choose(plan, measured(2), use="shared")
+    shared = sw.collectives.choose(plan, measured(2), use="shared")
 
     def fails(*_: object) -> None:
         raise ValueError("in shared memory")
@@ -53,75 +53,77 @@ def test_plans_are_run_with_the_ways_of_their_collectives(monkeypatch: pytest.Mo
     monkeypatch.setattr(SharedBuckets, "all_reduce", fails)
     assert race_plans(graph, [plan], Cluster.local(2))[0] > 0
     with pytest.raises(RankError, match="in shared memory"):
-        race_plans(graph, [found], Cluster.local(2))
+        race_plans(graph, [shared], Cluster.local(2))
 
 
-def test_where_plans_can_be_tried() -> None:
+def test_plans_race_only_on_one_node_of_cpus() -> None:
     assert can_race(Cluster.local(2))
     assert not can_race(Cluster.local(1))
     assert not can_race(Cluster.preset("h100", nodes=1, devices_per_node=2))
     assert not can_race(Cluster.preset("cpu", nodes=2, devices_per_node=2))
 
 
-def test_every_rank_has_its_share_of_the_memory() -> None:
+def test_only_as_many_plans_as_fit_in_memory_race() -> None:
     graph = sw.capture(*training.make("odd"))
     cluster = Cluster.local(4)
     plan = sw.plan(graph, cluster, pp=1, tp=1, progress=False)
-    room = trials.SHARE * cluster.device(0).host_memory_bytes
+    room = race.SHARE * cluster.device(0).host_memory_bytes
     times = int(room // plan.search.best.memory.peak_bytes)
     assert times > 1
     assert len(plans_that_fit([plan] * (times + 1), cluster)) == times
 
 
 class _Runner:
-    """A plan whose steps take what is told, in seconds that do not pass."""
+    """A plan whose steps report the given seconds without running."""
 
-    def __init__(self, *told: float) -> None:
-        self.told, self.ran = told, 0
+    def __init__(self, *times_s: float) -> None:
+        self.times_s, self.ran = times_s, 0
 
     def seconds(self) -> float:
         self.ran += 1
-        return self.told[min(self.ran, len(self.told)) - 1]
+        return self.times_s[min(self.ran, len(self.times_s)) - 1]
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "_as_rank_0", list)
+def single_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(race, "_as_rank_0", list)
 
 
-def test_plans_race_in_heats(alone: None) -> None:
-    quick, equal, behind, far = _Runner(1.0), _Runner(1.02), _Runner(1.08), _Runner(1.2)
-    assert trials._race([far, quick, behind, equal]) == pytest.approx([1.2, 1.0, 1.08, 1.02])
-    first, second, third = (rounds for rounds, _ in trials.HEATS)
-    assert far.ran == trials.WARM_UPS + first
-    assert behind.ran == far.ran + second
-    assert quick.ran == equal.ran == behind.ran + third
+def test_slow_plans_drop_out_after_each_round(single_rank: None) -> None:
+    fast, equal, slow, slowest = _Runner(1.0), _Runner(1.02), _Runner(1.08), _Runner(1.2)
+    assert race._race([slowest, fast, slow, equal]) == pytest.approx([1.2, 1.0, 1.08, 1.02])
+    first, second, third = (rounds for rounds, _ in race.HEATS)
+    assert slowest.ran == race.WARM_UPS + first
+    assert slow.ran == slowest.ran + second
+    assert fast.ran == equal.ran == slow.ran + third
 
 
-def test_a_plan_left_out_gains_nothing_where_the_machine_slows_down(alone: None) -> None:
-    slower = (*(1.0,) * 5, 3.0)  # from the second heat on
-    assert trials._race([_Runner(*slower), _Runner(1.2)]) == pytest.approx([3.0, 3.6])
+def test_a_dropped_plan_gains_nothing_if_the_machine_slows_down(single_rank: None) -> None:
+    slower = (*(1.0,) * 5, 3.0)  # from the second round on
+    assert race._race([_Runner(*slower), _Runner(1.2)]) == pytest.approx([3.0, 3.6])
 
 
-def test_a_race_that_takes_too_long_ends(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "RACE_S", -1.0)
+def test_a_race_that_takes_too_long_ends(
+    single_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(race, "RACE_S", -1.0)
     runners = [_Runner(2.0), _Runner(1.0)]
-    assert trials._race(runners) == [2.0, 1.0]
+    assert race._race(runners) == [2.0, 1.0]
     assert [runner.ran for runner in runners] == [2, 2]
 
 
-def test_a_kind_that_looks_too_quick_fills_no_trial() -> None:
+def test_candidates_of_different_meshes_alternate() -> None:
     graph = sw.capture(*training.make("odd"))
-    made = {t: sw.plan(graph, Cluster.local(2), tp=t, pp=1, progress=False) for t in (1, 2)}
-    told = [(2, 0.5), (2, 0.6), (2, 0.7), (1, 1.1), (1, 1.0)]
+    plans = {t: sw.plan(graph, Cluster.local(2), tp=t, pp=1, progress=False) for t in (1, 2)}
+    predicted = [(2, 0.5), (2, 0.6), (2, 0.7), (1, 1.1), (1, 1.0)]
     candidates = [
-        tuning._Candidate(plan=made[tp], cluster=Cluster.local(2), seconds=s, programs=[])
-        for tp, s in told
+        tuning._Candidate(plan=plans[tp], cluster=Cluster.local(2), seconds=s, programs=[])
+        for tp, s in predicted
     ]
     assert [c.seconds for c in tuning._in_turns(candidates)] == [0.5, 1.0, 0.6, 1.1, 0.7]
 
 
-def test_a_fork_that_stands_by_answers_and_fails() -> None:
+def test_the_measurement_server_survives_failing_requests() -> None:
     graph = sw.capture(*training.make("odd"))
     cluster = Cluster.local(2)
     plan = sw.strategies.ddp(graph, cluster)
@@ -133,7 +135,7 @@ def test_a_fork_that_stands_by_answers_and_fails() -> None:
         assert len(server.race_plans([plan])) == 1
 
 
-def test_a_late_answer_is_not_that_to_the_next_question() -> None:
+def test_a_late_answer_is_not_taken_for_the_next() -> None:
     def serve(question: str) -> str:
         time.sleep(1.0 if question == "late" else 0.0)
         return question
@@ -146,18 +148,18 @@ def test_a_late_answer_is_not_that_to_the_next_question() -> None:
             ask("next")
 
 
-def test_a_fork_that_died_is_an_error_of_ranks_again_and_again() -> None:
+def test_a_dead_fork_server_raises_every_time() -> None:
     def serve(question: str) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
         return question
 
     with fork_server(serve, timeout_s=20.0) as ask:
-        for said in ("died", "has ended"):
-            with pytest.raises(RankError, match=said):
+        for message in ("died", "has ended"):
+            with pytest.raises(RankError, match=message):
                 ask("anything")
 
 
-def test_no_rank_outlives_the_fork_that_made_it(tmp_path: Path) -> None:
+def test_no_rank_outlives_the_fork_server(tmp_path: Path) -> None:
     def work(rank: int, meet: Callable[[], object]) -> None:
         (tmp_path / f"{rank}.part").write_text(str(os.getpid()))
         (tmp_path / f"{rank}.part").rename(tmp_path / str(rank))
@@ -176,7 +178,7 @@ def test_no_rank_outlives_the_fork_that_made_it(tmp_path: Path) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process is there, and not only waits to be reaped."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -184,7 +186,7 @@ def _runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("meets", [True, False])
-def test_the_rank_that_failed_is_named(meets: bool) -> None:
+def test_the_error_names_the_rank_that_failed(meets: bool) -> None:
     def work(rank: int, meet: Callable[[], object]) -> int:
         if rank == 2:
             raise ValueError("no such thing")
@@ -196,18 +198,18 @@ def test_the_rank_that_failed_is_named(meets: bool) -> None:
         fork_ranks(work, 3, timeout_s=20.0)
 
 
-def test_ranks_that_take_too_long_are_named() -> None:
+def test_the_error_names_the_rank_that_timed_out() -> None:
     def work(rank: int, meet: Callable[[], object]) -> None:
         if rank == 0:
             meet()
 
-    with pytest.raises(RankError, match=r"rank 0 did not end within 0\.2 s"):
+    with pytest.raises(RankError, match=r"rank 0 did not finish within 0\.2 s"):
         fork_ranks(work, 2, timeout_s=0.2)
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No times are measured, and all plans are predicted to take as long."""
+def equal_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure nothing, and predict the same time for all plans."""
     monkeypatch.setattr(tuning, "measure_plan", lambda *_, table, **__: table)
     monkeypatch.setattr(tuning, "compute_factors", lambda *_: [])
     monkeypatch.setattr(tuning, "simulate", lambda *_, **__: SimpleNamespace(step_time_s=1.0))
@@ -217,26 +219,26 @@ def _zero(plan: sw.Plan) -> int:
     return plan.search.best.config.zero
 
 
-@pytest.mark.parametrize("quickest", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_fastest_that_ran_is_taken(
-    quickest: int,
-    quick: None,
+@pytest.mark.parametrize("fastest", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_fastest_measured_plan_is_taken(
+    fastest: int,
+    equal_predictions: None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     graph = sw.capture(*training.make("odd"))
 
     def run(_: object, plans: Sequence[sw.Plan]) -> list[float]:
-        return [0.9 if _zero(plan) == quickest else 1.0 for plan in plans]
+        return [0.9 if _zero(plan) == fastest else 1.0 for plan in plans]
 
     monkeypatch.setattr(MeasurementServer, "race_plans", run)
     plan = tune(graph, Cluster.local(2), pp=1, tp=1, num_microbatches=1)
-    assert _zero(plan) == quickest
+    assert _zero(plan) == fastest
     assert "900 ms measured" in capsys.readouterr().err
 
 
-def test_ways_that_were_measured_alone_are_tried_against_the_library(
-    quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_collective_backends_race_against_the_library(
+    equal_predictions: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     graph = sw.capture(*training.make("odd"))
 
@@ -256,8 +258,8 @@ def test_ways_that_were_measured_alone_are_tried_against_the_library(
 
 
 @pytest.mark.slow
-def test_plans_that_cannot_run_are_told_and_predicted(
-    quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_plans_that_cannot_run_are_reported_and_predicted(
+    equal_predictions: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> list[float]:
         raise RankError("rank 1 died while it ran here")
@@ -268,12 +270,14 @@ def test_plans_that_cannot_run_are_told_and_predicted(
     assert "rank 1 died while it ran here" in capsys.readouterr().err
 
 
-def test_plans_that_were_rehearsed_go_before_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_with_timed_compute_go_before_others(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = sw.capture(*training.make("odd"))
-    made = {z: sw.plan(graph, Cluster.local(2), zero=z, pp=1, tp=1, progress=False) for z in (0, 1)}
-    found = tuning._Tuning(MeasurementServer(graph, Cluster.local(2)), {}, lambda _: None)
-    found.candidates = [
-        tuning._Candidate(plan=made[zero], cluster=found.cluster, seconds=s, programs=programs)
+    plans = {
+        z: sw.plan(graph, Cluster.local(2), zero=z, pp=1, tp=1, progress=False) for z in (0, 1)
+    }
+    tuner = tuning._Tuning(MeasurementServer(graph, Cluster.local(2)), {}, lambda _: None)
+    tuner.candidates = [
+        tuning._Candidate(plan=plans[zero], cluster=tuner.cluster, seconds=s, programs=programs)
         for zero, s, programs in ((0, 0.5, []), (1, 1.0, [("cpu", 1.2, 1.1)]))
     ]
-    assert found.predicted().plan is made[1]
+    assert tuner.predicted().plan is plans[1]

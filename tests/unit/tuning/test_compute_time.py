@@ -1,4 +1,4 @@
-"""Programs that run by themselves: every rank's own part, together, with nobody to talk to."""
+"""The compute of a plan is timed on every rank by itself, without communication."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.cost import OpTable
 from shardwise.errors import RankError, ShardwiseError
 from shardwise.profiling.compute import at_training
 from shardwise.runtime.transport.fake import UninitializedTransport
-from shardwise.tuning import measurement_server as proving
+from shardwise.tuning import measurement_server
 from shardwise.tuning import tune as tuning
 from shardwise.tuning.compute_time import (
     WEIGHT,
@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline"])
-def test_every_group_is_rehearsed(strategy: str) -> None:
+def test_every_group_of_ranks_is_timed(strategy: str) -> None:
     graph = sw.capture(*training.make("fused_gpt"))
     cluster = Cluster.local(2)
     options = {"pp": 2, "num_microbatches": 3} if strategy == "pipeline" else {}
@@ -50,7 +50,7 @@ def test_every_group_is_rehearsed(strategy: str) -> None:
 
 
 class Demanding(nn.Module):
-    """Fails where its input is not what it was."""
+    """Fails on values other than those of the captured batch."""
 
     def forward(self, index: torch.Tensor) -> torch.Tensor:
         return self.weight[index - 1 + 10**9].sum()
@@ -60,7 +60,7 @@ class Demanding(nn.Module):
         self.weight = nn.Parameter(torch.ones(4))
 
 
-def test_a_program_that_fails_is_a_note() -> None:
+def test_a_failing_program_is_noted_in_the_table() -> None:
     graph = sw.capture(Demanding(), (torch.ones(4, dtype=torch.int64),))
     cluster = Cluster.local(1)
     plan = sw.strategies.ddp(graph, cluster)
@@ -71,15 +71,15 @@ def test_a_program_that_fails_is_a_note() -> None:
     assert "was not timed" in table.notes[0]
 
 
-def test_nothing_is_left_of_a_rank_that_ran_in_this_process() -> None:
+def test_a_rank_that_ran_in_this_process_is_freed() -> None:
     graph = sw.capture(*training.make("fused_gpt"))
     program = sw.compile(graph, sw.strategies.ddp(graph, Cluster.local(2)))
-    ran: list[weakref.ref[SingleRank]] = []
+    refs: list[weakref.ref[SingleRank]] = []
 
     def steps(rank: int, meet: Callable[[], object]) -> Samples:
-        alone = SingleRank(program, rank, CPU, transport=UninitializedTransport)
-        ran.append(weakref.ref(alone))
-        return _steps(alone, meet)
+        single_rank = SingleRank(program, rank, CPU, transport=UninitializedTransport)
+        refs.append(weakref.ref(single_rank))
+        return _steps(single_rank, meet)
 
     def failing(rank: int, meet: Callable[[], object]) -> Samples:
         steps(rank, meet)
@@ -89,28 +89,30 @@ def test_nothing_is_left_of_a_rank_that_ran_in_this_process() -> None:
     assert len(training_s) == len(update_s) > 0
     with pytest.raises(RankError, match="rank 0 cannot run here: ValueError: no such kernel"):
         _here(failing, CPU)
-    assert [found() for found in ran] == [None, None]
+    assert [ref() for ref in refs] == [None, None]
 
 
 def test_gathered_parameters_have_values() -> None:
     graph = sw.capture(*training.make("fused_gpt"))
     program = sw.compile(graph, sw.strategies.fsdp(graph, Cluster.local(2)))
-    alone = SingleRank(program, 0, CPU, transport=UninitializedTransport)
-    fill(alone)
-    group = max(alone.store.groups, key=lambda g: g.numel)
-    whole = group.gather().wait()
-    assert whole.numel() == group.numel
-    assert 0.5 * WEIGHT < float(whole.std()) < 2 * WEIGHT
+    single_rank = SingleRank(program, 0, CPU, transport=UninitializedTransport)
+    fill(single_rank)
+    group = max(single_rank.store.groups, key=lambda g: g.numel)
+    full = group.gather().wait()
+    assert full.numel() == group.numel
+    assert 0.5 * WEIGHT < float(full.std()) < 2 * WEIGHT
     group.free()
-    assert alone.module.train_step(batch_of(alone)).isfinite()
+    assert single_rank.module.train_step(batch_of(single_rank)).isfinite()
 
 
-def test_predictions_follow_the_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predictions_follow_timed_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = sw.capture(*training.make("fused_gpt"))
     cluster = Cluster.local(2)
     plan = sw.strategies.ddp(graph, cluster)
     monkeypatch.setattr(
-        proving, "time_compute", lambda *_: ComputeTimes(training_s={0: 3.0}, update_s={0: 1.0})
+        measurement_server,
+        "time_compute",
+        lambda *_: ComputeTimes(training_s={0: 3.0}, update_s={0: 1.0}),
     )
     table = OpTable().with_programs(
         compute_factors(MeasurementServer(graph, cluster), plan, OpTable())
@@ -121,43 +123,43 @@ def test_predictions_follow_the_rehearsal(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("open_s", "kept"), [(0.98, True), (0.9, False)])
-def test_the_simpler_plan_is_kept_where_another_gains_little(
-    open_s: float, kept: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("other_s", "is_simple"), [(0.98, True), (0.9, False)])
+def test_the_simpler_plan_wins_if_another_gains_little(
+    other_s: float, is_simple: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph = sw.capture(*training.make("fused_gpt"))
     monkeypatch.setattr(tuning, "measure_plan", lambda *_, table, **__: table)
     monkeypatch.setattr(tuning, "compute_factors", lambda *_: [])
     monkeypatch.setattr(tuning, "can_race", lambda _: False)
 
-    def pretend(graph: object, plan: sw.Plan, *_: object, **__: object) -> SimpleNamespace:
-        return SimpleNamespace(step_time_s=1.0 if plan.mesh.names == ("dp",) else open_s)
+    def fake_simulate(graph: object, plan: sw.Plan, *_: object, **__: object) -> SimpleNamespace:
+        return SimpleNamespace(step_time_s=1.0 if plan.mesh.names == ("dp",) else other_s)
 
-    monkeypatch.setattr(tuning, "simulate", pretend)
+    monkeypatch.setattr(tuning, "simulate", fake_simulate)
     plan = tune(graph, Cluster.local(2), progress=False)
-    assert (plan.mesh.names == ("dp",)) == kept
+    assert (plan.mesh.names == ("dp",)) == is_simple
 
 
-def test_rates_of_training() -> None:
+def test_training_slows_all_rates_of_a_device() -> None:
     device = Cluster.local(1).device(0)
     slower = at_training(device, 1.25)
     assert slower.memory_rate(1e6) == pytest.approx(device.memory_rate(1e6) / 1.25, rel=1e-3)
     assert slower.overhead_s == pytest.approx(device.overhead_s * 1.25, rel=1e-3)
-    ours, theirs = (d.matmul_rate("float32", 64, 64, 64) for d in (slower, device))
-    assert ours == pytest.approx(theirs / 1.25, rel=1e-3)
+    slow_rate, rate = (d.matmul_rate("float32", 64, 64, 64) for d in (slower, device))
+    assert slow_rate == pytest.approx(rate / 1.25, rel=1e-3)
 
 
 @pytest.mark.slow
-def test_a_plan_that_cannot_run_is_not_taken_for_a_quick_one(
+def test_a_plan_that_cannot_run_is_not_chosen(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     graph, cluster = sw.capture(*training.make("fused_gpt")), Cluster.local(2)
     monkeypatch.setattr(tuning, "measure_plan", lambda *_, table, **__: table)
     monkeypatch.setattr(tuning, "can_race", lambda _: False)
-    made: list[sw.Plan] = []
+    plans: list[sw.Plan] = []
 
     def failing(_: object, plan: sw.Plan, table: OpTable) -> list[Any]:
-        made.append(plan)
+        plans.append(plan)
         if plan.mesh.names == ("dp",):
             table.notes.append("plan was not timed: rank 1 cannot run here")
             return []
@@ -165,13 +167,13 @@ def test_a_plan_that_cannot_run_is_not_taken_for_a_quick_one(
 
     monkeypatch.setattr(tuning, "compute_factors", failing)
     plan = tune(graph, cluster)
-    assert {p.mesh.names == ("dp",) for p in made} == {True, False}
+    assert {p.mesh.names == ("dp",) for p in plans} == {True, False}
     assert plan.mesh.names != ("dp",)
     assert "rank 1 cannot run here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("entry", [{}, {"device": "cpu", "training": 0, "optimizer": 1}, 3])
-def test_programs_of_a_table_are_checked(entry: object) -> None:
+def test_invalid_programs_of_a_table_are_an_error(entry: object) -> None:
     text = json.dumps({"version": 1, "entries": [], "programs": [entry]})
     with pytest.raises(ShardwiseError, match=r"programs\[0\]"):
         OpTable.from_json(text)

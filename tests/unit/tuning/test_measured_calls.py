@@ -1,4 +1,4 @@
-"""Measured calls: they travel to processes as they are, and correct what was not measured."""
+"""Measured calls reach other processes unchanged, and correct estimates of similar calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support import training
 
 
 @pytest.mark.parametrize("name", ["odd", "fused_gpt", "resnet"])
-def test_calls_travel_as_they_are(name: str) -> None:
+def test_calls_survive_encoding(name: str) -> None:
     model, batch = training.make(name)
     graph = sw.capture(model, batch)
     cluster = Cluster.local(2)
@@ -28,12 +28,12 @@ def test_calls_travel_as_they_are(name: str) -> None:
             for call in calls:
                 written = encode(call)
                 if written is not None:
-                    again = decode(json.loads(json.dumps(written)))
-                    assert again == call
-                    assert str(again) == str(call)
+                    decoded = decode(json.loads(json.dumps(written)))
+                    assert decoded == call
+                    assert str(decoded) == str(call)
 
 
-def test_what_was_not_measured_is_corrected_by_its_operator() -> None:
+def test_unmeasured_calls_are_corrected_by_their_operator() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
     graph = sw.capture(model, (torch.randn(6, 8),), lambda out, batch: out.sum())
     cluster = Cluster.local(1)
@@ -53,7 +53,7 @@ def test_what_was_not_measured_is_corrected_by_its_operator() -> None:
     assert cost_of(second).forward
 
 
-def test_the_optimizer_follows_measured_sizes() -> None:
+def test_optimizer_time_follows_measured_sizes() -> None:
     table = OpTable()
     table.add(UPDATE.format(1000), "cpu", 1e-4, 0.0)
     table.add(UPDATE.format(100000), "cpu", 1e-3, 0.0)
@@ -63,7 +63,7 @@ def test_the_optimizer_follows_measured_sizes() -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_is_measured_by_as_many_processes_as_ranks() -> None:
+def test_a_plan_is_measured_once_with_a_process_per_rank() -> None:
     model, batch = training.make("fused_gpt")
     graph = sw.capture(model, batch)
     cluster = Cluster.local(2)
