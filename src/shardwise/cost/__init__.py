@@ -1,4 +1,4 @@
-"""Costs of local computation and of communication, in seconds and bytes."""
+"""Predict the cost of local computation and of communication, in seconds and bytes."""
 
 from shardwise.cost.collectives import CollectiveModel, collective_model
 from shardwise.cost.kernels import (

@@ -10,8 +10,8 @@ from __future__ import annotations
 from shardwise.cluster import Device
 
 WORD_BYTES = 4
-STATE_BYTES = 4.0 * WORD_BYTES  # of one element: weight, gradient and two states
-FUSED_BYTES = 7.0 * WORD_BYTES  # that fused calls read and write for each element
+STATE_BYTES = 4.0 * WORD_BYTES  # per element: weight, gradient and two states
+FUSED_BYTES = 7.0 * WORD_BYTES  # that fused calls read and write per element
 FUSED_CALLS = 12
 # Words that mul_, lerp_, mul_, addcmul_, sqrt, div, add_ and addcdiv_ read and write, and their
 # number with two or three calls for the step count.

@@ -1,11 +1,12 @@
-"""The time of collectives, from the links they cross.
+"""Predict the time of collectives from the links they cross.
 
 A `CollectiveModel` has, for every algorithm of the communication library, a line `latency + bytes ×
-seconds per byte`; the fastest counts. All groups of ranks run the operation at the same time.
+seconds per byte`; the fastest algorithm counts. All groups of ranks run the operation at the same
+time.
 
     seconds per byte = max over resources r of  Σ over edges that cross r of share / capacity(r)
 
-where an edge is a pair of ranks, and its share the part of the bytes that it moves: (n-1)/n for
+where an edge is a pair of ranks, and its share the fraction of the bytes that it moves: (n-1)/n for
 each of the n edges of a ring, once for an all-gather, twice for an all-reduce. Groups that cross
 the same card, bus, switch or trunk thus slow each other down.
 """
@@ -29,8 +30,8 @@ from shardwise.errors import ClusterError, did_you_mean
 #
 # An *island* is the set of ranks that one link connects; a *run*, the ranks of a group on one
 # island. The library runs a ring for each rank of a run, which leaves the island at that rank, so
-# that all NICs send the same. Ranks are numbered node by node, so a sorted group visits its runs
-# one after the other.
+# that all NICs send equally much. Ranks are numbered node by node, so a sorted group visits its
+# runs one after the other.
 
 
 Crossings = list[tuple[Ints, Floats]]
@@ -38,14 +39,14 @@ Crossings = list[tuple[Ints, Floats]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """Traffic at one moment: resources (-1: none), and the bytes per byte that cross each."""
+    """Concurrent traffic: resources (-1: none), and the bytes per byte that cross each."""
 
     crossings: Crossings
     latency_s: float
 
 
 class RankGroups:
-    """Sorted groups of ranks and their runs, as all algorithms need them."""
+    """Sorted groups of ranks, divided into runs."""
 
     def __init__(
         self, topology: Topology, operation: str, ranks: Ints, peers_at_once: int = 1
@@ -71,7 +72,7 @@ class RankGroups:
 
     @property
     def passes(self) -> int:
-        """Rounds of the bytes: an all-reduce is a reduce-scatter and an all-gather."""
+        """How often the bytes move: an all-reduce is a reduce-scatter and an all-gather."""
         return 2 if self.operation == "all_reduce" else 1
 
     def inner(self) -> tuple[Ints, Ints, Ints]:
@@ -92,102 +93,97 @@ class RankGroups:
 
     def between(self, run: Ints, other: Ints) -> tuple[Ints, Ints, Floats, Ints]:
         """Return pairs of ranks that send from `run[i]` to `other[i]`, their shares, and i."""
-        here, there = self.length[run], self.length[other]
-        pairs = np.where(here == there, here, here * there)
+        length, other_length = self.length[run], self.length[other]
+        pairs = np.where(length == other_length, length, length * other_length)
         index = np.repeat(np.arange(run.size), pairs)
         step = np.arange(index.size) - np.repeat(np.cumsum(pairs) - pairs, pairs)
-        wide = here[index]
-        a = self.start[run][index] + step % wide
-        b = self.start[other][index] + np.where(wide == there[index], step % wide, step // wide)
+        ranks = length[index]
+        same_length = ranks == other_length[index]
+        a = self.start[run][index] + step % ranks
+        b = self.start[other][index] + np.where(same_length, step % ranks, step // ranks)
         return self.flat[a], self.flat[b], 1.0 / pairs[index], index
 
 
-def ring(rank_groups: RankGroups) -> Iterator[Phase]:
-    """Yield the phase of a ring: each rank sends shares, or in a broadcast or reduction all."""
-    size = rank_groups.size
-    share = rank_groups.passes * (size - 1) / size
-    weight = 1.0 if rank_groups.operation in ("broadcast", "reduce") else share
-    topology = rank_groups.topology
-    a, b, run = rank_groups.inner()
-    uses = _leaving(rank_groups, run)
+def ring(groups: RankGroups) -> Iterator[Phase]:
+    """Yield the phase of a ring: each rank sends shares, in a broadcast or reduce all bytes."""
+    size = groups.size
+    share = groups.passes * (size - 1) / size
+    weight = 1.0 if groups.operation in ("broadcast", "reduce") else share
+    topology = groups.topology
+    a, b, run = groups.inner()
+    uses = _leaving(groups, run)
     columns, latency = topology.crossed(a, b)
     crossings = [(column, uses * weight) for column in columns]
-    total = np.bincount(rank_groups.group[run], uses * latency, rank_groups.num_groups)
-    if rank_groups.is_far:
-        here, there = rank_groups.outer()
-        a, b, part, index = rank_groups.between(here, there)
+    total = np.bincount(groups.group[run], uses * latency, groups.num_groups)
+    if groups.is_far:
+        here, there = groups.outer()
+        a, b, part, index = groups.between(here, there)
         columns, latency = topology.crossed(a, b)
         crossings += [(column, part * weight) for column in columns]
-        total = total + np.bincount(
-            rank_groups.group[here[index]], part * latency, rank_groups.num_groups
-        )
+        total = total + np.bincount(groups.group[here[index]], part * latency, groups.num_groups)
     yield Phase(crossings=crossings, latency_s=float(total.max()) * share)
 
 
-def tree(rank_groups: RankGroups) -> Iterator[Phase]:
+def tree(groups: RankGroups) -> Iterator[Phase]:
     """Yield the phase of NCCL's two binary trees over islands, each with half the bytes."""
-    directions = {"broadcast": ("down",), "reduce": ("up",)}.get(
-        rank_groups.operation, ("up", "down")
-    )
-    topology = rank_groups.topology
-    a, b, run = rank_groups.inner()
-    share = (rank_groups.length[run] - 1) / rank_groups.length[run]
+    directions = {"broadcast": ("down",), "reduce": ("up",)}.get(groups.operation, ("up", "down"))
+    topology = groups.topology
+    a, b, run = groups.inner()
+    share = (groups.length[run] - 1) / groups.length[run]
     crossings: Crossings = []
     steps_s = 0.0
     for direction in directions:
         columns, latency = topology.crossed(a, b) if direction == "up" else topology.crossed(b, a)
         crossings += [(column, share) for column in columns]
-        steps_s += _steps(int(rank_groups.length.max())) * _largest(latency)
-    if rank_groups.is_far:
-        for child, parent in _trees(rank_groups):
-            up = rank_groups.between(child, parent)
+        steps_s += _steps(int(groups.length.max())) * _largest(latency)
+    if groups.is_far:
+        for child, parent in _trees(groups):
+            up = groups.between(child, parent)
             for direction in directions:
                 ends = (up[0], up[1]) if direction == "up" else (up[1], up[0])
                 columns, latency = topology.crossed(*ends)
                 crossings += [(column, up[2] / 2) for column in columns]
-                steps_s += _steps(int(rank_groups.runs.max())) * _largest(latency) / 2
+                steps_s += _steps(int(groups.runs.max())) * _largest(latency) / 2
     yield Phase(crossings=crossings, latency_s=steps_s)
 
 
-def hierarchical(rank_groups: RankGroups) -> Iterator[Phase]:
+def hierarchical(groups: RankGroups) -> Iterator[Phase]:
     """Yield the phases inside each island, and across islands with a part for each rank."""
-    topology = rank_groups.topology
-    a, b, run = rank_groups.inner()
+    topology = groups.topology
+    a, b, run = groups.inner()
     if a.size:
         columns, latency = topology.crossed(a, b)
-        share = (rank_groups.length[run] - 1) / rank_groups.length[run] * rank_groups.passes
-        steps = _steps(int(rank_groups.length.max())) * rank_groups.passes
+        share = (groups.length[run] - 1) / groups.length[run] * groups.passes
+        steps = _steps(int(groups.length.max())) * groups.passes
         yield Phase(
             crossings=[(column, share) for column in columns], latency_s=steps * _largest(latency)
         )
-    if rank_groups.is_far:
-        here, there = rank_groups.outer()
-        a, b, part, index = rank_groups.between(here, there)
+    if groups.is_far:
+        here, there = groups.outer()
+        a, b, part, index = groups.between(here, there)
         columns, latency = topology.crossed(a, b)
-        runs = rank_groups.runs[rank_groups.group[here[index]]]
-        share = part * rank_groups.passes * (runs - 1) / runs
-        total = np.bincount(rank_groups.group[here[index]], part * latency, rank_groups.num_groups)
-        rounds = rank_groups.passes * (rank_groups.runs - 1) / rank_groups.runs
+        runs = groups.runs[groups.group[here[index]]]
+        share = part * groups.passes * (runs - 1) / runs
+        total = np.bincount(groups.group[here[index]], part * latency, groups.num_groups)
+        rounds = groups.passes * (groups.runs - 1) / groups.runs
         yield Phase(
             crossings=[(column, share) for column in columns],
             latency_s=float((total * rounds).max()),
         )
 
 
-def direct(rank_groups: RankGroups) -> Iterator[Phase]:
-    """Yield the phase in which all ranks send to all; switches see what leaves their ranks."""
-    if rank_groups.operation == "send":
-        columns, latency = rank_groups.topology.crossed(
-            rank_groups.ranks[:, 0], rank_groups.ranks[:, 1]
-        )
-        ones = np.ones(rank_groups.num_groups)
+def direct(groups: RankGroups) -> Iterator[Phase]:
+    """Yield the phase in which every rank sends to every other one of its group."""
+    if groups.operation == "send":
+        columns, latency = groups.topology.crossed(groups.ranks[:, 0], groups.ranks[:, 1])
+        ones = np.ones(groups.num_groups)
         crossings = [(column, ones) for column in columns]
         yield Phase(crossings=crossings, latency_s=_largest(latency))
         return
-    topology, size = rank_groups.topology, rank_groups.size
-    run = np.cumsum(rank_groups.first) - 1
-    near, far = (rank_groups.length[run] - 1) / size, (size - rank_groups.length[run]) / size
-    flat = rank_groups.flat
+    topology, size = groups.topology, groups.size
+    run = np.cumsum(groups.first) - 1
+    near, far = (groups.length[run] - 1) / size, (size - groups.length[run]) / size
+    flat = groups.flat
     crossings = [
         (flat, near),
         (flat + topology.num_ranks, near),
@@ -198,20 +194,20 @@ def direct(rank_groups: RankGroups) -> Iterator[Phase]:
     group = np.arange(flat.size) // size
     node = topology.node[flat]
     for level in topology.levels:
-        switch, _, inside = _counts(group, level[node])
+        switch, inside = _counts(group, level[node])
         both = inside * (size - inside) / size
         crossings += [
             (topology.first_switch + 2 * switch + direction, both) for direction in (0, 1)
         ]
     for index, ends in enumerate(topology.trunks):
         end = ends[node]
-        sides = [np.bincount(group, end == side, rank_groups.num_groups) for side in (0, 1)]
+        sides = [np.bincount(group, end == side, groups.num_groups) for side in (0, 1)]
         both = np.array([(sides[0] * sides[1]).sum() / size])
         crossings += [
             (np.array([topology.first_trunk + 2 * index + direction]), both) for direction in (0, 1)
         ]
-    rounds = math.ceil((size - 1) / rank_groups.peers_at_once)
-    yield Phase(crossings=crossings, latency_s=rounds * _farthest(rank_groups))
+    rounds = math.ceil((size - 1) / groups.peers_at_once)
+    yield Phase(crossings=crossings, latency_s=rounds * _farthest(groups))
 
 
 PHASES: dict[str, Callable[[RankGroups], Iterator[Phase]]] = {
@@ -222,20 +218,20 @@ PHASES: dict[str, Callable[[RankGroups], Iterator[Phase]]] = {
 }
 
 
-def _leaving(rank_groups: RankGroups, run: Ints) -> Floats:
+def _leaving(groups: RankGroups, run: Ints) -> Floats:
     """Return how often each edge of a run is used: the ring that leaves the island skips it."""
-    length = rank_groups.length[run]
-    return np.where(rank_groups.runs[rank_groups.group[run]] > 1, (length - 1) / length, 1.0)
+    length = groups.length[run]
+    return np.where(groups.runs[groups.group[run]] > 1, (length - 1) / length, 1.0)
 
 
-def _trees(rank_groups: RankGroups) -> list[tuple[Ints, Ints]]:
+def _trees(groups: RankGroups) -> list[tuple[Ints, Ints]]:
     """Return runs and their parents in NCCL's two trees (`trees.cc`).
 
     The second tree is the first one mirrored or shifted, so that no run has children in both.
     """
-    far = np.flatnonzero(rank_groups.runs[rank_groups.group] > 1)
-    base = rank_groups.first_run[rank_groups.group[far]]
-    count = rank_groups.runs[rank_groups.group[far]]
+    far = np.flatnonzero(groups.runs[groups.group] > 1)
+    base = groups.first_run[groups.group[far]]
+    count = groups.runs[groups.group[far]]
     place = far - base
     mirrored = np.where(count % 2 == 0, count - 1 - place, (place - 1) % count)
     trees = []
@@ -250,29 +246,29 @@ def _trees(rank_groups: RankGroups) -> list[tuple[Ints, Ints]]:
     return trees
 
 
-def _counts(group: Ints, where: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return distinct pairs of place and group, and how many ranks of the group are there."""
-    inside = where >= 0
-    width = int(where.max(initial=0)) + 1
-    keys, number = np.unique(group[inside] * width + where[inside], return_counts=True)
-    return keys % width, keys // width, number
+def _counts(group: Ints, switch: Ints) -> tuple[Ints, Ints]:
+    """Return, for each switch and group behind it, the switch and its ranks of the group."""
+    inside = switch >= 0
+    width = int(switch.max(initial=0)) + 1
+    keys, number = np.unique(group[inside] * width + switch[inside], return_counts=True)
+    return keys % width, number
 
 
-def _farthest(rank_groups: RankGroups) -> float:
+def _farthest(groups: RankGroups) -> float:
     """Return the largest latency within a group, estimated from the first ranks of its runs."""
-    heads = rank_groups.flat[rank_groups.start]
-    origin = rank_groups.flat[rank_groups.start[rank_groups.first_run[rank_groups.group]]]
+    heads = groups.flat[groups.start]
+    origin = groups.flat[groups.start[groups.first_run[groups.group]]]
     ends = [(origin, heads), (heads, origin)]
-    a, b, _ = rank_groups.inner()
+    a, b, _ = groups.inner()
     ends.append((a, b))
-    if rank_groups.is_far:
-        run, after = rank_groups.outer()
+    if groups.is_far:
+        run, after = groups.outer()
         ends.append((heads[run], heads[after]))
     farthest = 0.0
     for a, b in ends:
         keep = a != b
         if keep.any():
-            farthest = max(farthest, _largest(rank_groups.topology.crossed(a[keep], b[keep])[1]))
+            farthest = max(farthest, _largest(groups.topology.crossed(a[keep], b[keep])[1]))
     return farthest
 
 
@@ -286,9 +282,9 @@ def _largest(latency: Floats) -> float:
 
 PLAIN = Factor()
 
-# The algorithms of NCCL (all-reduce: ring, double binary tree, and the two-level ones of its
-# CollNet and NVLS; the others: rings, and PAT's logarithmic ones as two-level) and of our transport
-# over gloo (`runtime/transport/process_group.py`: everyone exchanges with everyone; gloo's
+# The algorithms of NCCL (all-reduce: ring, double binary tree, and the two-level ones of CollNet
+# and NVLS; all-gather and reduce-scatter: rings, and PAT's logarithmic ones as two-level) and of
+# our transport over gloo (`runtime/transport/process_group.py`: all ranks exchange directly; gloo's
 # all-reduce is a ring, its broadcast and reduce are trees).
 ALGORITHMS: dict[str, dict[str, tuple[str, ...]]] = {
     "cuda": {
@@ -316,9 +312,9 @@ PEERS_AT_ONCE = {"cuda": 8, "cpu": 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One algorithm: its time, and the resource that limits it when there is much to move.
+    """The time of one algorithm, and the resource that limits large transfers.
 
-    `factor` is the measured slowdown over the links alone, by size; 1 where nothing was measured.
+    `factor` is the measured slowdown relative to the links, by size; 1 if nothing was measured.
     """
 
     algorithm: str
@@ -334,22 +330,22 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveModel:
-    """The time of one collective; `launch_s` is what issuing it costs, which is not in the time.
+    """The time of one collective; `launch_s` is the cost of issuing it, which comes on top.
 
-    `num_bytes` is the size of the whole value: of an all-gather's result, of a reduce-scatter's
-    input, of what each rank holds before an all-to-all, of what is sent.
+    `num_bytes` is the size of the full value: the result of an all-gather, the input of a
+    reduce-scatter, the input of each rank of an all-to-all, the data of a send.
     """
 
     operation: str
     group_size: int
     lines: tuple[Line, ...]
     launch_s: float
-    factor: Factor = PLAIN  # measured slowdown over the links alone
-    program: Line | None = None  # what a plan uses instead, from `program_bytes` on
+    factor: Factor = PLAIN  # measured slowdown relative to the links
+    program: Line | None = None  # the plan's own implementation, from `program_bytes` on
     program_bytes: float = math.inf
 
     def seconds(self, num_bytes: float) -> float:
-        """From the moment that the last rank arrives until all are done."""
+        """Return the time from the arrival of the last rank until all ranks are done."""
         return self._best(num_bytes).seconds(num_bytes)
 
     def line(self, algorithm: str, latency_s: float, s_per_byte: float) -> Line:
@@ -366,7 +362,7 @@ class CollectiveModel:
         if choice is None or choice.is_library:
             return self
         line = self.line(choice.uses, choice.latency_s, choice.s_per_byte)
-        if not choice.has_trees:  # its times were measured, not computed from links
+        if not choice.has_trees:  # times were measured, not computed from links
             line = replace(line, latency_s=choice.latency_s, factor=ONE)
         return replace(self, program=line, program_bytes=choice.min_bytes)
 
@@ -422,7 +418,7 @@ def _checked(cluster: Cluster, operation: str, groups: object) -> Ints:
     ranks = np.asarray(groups, dtype=np.int64)
     if ranks.ndim != 2 or not ranks.size:
         raise ClusterError(
-            f"groups of shape {ranks.shape}, need a row of ranks for each group",
+            f"groups have shape {ranks.shape}, must be a matrix with a row for each group",
             hint="np.arange(8).reshape(2, 4)",
         )
     if ranks.min() < 0 or ranks.max() >= cluster.num_ranks:
@@ -436,12 +432,12 @@ def _checked(cluster: Cluster, operation: str, groups: object) -> Ints:
     return np.sort(ranks, axis=1)
 
 
-def _line(rank_groups: RankGroups, name: str, factor: Factor) -> Line:
+def _line(groups: RankGroups, name: str, factor: Factor) -> Line:
     """Return the line of one algorithm: the sum of its phases, corrected by measured factors."""
     latency_s = s_per_byte = longest = 0.0
     bottleneck = ""
-    topology = rank_groups.topology
-    for phase in PHASES[name](rank_groups):
+    topology = groups.topology
+    for phase in PHASES[name](groups):
         load = _used(phase, topology.capacity.size) / topology.capacity
         worst = int(np.argmax(load))
         latency_s += phase.latency_s
@@ -462,7 +458,7 @@ def _used(phase: Phase, resources: int) -> Floats:
     used = np.zeros(resources + 1)
     for ids, weights in phase.crossings:
         used += np.bincount(ids + 1, weights=weights, minlength=used.size)
-    return used[1:]  # the first was for "no resource"
+    return used[1:]  # the first entry is for "no resource"
 
 
 def crossing_bytes(
@@ -479,12 +475,12 @@ def crossing_bytes(
     return total
 
 
-def _factor(cluster: Cluster, rank_groups: RankGroups) -> Factor:
+def _factor(cluster: Cluster, groups: RankGroups) -> Factor:
     """Return the network's factor if groups span several islands, else that of the slowest link."""
-    operation, size = rank_groups.operation, rank_groups.size
-    if rank_groups.is_far:
+    operation, size = groups.operation, groups.size
+    if groups.is_far:
         return factor_of(cluster.network.collectives, operation, size)
-    islands = np.unique(rank_groups.topology.island[rank_groups.ranks[:, 0]])
-    kinds = dict.fromkeys(rank_groups.topology.factors[island] for island in islands)
-    factors_of_links = [factor_of(factors, operation, size) for factors in kinds]
-    return max(factors_of_links, key=lambda factor: (factor.bytes.best, factor.latency))
+    islands = np.unique(groups.topology.island[groups.ranks[:, 0]])
+    kinds = dict.fromkeys(groups.topology.factors[island] for island in islands)
+    factors = [factor_of(of_link, operation, size) for of_link in kinds]
+    return max(factors, key=lambda factor: (factor.bytes.best, factor.latency))

@@ -1,21 +1,22 @@
-"""Attention and RMS norm as devices run them: as fused kernels.
+"""The cost of attention and RMS norm, which devices run as fused kernels.
 
-Meta tensors would show composites instead, which no device runs.
+Running them on meta tensors would record composites instead, which no device runs.
 
 Flash attention (Dao, 2023) computes 2 products in forward and 5 in backward, where it recomputes
 the scores; it saves query, key, value, the result and one float32 number per row. Heads that share
-keys are not copied in forward; backward on a GPU makes their gradients per query head, and sums.
+keys are not copied in forward; backward on a GPU computes their gradients per query head, then sums
+them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 
-from shardwise.cost.kernels import MEMORY, CallCost, Kernel, Saved, contiguous, seen_part
+from shardwise.cost.kernels import CallCost, Kernel, Saved, causal_fraction, contiguous
 from shardwise.cost.signature import Signature, broadcast_shapes
 from shardwise.dtypes import dtype_name
 from shardwise.ir import Ref, TensorType
@@ -28,11 +29,11 @@ def is_fused_attention(signature: Signature) -> bool:
     """Return whether this call is one fused kernel."""
     if signature.op not in (_ATEN, "rt.attention"):
         return False
-    named = dict(signature.kwargs)
-    place = _ARGUMENTS.index("dropout_p")
-    if signature.op == _ATEN and len(signature.args) > place:
-        named["dropout_p"] = signature.args[place]
-    return not named.get("dropout_p") and len(signature.types[0].shape) >= 3
+    dropout = dict(signature.kwargs).get("dropout_p")
+    position = _ARGUMENTS.index("dropout_p")
+    if signature.op == _ATEN and len(signature.args) > position:
+        dropout = signature.args[position]
+    return not dropout and len(signature.types[0].shape) >= 3
 
 
 @dataclass(slots=True)
@@ -45,7 +46,7 @@ class _Sizes:
     result: TensorType
     mask: int | None
     causal: bool
-    rows_cut: bool
+    rows_sharded: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,9 +62,9 @@ def attention_cost(signature: Signature) -> CallCost:
     """Return the kernels and memory of a fused attention."""
     sizes = _sizes(signature)
     query, key, value, result = sizes.query, sizes.key, sizes.value, sizes.result
-    part = seen_part(result.shape[-2], key.shape[-2]) if sizes.causal else 1.0
-    flops = 2.0 * sizes.rows * key.shape[-2] * part
-    made, mask_bytes, own = _mask(signature, sizes)
+    fraction = causal_fraction(result.shape[-2], key.shape[-2]) if sizes.causal else 1.0
+    flops = 2.0 * sizes.rows * key.shape[-2] * fraction
+    mask_kernels, mask_bytes, new_mask_bytes = _mask(signature, sizes)
     row_bytes = sizes.rows * 4  # logsumexp is float32
     moved = sum(t.num_bytes for t in (query, key, value, result)) + row_bytes + mask_bytes
     kernel = Kernel(
@@ -75,37 +76,43 @@ def attention_cost(signature: Signature) -> CallCost:
         shape=sizes.shape,
         causal=sizes.causal,
     )
-    fields: dict[str, Any] = {"forward": (*made, kernel), "results": (result,)}
-    fields |= {"strides": (_strides(signature, result.shape),), "aliases": (None,)}
-    wanted = sorted({signature.firsts[i] for i in signature.grads})
-    if not wanted:
-        return CallCost(**fields, forward_temporary_bytes=own + row_bytes)
-    fields["saved"] = _saved(signature, sizes, own, row_bytes)
-    gradients = tuple((i, signature.types[i].num_bytes) for i in wanted)
-    back = Kernel(
-        op="scaled_dot_product_attention_backward",
-        kind="attention",
-        flops=flops * (3 * query.shape[-1] + 2 * value.shape[-1]),
-        bytes=float(moved + result.num_bytes + sum(size for _, size in gradients)),
-        dtype=kernel.dtype,
-        shape=sizes.shape,
-        causal=sizes.causal,
+    forward = CallCost(
+        forward=(*mask_kernels, kernel),
+        results=(result,),
+        strides=(_strides(signature, result.shape),),
+        aliases=(None,),
     )
-    temporary, spread = 0, 0
-    summed: tuple[Kernel, ...] = ()
+    differentiated = sorted({signature.firsts[i] for i in signature.grads})
+    if not differentiated:
+        return replace(forward, forward_temporary_bytes=new_mask_bytes + row_bytes)
+    gradients = tuple((i, signature.types[i].num_bytes) for i in differentiated)
+    backward = [
+        replace(
+            kernel,
+            op="scaled_dot_product_attention_backward",
+            flops=flops * (3 * query.shape[-1] + 2 * value.shape[-1]),
+            bytes=float(moved + result.num_bytes + sum(size for _, size in gradients)),
+        )
+    ]
+    temporary_bytes = 0
     if signature.device == "cuda":
         # Query gradients are added up in float32, next to a number per row (flash_bwd's dq_accum).
         half = query.dtype.itemsize < 4
-        temporary = sizes.rows * (query.shape[-1] + 1) * 4 if half else row_bytes
-        spread, summed = _shared_heads(sizes)
-    backward = (back, *summed)
-    only_parameters = all(i in signature.parameters for i in wanted)
-    return CallCost(
-        **fields,
-        backward=backward,
-        weight=backward if only_parameters else (),
+        temporary_bytes = sizes.rows * (query.shape[-1] + 1) * 4 if half else row_bytes
+        groups = result.shape[-3] // max(key.shape[-3], 1)
+        if groups > 1:  # heads share keys: sum key and value gradients over query heads
+            temporary_bytes += groups * (key.num_bytes + value.num_bytes)
+            backward += [
+                _memory("sum", t.num_bytes * (groups + 1), t.dtype, t.shape) for t in (key, value)
+            ]
+    only_parameters = all(i in signature.parameters for i in differentiated)
+    return replace(
+        forward,
+        backward=tuple(backward),
+        weight=tuple(backward) if only_parameters else (),
+        saved=_saved(signature, sizes, new_mask_bytes, row_bytes),
         gradients=gradients,
-        backward_temporary_bytes=temporary + spread,
+        backward_temporary_bytes=temporary_bytes,
     )
 
 
@@ -121,22 +128,22 @@ def _sizes(signature: Signature) -> _Sizes:
     lead = broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     heads = max(query.shape[-3], key.shape[-3])
     result = TensorType((*lead, heads, query.shape[-2], value.shape[-1]), query.dtype)
-    rows_cut = signature.op == "rt.attention" and bool(named.get("is_causal"))
+    rows_sharded = signature.op == "rt.attention" and bool(named.get("is_causal"))
     return _Sizes(
         query=query,
         key=key,
         value=value,
         result=result,
         mask=places.get("attn_mask"),
-        causal=bool(named.get("is_causal")) and not rows_cut,
-        rows_cut=rows_cut,
+        causal=bool(named.get("is_causal")) and not rows_sharded,
+        rows_sharded=rows_sharded,
     )
 
 
 def _strides(signature: Signature, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of the result: those of the query; on a CPU, heads lie inside of rows."""
-    given = signature.strides[0]
-    if signature.device != "cpu" and (given is None or given[-2] <= given[-3]):
+    """Return the strides of the result: those of the query; on a CPU, heads lie inside rows."""
+    strides = signature.strides[0]
+    if signature.device != "cpu" and (strides is None or strides[-2] <= strides[-3]):
         return contiguous(shape)
     *lead, heads, rows, size = shape
     *outer, row, head, one = contiguous((*lead, rows, heads, size))
@@ -144,61 +151,50 @@ def _strides(signature: Signature, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _mask(signature: Signature, sizes: _Sizes) -> tuple[tuple[Kernel, ...], int, int]:
-    """Return the kernels that make the mask, the bytes that attention reads, and the new bytes.
+    """Return the kernels that compute the mask, the bytes that attention reads, and the new bytes.
 
     Boolean masks are first converted to the query's dtype (`convert_boolean_attn_mask`). So are the
-    rows of a causal mask that a rank of sharded queries has.
+    rows of a causal mask that a rank with a shard of the queries has.
     """
-    if sizes.rows_cut:
+    kernels = []
+    if sizes.rows_sharded:
         shape: tuple[int, ...] = (sizes.result.shape[-2], sizes.key.shape[-2])
-        truth, kind = prod(shape), torch.bool
+        dtype = torch.bool
+        if prod(shape):
+            kernels.append(_memory("ge", prod(shape), dtype, shape))
     elif sizes.mask is not None:
-        given = signature.types[sizes.mask]
-        shape, truth, kind = given.shape, 0, given.dtype
+        shape, dtype = signature.types[sizes.mask].shape, signature.types[sizes.mask].dtype
     else:
         return (), 0, 0
     count, item = prod(shape), sizes.query.dtype.itemsize
-    made = [_memory("ge", truth, torch.bool, shape)] if truth else []
-    if kind != torch.bool:
-        return tuple(made), count * kind.itemsize, 0
-    made.append(_memory("where", count * (1 + item), sizes.query.dtype, shape))
-    return tuple(made), count * item, count * item
+    if dtype != torch.bool:
+        return (), count * dtype.itemsize, 0
+    kernels.append(_memory("where", count * (1 + item), sizes.query.dtype, shape))
+    return tuple(kernels), count * item, count * item
 
 
-def _memory(op: str, moved: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Kernel:
-    return Kernel(
-        op=op, kind=MEMORY, flops=0.0, bytes=float(moved), dtype=dtype_name(dtype), shape=shape
-    )
+def _memory(op: str, num_bytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Kernel:
+    return Kernel(op=op, bytes=float(num_bytes), dtype=dtype_name(dtype), shape=shape)
 
 
-def _saved(signature: Signature, sizes: _Sizes, own: int, row_bytes: int) -> tuple[Saved, ...]:
+def _saved(
+    signature: Signature, sizes: _Sizes, new_mask_bytes: int, row_bytes: int
+) -> tuple[Saved, ...]:
     operands = {signature.firsts[i] for i in range(3)}
-    if sizes.mask is not None and not own:
+    if sizes.mask is not None and not new_mask_bytes:
         operands.add(signature.firsts[sizes.mask])
     saved = [Saved(operand=i, num_bytes=signature.types[i].num_bytes) for i in sorted(operands)]
     saved.append(Saved(result=0, num_bytes=sizes.result.num_bytes))
     saved.append(Saved(num_bytes=row_bytes))
-    if own:
-        saved.append(Saved(num_bytes=own))
+    if new_mask_bytes:
+        saved.append(Saved(num_bytes=new_mask_bytes))
     return tuple(saved)
-
-
-def _shared_heads(sizes: _Sizes) -> tuple[int, tuple[Kernel, ...]]:
-    """Return bytes and sums of key and value gradients per query head, where heads share keys."""
-    groups = sizes.result.shape[-3] // max(sizes.key.shape[-3], 1)
-    if groups <= 1:
-        return 0, ()
-    kernels = [
-        _memory("sum", t.num_bytes * (groups + 1), t.dtype, t.shape)
-        for t in (sizes.key, sizes.value)
-    ]
-    return groups * (sizes.key.num_bytes + sizes.value.num_bytes), tuple(kernels)
 
 
 # ------------------------------------------------------------ RMS norm
 #
-# A GPU runs one kernel forward and two backward. Elsewhere, and on meta tensors, it is a composite
-# of elementwise operators and a mean.
+# A GPU runs one kernel in forward and two in backward. On other devices and on meta tensors, it is
+# a composite of elementwise operators and a mean.
 
 
 def is_fused_norm(signature: Signature) -> bool:
@@ -206,14 +202,13 @@ def is_fused_norm(signature: Signature) -> bool:
 
     See `rms_norm_symint` of layer_norm.cpp.
     """
-    kinds = {t.dtype for t in signature.types}
-    plain = signature.autocast is None and not any(signature.strides)
     refs = [arg for arg in signature.args if isinstance(arg, Ref)]
     return (
         signature.op == "aten.rms_norm.default"
         and signature.device == "cuda"
-        and plain
-        and len(kinds) == 1
+        and signature.autocast is None
+        and not any(signature.strides)
+        and len({t.dtype for t in signature.types}) == 1
         and len(refs) == len(signature.types)
         and len(set(signature.firsts)) == len(refs)
     )
@@ -224,49 +219,32 @@ def norm_cost(signature: Signature) -> CallCost:
     x = signature.types[0]
     weight = signature.types[1] if len(signature.types) > 1 else None
     inner = TensorType(tuple(signature.args[1]), x.dtype)
-    rows = (x.numel // max(inner.numel, 1)) * 4
-    scale = weight.num_bytes if weight else 0
+    row_bytes = (x.numel // max(inner.numel, 1)) * 4
+    extra = (weight.num_bytes if weight else 0) + row_bytes
 
-    def kernel(suffix: str, moved: int, result: TensorType) -> Kernel:
-        return Kernel(
-            op=f"_fused_rms_norm{suffix}",
-            kind=MEMORY,
-            flops=0.0,
-            bytes=float(moved),
-            dtype=dtype_name(x.dtype),
-            shape=result.shape,
-        )
+    def kernel(suffix: str, num_bytes: int, result: TensorType) -> Kernel:
+        return _memory(f"_fused_rms_norm{suffix}", num_bytes + extra, x.dtype, result.shape)
 
-    forward = (kernel("", 2 * x.num_bytes + scale + rows, x),)
-    strides = contiguous(x.shape)
+    forward = CallCost(
+        forward=(kernel("", 2 * x.num_bytes, x),),
+        results=(x,),
+        strides=(contiguous(x.shape),),
+        aliases=(None,),
+    )
     if not signature.grads:
-        return CallCost(
-            forward=forward,
-            forward_temporary_bytes=rows,
-            results=(x,),
-            strides=(strides,),
-            aliases=(None,),
-        )
-    backward, weights = [], []
+        return replace(forward, forward_temporary_bytes=row_bytes)
+    backward = {}
     if 0 in signature.grads:
-        backward.append(kernel("_backward", 3 * x.num_bytes + scale + rows, x))
+        backward[0] = kernel("_backward", 3 * x.num_bytes, x)
     if weight and 1 in signature.grads:
-        weights.append(kernel("_backward", 2 * x.num_bytes + scale + rows, weight))
-    saved = [Saved(operand=0, num_bytes=x.num_bytes), Saved(num_bytes=rows)]
+        backward[1] = kernel("_backward", 2 * x.num_bytes, weight)
+    saved = [Saved(operand=0, num_bytes=x.num_bytes), Saved(num_bytes=row_bytes)]
     if weight:
         saved.insert(1, Saved(operand=1, num_bytes=weight.num_bytes))
-    return CallCost(
-        forward=forward,
-        backward=(*backward, *weights),
-        weight=tuple(
-            item
-            for place, items in ((0, backward), (1, weights))
-            for item in items
-            if place in signature.parameters
-        ),
+    return replace(
+        forward,
+        backward=tuple(backward.values()),
+        weight=tuple(item for i, item in backward.items() if i in signature.parameters),
         saved=tuple(saved),
-        results=(x,),
-        strides=(strides,),
-        aliases=(None,),
         gradients=tuple((i, signature.types[i].num_bytes) for i in sorted(signature.grads)),
     )

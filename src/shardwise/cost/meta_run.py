@@ -1,10 +1,10 @@
-"""The kernels that a local call launches and the memory it saves, from one run on meta tensors.
+"""Run a local call on meta tensors to record the kernels it launches and the memory it saves.
 
-Every ATen call of forward, and of the backward that autograd makes of it, is recorded; saved
+Every ATen call of forward, and of the backward that autograd derives from it, is recorded; saved
 tensors are recognized by their storages. Attention counts as the fused kernel (`cost.fused`);
-operators of the runtime run as they are, on a mesh that only counts collectives. A call that cannot
-be run (its shapes depend on data, an operator has no rule for shapes) is guessed from its bytes,
-with a note.
+operators of the runtime run unchanged, on a mesh that only counts collectives. A call that cannot
+run (its shapes depend on data, or an operator has no meta kernel) is guessed from its bytes, with a
+note.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any, cast
@@ -25,11 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise import runtime as rt
 from shardwise.cost.fused import attention_cost, is_fused_attention, is_fused_norm, norm_cost
 from shardwise.cost.kernels import (
-    MEMORY,
     CallCost,
     CollectiveCall,
     Kernel,
     Saved,
+    contiguous,
     kernels_of,
     op_info,
     tensors,
@@ -51,9 +51,9 @@ from shardwise.shares import Shares
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """One live storage; `kind` is what it is for, once that is known."""
+    """One live storage; `kind` is its purpose, once that is known."""
 
-    number: int  # addresses are used again, numbers are not
+    number: int  # addresses are reused, numbers are not
     size: int = 0
     kind: str | None = None
     watch: Any = field(default=None, repr=False)
@@ -64,7 +64,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0  # bytes now, and at most
+        self.live = self.peak = 0  # bytes
         self.storages: dict[int, Storage] = {}  # by address
         self._counter = itertools.count()
 
@@ -94,32 +94,32 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(slots=True)
 class _Launch:
-    """One kernel, with the storages that it reads and makes, by number."""
+    """One kernel, with the storages that it reads and writes, by number."""
 
     kernel: Kernel
     reads: frozenset[int]
-    makes: frozenset[int]
+    writes: frozenset[int]
 
 
 class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
-    """Record the kernels of every ATen call, and track the storages that calls make."""
+    """Record the kernels of every ATen call, and track the storages that calls allocate."""
 
     def __init__(self, operands: list[Tensor]) -> None:
         super().__init__()
         self._launches: list[_Launch] = []
-        self._known: set[int] = set()
-        self._held: list[Tensor] = []
+        self._inputs: list[Tensor] = []  # referenced so that their addresses are not reused
+        self._input_keys: set[int] = set()
         self._in_backward = False
-        self.known(operands)
+        self.add_inputs(operands)
 
-    def known(self, given: list[Tensor]) -> None:
-        """Leave out storages that exist anyway: operands, and gradients that come in."""
-        self._held += given
-        self._known |= {t.untyped_storage()._cdata for t in given}
+    def add_inputs(self, inputs: list[Tensor]) -> None:
+        """Do not track the storages of these tensors: operands, or gradients of results."""
+        self._inputs += inputs
+        self._input_keys |= {t.untyped_storage()._cdata for t in inputs}
 
-    def is_known(self, tensor: Tensor) -> bool:
-        """Return whether the tensor's memory exists anyway."""
-        return tensor.untyped_storage()._cdata in self._known
+    def is_input(self, tensor: Tensor) -> bool:
+        """Return whether the tensor shares the memory of an input."""
+        return tensor.untyped_storage()._cdata in self._input_keys
 
     def begin_backward(self) -> None:
         """Start a new peak."""
@@ -130,16 +130,16 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
         launches, self._launches = self._launches, []
         return [launch.kernel for launch in launches]
 
-    def without(self, gradients: list[Tensor]) -> tuple[Kernel, ...]:
+    def unneeded(self, gradients: list[Tensor]) -> tuple[Kernel, ...]:
         """Return the kernels since the last `take` that these gradients do not need."""
-        needed = self._places(gradients)
-        left = []
+        needed = self._numbers(gradients)
+        kernels = []
         for launch in reversed(self._launches):
-            if needed.isdisjoint(launch.makes):
-                left.append(launch.kernel)
+            if needed.isdisjoint(launch.writes):
+                kernels.append(launch.kernel)
             else:
                 needed |= launch.reads
-        return tuple(reversed(left))
+        return tuple(reversed(kernels))
 
     def __torch_dispatch__(
         self,
@@ -154,72 +154,64 @@ class Recorder(StorageTracker):  # type: ignore[no-untyped-call]
             return result
         results = list(tensors(result))
         for tensor in results:
-            if not self.is_known(tensor):
+            if not self.is_input(tensor):
                 self.track(tensor)
         if op_info(func).launches:
             kernels = kernels_of(func, args, options, result, backward=self._in_backward)
-            self._note(kernels, (args, tuple(options.values())), result, results)
+            reads = frozenset(self._numbers(tensors((args, tuple(options.values())))))
+            parts = [results for _ in kernels]
+            if len(kernels) == 2:  # the first result, and the others: see `kernels_of`
+                parts = [list(tensors(result[:1])), list(tensors(result[1:]))]
+            for kernel, part in zip(kernels, parts, strict=True):
+                self._launches.append(_Launch(kernel, reads, frozenset(self._numbers(part))))
         return result
 
-    def _note(
-        self, kernels: tuple[Kernel, ...], given: Any, result: Any, results: list[Tensor]
-    ) -> None:
-        reads = frozenset(self._places(tensors(given)))
-        if len(kernels) == 2:  # the first result, and the others: see `kernels_of`
-            parts = [list(tensors(result[:1])), list(tensors(result[1:]))]
-        else:
-            parts = [results for _ in kernels]
-        for kernel, part in zip(kernels, parts, strict=True):
-            self._launches.append(_Launch(kernel, reads, frozenset(self._places(part))))
-
-    def _places(self, given: Any) -> set[int]:
-        """Return the numbers of storages that were made here."""
-        known = (self.storages.get(t.untyped_storage()._cdata) for t in given)
-        return {storage.number for storage in known if storage is not None}
+    def _numbers(self, operands: Iterable[Tensor]) -> set[int]:
+        """Return the numbers of the tracked storages among those of `operands`."""
+        storages = (self.storages.get(t.untyped_storage()._cdata) for t in operands)
+        return {storage.number for storage in storages if storage is not None}
 
 
-def guessed(signature: Signature, reason: str) -> CallCost:
+def guess(signature: Signature, reason: str) -> CallCost:
     """Return a cost guessed from bytes; operands and results are saved for backward."""
     operands = {first: signature.types[first] for first in signature.firsts}
     results = signature.results or tuple(operands.values())[:1]
-    given = sum(t.num_bytes for t in operands.values())
-    made = sum(t.num_bytes for t in results)
+    operand_bytes = sum(t.num_bytes for t in operands.values())
+    result_bytes = sum(t.num_bytes for t in results)
     main = max(results, key=lambda t: t.num_bytes, default=None)
 
-    def kernel(suffix: str, size: int) -> tuple[Kernel, ...]:
+    def kernel(suffix: str, num_bytes: int) -> tuple[Kernel, ...]:
         return (
             Kernel(
                 op=signature.op.removeprefix("aten.").split(".")[0] + suffix,
-                kind=MEMORY,
-                flops=0.0,
-                bytes=float(size),
+                bytes=float(num_bytes),
                 dtype=dtype_name(main.dtype) if main else "float32",
                 shape=main.shape if main else (),
             ),
         )
 
-    wanted = {signature.firsts[i] for i in signature.grads}
-    wanted = {i for i in wanted if operands[i].dtype.is_floating_point}
-    forward = kernel("", given + made)
-    if not wanted:
+    differentiated = {signature.firsts[i] for i in signature.grads}
+    differentiated = {i for i in differentiated if operands[i].dtype.is_floating_point}
+    forward = kernel("", operand_bytes + result_bytes)
+    if not differentiated:
         return CallCost(forward=forward, results=signature.results, note=reason)
-    gradients = sum(operands[i].num_bytes for i in wanted)
-    backward = kernel("_backward", given + 2 * made + gradients)
+    gradient_bytes = sum(operands[i].num_bytes for i in differentiated)
+    backward = kernel("_backward", operand_bytes + 2 * result_bytes + gradient_bytes)
     saved = [Saved(operand=i, num_bytes=t.num_bytes) for i, t in operands.items()]
     saved += [Saved(result=i, num_bytes=t.num_bytes) for i, t in enumerate(signature.results)]
     return CallCost(
         forward=forward,
         backward=backward,
-        weight=backward if wanted <= signature.parameters else (),
+        weight=backward if differentiated <= signature.parameters else (),
         saved=tuple(saved),
         results=signature.results,
         aliases=tuple(None for _ in signature.results),
-        gradients=tuple((i, operands[i].num_bytes) for i in sorted(wanted)),
+        gradients=tuple((i, operands[i].num_bytes) for i in sorted(differentiated)),
         note=reason,
     )
 
 
-CACHED_CALLS = 1 << 16  # signatures kept; a search over one model makes a few thousand
+CACHED_CALLS = 1 << 16  # signatures; a search over one model has a few thousand
 
 
 def call_cost(
@@ -231,7 +223,7 @@ def call_cost(
     parameters: frozenset[int] = frozenset(),
     **more: Any,
 ) -> CallCost:
-    """Return the kernels of a local call and of its backward, and what is saved between them.
+    """Return the kernels of a local call and of its backward, and the memory saved between them.
 
     Arguments are those of `call_signature`.
     """
@@ -246,22 +238,23 @@ def cost_of(signature: Signature) -> CallCost:
             return attention_cost(signature)
         if is_fused_norm(signature):
             return norm_cost(signature)
-        return _Trial(signature).run()
-    except Exception as error:  # an operator may refuse meta tensors in any way
+        return _MetaRun(signature).run()
+    except Exception as error:  # operators without a meta kernel raise errors of many types
         reason = str(error).strip().split("\n")[0]
-        return guessed(signature, f"{signature.op}: {type(error).__name__}: {reason}")
+        return guess(signature, f"{signature.op}: {type(error).__name__}: {reason}")
 
 
 @dataclass(slots=True)
 class _Backward:
-    """One backward pass."""
+    """One backward pass; `weight` are the kernels that only parameters need."""
 
-    kernels: list[Kernel]
-    gradients: tuple[Tensor | None, ...]
-    peak: int
+    kernels: list[Kernel] = field(default_factory=list)
+    weight: tuple[Kernel, ...] = ()
+    gradients: tuple[Tensor | None, ...] = ()
+    temporary_bytes: int = 0
 
 
-class _Trial:
+class _MetaRun:
     """One call on meta tensors."""
 
     def __init__(self, signature: Signature) -> None:
@@ -278,25 +271,24 @@ class _Trial:
         function = under_autocast(signature.op, function, signature.autocast)
         supply = iter(self.operands)
         args, kwargs = map_refs((signature.args, signature.kwargs), lambda _: next(supply))
-        saving = torch.autograd.graph.saved_tensors_hooks(self._pack, _same)
+        saving = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
         with recorder, torch.set_grad_enabled(bool(signature.grads)), saving:
             result = function(*args, **dict(kwargs))
         results = list(tensors(result))
-        forward, live = recorder.take(), recorder.live
-        forward_peak = recorder.peak
+        forward, forward_temporary_bytes = recorder.take(), recorder.peak - recorder.live
         saved = self._saved(results)
         self.saved = []
-        in_forward = len(collectives)
-        backward, weight = self._backward(results)
+        num_forward = len(collectives)
+        backward = self._backward(results)
         return CallCost(
             forward=tuple(forward),
             backward=tuple(backward.kernels),
-            weight=weight,
+            weight=backward.weight,
             saved=saved,
-            collectives=tuple(collectives[:in_forward]),
-            backward_collectives=tuple(collectives[in_forward:]),
-            forward_temporary_bytes=forward_peak - live,
-            backward_temporary_bytes=backward.peak,
+            collectives=tuple(collectives[:num_forward]),
+            backward_collectives=tuple(collectives[num_forward:]),
+            forward_temporary_bytes=forward_temporary_bytes,
+            backward_temporary_bytes=backward.temporary_bytes,
             results=tuple(TensorType(tuple(t.shape), t.dtype) for t in results),
             strides=tuple(t.stride() for t in results),
             aliases=tuple(self._owner(t) for t in results),
@@ -304,7 +296,7 @@ class _Trial:
         )
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        """Detach results: one that its own node saved would form a cycle that nothing frees."""
+        """Detach results: one that its own node saves would form a cycle that is never freed."""
         self.saved.append(tensor)
         return tensor if tensor.is_leaf else tensor.detach()
 
@@ -316,7 +308,7 @@ class _Trial:
         return None
 
     def _saved(self, results: list[Tensor]) -> tuple[Saved, ...]:
-        """Return what autograd saves, each storage once."""
+        """Return the memory that autograd saves, each storage once."""
         of_results = {t.untyped_storage()._cdata: i for i, t in reversed([*enumerate(results)])}
         saved: dict[int, Saved] = {}
         for tensor in self.saved:
@@ -331,79 +323,71 @@ class _Trial:
                 saved[key] = Saved(result=of_results.get(key), num_bytes=size)
         return tuple(saved.values())
 
-    def _backward(self, results: list[Tensor]) -> tuple[_Backward, tuple[Kernel, ...]]:
-        """Run backward; return all of it, and the kernels that only parameters need."""
+    def _backward(self, results: list[Tensor]) -> _Backward:
         ends = [t for t in results if t.requires_grad]
-        places = self._wanted()
-        if not places or not ends:
-            return _Backward([], (), 0), ()
+        positions = self._differentiated()
+        if not positions or not ends:
+            return _Backward()
         seeds = [torch.empty_like(t, requires_grad=False) for t in ends]
-        recorder, leaves = self.recorder, [self.operands[i] for i in places]
-        recorder.known(seeds)
+        recorder, leaves = self.recorder, [self.operands[i] for i in positions]
+        recorder.add_inputs(seeds)
         recorder.begin_backward()
-        with recorder:  # the graph is retained: what is alive at the end was, or is new
+        with recorder:  # the graph is retained, so that backward frees nothing of forward
             gradients = torch.autograd.grad(
                 ends, leaves, seeds, retain_graph=True, allow_unused=True
             )
-        others = [g for i, g in zip(places, gradients, strict=True) if not self._is_parameter(i)]
+        others = [g for i, g in zip(positions, gradients, strict=True) if not self._is_parameter(i)]
         weight: tuple[Kernel, ...] = ()
-        if len(others) < len(places):
-            weight = recorder.without([g for g in others if g is not None])
-        return _Backward(recorder.take(), gradients, max(recorder.peak - recorder.live, 0)), weight
+        if len(others) < len(positions):
+            weight = recorder.unneeded([g for g in others if g is not None])
+        temporary_bytes = max(recorder.peak - recorder.live, 0)
+        return _Backward(recorder.take(), weight, gradients, temporary_bytes)
 
-    def _wanted(self) -> list[int]:
+    def _differentiated(self) -> list[int]:
         """Return the operands that get a gradient, each tensor once."""
-        places: dict[int, int] = {}
+        positions: dict[int, int] = {}
         for i, t in enumerate(self.operands):
             if i in self.signature.grads and t.requires_grad:
-                places.setdefault(id(t), i)
-        return list(places.values())
+                positions.setdefault(id(t), i)
+        return list(positions.values())
 
     def _is_parameter(self, position: int) -> bool:
         same = [i for i, t in enumerate(self.operands) if t is self.operands[position]]
         return all(i in self.signature.parameters for i in same)
 
-    def _gradients(self, made: tuple[Tensor | None, ...]) -> tuple[tuple[int, int], ...]:
+    def _gradients(self, gradients: tuple[Tensor | None, ...]) -> tuple[tuple[int, int], ...]:
         """Return the new memory of the gradients, in the order of the operands that get one."""
-        pairs = zip(self._wanted(), made, strict=False)
         return tuple(
-            (i, 0 if t is None or self.recorder.is_known(t) else touched_bytes(t)) for i, t in pairs
+            (i, 0 if t is None or self.recorder.is_input(t) else touched_bytes(t))
+            for i, t in zip(self._differentiated(), gradients, strict=False)
         )
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _operands(signature: Signature) -> list[Tensor]:
     """Return a meta tensor for every operand; the same one for repeats."""
-    made: dict[int, Tensor] = {}
+    distinct: dict[int, Tensor] = {}
     operands = []
     for position, first in enumerate(signature.firsts):
-        if first not in made:
-            kind, stride = signature.types[first], signature.strides[first]
-            if stride is None:
-                made[first] = torch.empty(kind.shape, dtype=kind.dtype, device="meta")
-            else:
-                made[first] = torch.empty_strided(
-                    kind.shape, stride, dtype=kind.dtype, device="meta"
-                )
-        if position in signature.grads and _differentiable(made[first].dtype):
-            made[first].requires_grad_()
-        operands.append(made[first])
+        if first not in distinct:
+            kind, strides = signature.types[first], signature.strides[first]
+            if strides is None:
+                strides = contiguous(kind.shape)
+            distinct[first] = torch.empty_strided(
+                kind.shape, strides, dtype=kind.dtype, device="meta"
+            )
+        tensor = distinct[first]
+        if position in signature.grads and (tensor.is_floating_point() or tensor.is_complex()):
+            tensor.requires_grad_()
+        operands.append(tensor)
     return operands
-
-
-def _differentiable(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def function_of(
     signature: Signature, device: str = "meta", collectives: list[CollectiveCall] | None = None
 ) -> Callable[..., Any]:
-    """Return what a call runs, which makes its tensors on `device`.
+    """Return the function that a call runs, which allocates its tensors on `device`.
 
-    Collectives of the runtime's operators are appended to `collectives`, if given.
+    Collectives of the runtime's operators are appended to `collectives`.
     """
     if signature.op.startswith("rt."):
         return runtime_function(signature, device, [] if collectives is None else collectives)
@@ -425,8 +409,8 @@ def runtime_function(
 ) -> Callable[..., Any]:
     """Return a function of local tensors that runs the `rt.*` operator of `signature`.
 
-    Tensors that come from no operand are made on `device`. Every collective that the operator
-    calls, in forward or backward, is appended to `collectives`.
+    Tensors that do not depend on operands are allocated on `device`. Every collective that the
+    operator calls, in forward or backward, is appended to `collectives`.
     """
     name = signature.op.removeprefix("rt.")
     function = getattr(rt, name, None)
@@ -437,18 +421,18 @@ def runtime_function(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = parameters.bind_partial(*args, **kwargs)
-        given = bound.arguments
+        arguments = bound.arguments
         if name == "grouped_mm":
-            _divide_rows_evenly(given)
-        for parameter, value in given.items():
+            _divide_rows_evenly(arguments)
+        for parameter, value in arguments.items():
             if isinstance(value, MeshAxis):
-                of = given.get(parameter.replace("axis", "of"))
+                of = arguments.get(parameter.replace("axis", "of"))
                 length = local.shape[-2 if parameter == "row_axis" else -1] if of and local else 0
-                given[parameter] = _axis(value.names, of, length, collectives)
+                arguments[parameter] = _axis(value.names, of, length, collectives)
         if "rng" in parameters.parameters:
-            given |= {"rng": _Rng(_drawn_shape(name, given, local)), "key": ""}
+            arguments |= {"rng": _Rng(_random_shape(name, arguments, local)), "key": ""}
         if "device" in parameters.parameters:
-            given["device"] = device
+            arguments["device"] = device
         return function(*bound.args, **bound.kwargs)
 
     return call
@@ -460,7 +444,7 @@ def _parameters(function: Callable[..., Any]) -> inspect.Signature:
 
 
 class _CountingTransport:
-    """Count the collectives over some mesh axes; results have the right size, but no values."""
+    """Record the collectives over some mesh axes; results have the right size, but no values."""
 
     rank, world_size = 0, 2
 
@@ -470,18 +454,18 @@ class _CountingTransport:
     def __getattr__(self, operation: str) -> Callable[..., Pending]:
         run = getattr(FakeTransport(self.rank, self.world_size), operation)
 
-        def count(flat: Tensor, *args: Any) -> Pending:
+        def record(flat: Tensor, *args: Any) -> Pending:
             size = flat.numel() * flat.element_size()
             self._collectives.append(CollectiveCall(op=operation, num_bytes=size, axes=self._axes))
             return cast(Pending, run(flat, *args))
 
-        return count
+        return record
 
 
 def _axis(
     names: tuple[str, ...], of: Of | None, length: int, collectives: list[CollectiveCall]
 ) -> Axis:
-    """Return an axis of two ranks, the first of which holds `length` of a dim split as `of`."""
+    """Return an axis of two ranks; the first one has `length` of a dim that is split as `of`."""
     transport = cast(Transport, _CountingTransport(names, collectives))
     full = full_length(of) if of else 0
     shares = Shares(length, full - length) if 0 < full >= length else 2
@@ -489,7 +473,7 @@ def _axis(
 
 
 class _Rng(Rng):
-    """Draw the whole tensor and take a part of `shape`, as the runtime does in mode "exact"."""
+    """Draw the full tensor and take a part of `shape`, as the runtime does in mode "exact"."""
 
     def __init__(self, shape: Sequence[int] | None) -> None:
         super().__init__(0)
@@ -516,18 +500,18 @@ class _Rng(Rng):
         return part.contiguous()
 
 
-def _drawn_shape(
-    name: str, given: dict[str, Any], local: TensorType | None
+def _random_shape(
+    name: str, arguments: dict[str, Any], local: TensorType | None
 ) -> tuple[int, ...] | None:
     """Return the shape of this rank's random numbers, if it is known."""
-    if name == "attention":  # numbers are drawn for its weights
-        return (*given["query"].shape[:-1], given["key_"].shape[-2])
-    return local.shape[: len(given.get("shape", ()))] if local else None
+    if name == "attention":  # dropout of its weights
+        return (*arguments["query"].shape[:-1], arguments["key_"].shape[-2])
+    return local.shape[: len(arguments.get("shape", ()))] if local else None
 
 
-def _divide_rows_evenly(given: dict[str, Any]) -> None:
-    """Give every expert as many rows: how many it really gets, only the data tells."""
-    rows = given["x"].shape[0] // max(given["offs"].shape[0], 1)
-    given["offs"] = np.arange(1, given["weight"].shape[0] + 1) * rows
+def _divide_rows_evenly(arguments: dict[str, Any]) -> None:
+    """Give every expert the same number of rows; the actual numbers depend on data."""
+    rows = arguments["x"].shape[0] // max(arguments["offs"].shape[0], 1)
+    arguments["offs"] = np.arange(1, arguments["weight"].shape[0] + 1) * rows
     for parameter in ("row_axis", "rows", "expert_axis", "experts"):
-        given.pop(parameter, None)
+        arguments.pop(parameter, None)

@@ -1,12 +1,12 @@
 """Select the implementation of each collective: the library, hierarchies, trees or shared memory.
 
-Predicted time decides; the library is kept unless another implementation saves more than `WORTH` of
-its time. Where all ranks and links are equal nothing can be gained, and nothing is solved. The
-selection depends on the arguments alone, so ranks that plan independently agree.
+Predicted time decides; another implementation must save more than `WORTH` of the library's time. If
+all ranks and links are equal, nothing can be gained and nothing is solved. The selection depends on
+the arguments alone, so ranks that plan independently agree.
 
 Groups that communicate at the same time get equal parts of the links they share. Factors measured
-for the library are assumed to hold for solved messages as well: both run on the same processes.
-Shared memory is used where it was measured (`shardwise profile`).
+for the library are assumed to hold for solved messages as well: both run in the same processes.
+Shared memory is considered if it was measured (`shardwise profile`).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ WORTH = 0.1  # fraction of the library's time that another implementation must s
 MAX_RANKS = 16  # of a group that is solved while plans are searched; larger ones on request
 ITEM_BYTES = 4
 SMALL_BYTES, LARGE_BYTES = 256 << 10, 64 << 20  # sizes through which a candidate's line goes
-CLOSE = 0.01  # fraction of the time up to which a simpler implementation may be slower
-CHUNK_BYTES = 128 * 1024  # where the solver has not tuned it
-SIZES = tuple(1 << n for n in range(16, 31))  # smaller data are a matter of latency: the library's
+CLOSE = 0.01  # fraction of the time by which a simpler implementation may be slower
+CHUNK_BYTES = 128 * 1024  # unless the solver has tuned it
+SIZES = tuple(1 << n for n in range(16, 31))  # latency dominates below: leave it to the library
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +62,9 @@ class _Candidate:
 def may_gain(cluster: Cluster) -> bool:
     """Return whether some collective could be faster than the library's on this cluster.
 
-    Nothing can be gained where ranks are equal and a ring in their order uses every NIC fully:
-    devices of one node, or equal nodes of one device behind one switch. About equal nodes of GPUs,
-    NCCL knows as much as the cluster's file.
+    Nothing can be gained if ranks are equal and a ring in their order uses every NIC fully: devices
+    of one node, or equal nodes of one device behind one switch. About equal nodes of GPUs, NCCL
+    knows as much as the cluster file.
     """
     if cluster.num_ranks < 2:
         return False
@@ -83,18 +83,18 @@ def may_gain(cluster: Cluster) -> bool:
 def chooser(cluster: Cluster, max_ranks: int = MAX_RANKS, use: str = "") -> Chooser | None:
     """Return a memoized selector for this cluster, or None if no alternative can win.
 
-    `use` forces an implementation wherever it is possible, whatever the predicted times.
+    `use` forces an implementation if it is possible, whatever the predicted times.
     """
     if use == "library" or not (use or may_gain(cluster)):
         return None
-    known: dict[tuple[str, bytes, int], CollectiveChoice | None] = {}
+    choices: dict[tuple[str, bytes, int], CollectiveChoice | None] = {}
 
     def choose(operation: str, groups: Ints) -> CollectiveChoice | None:
         rows = np.ascontiguousarray(groups, dtype=np.int64)
         key = (operation, rows.tobytes(), rows.shape[-1])
-        if key not in known:
-            known[key] = select(cluster, operation, rows, max_ranks=max_ranks, use=use)
-        return known[key]
+        if key not in choices:
+            choices[key] = select(cluster, operation, rows, max_ranks=max_ranks, use=use)
+        return choices[key]
 
     return choose
 
@@ -109,7 +109,7 @@ def select(
 ) -> CollectiveChoice | None:
     """Return the choice for one operation; None for one rank or an operation without alternatives.
 
-    `use` is that of `chooser`.
+    `use` is as in `chooser`.
 
     >>> fast = Cluster.preset("cpu", nodes=4, devices_per_node=1)
     >>> select(fast, "all_reduce", [range(4)]).uses
@@ -135,31 +135,31 @@ def select(
         for candidate in candidates
         if candidate is not None and use in ("", candidate.name)
     ]
-    return _decided(library_choice, library, allowed, forced=bool(use))
+    return _choose(library_choice, library, allowed, forced=bool(use))
 
 
-def _decided(
+def _choose(
     library_choice: CollectiveChoice,
     library: CollectiveModel,
     candidates: Sequence[_Candidate],
     *,
     forced: bool,
 ) -> CollectiveChoice:
-    """Return the best candidate with the times of all; the library unless it saves enough."""
+    """Return the best candidate if it saves enough, else the library; with the times of all."""
     lines = {candidate.name: _line(library, candidate) for candidate in candidates}
     seconds = {name: line.seconds(REFERENCE_BYTES) for name, line in lines.items()}
-    reported = replace(library_choice, predicted_s={**library_choice.predicted_s, **seconds})
+    choice = replace(library_choice, predicted_s={**library_choice.predicted_s, **seconds})
     if not candidates:
-        return reported
+        return choice
     shortest = min(seconds.values())
     best = next(
         candidate for candidate in candidates if seconds[candidate.name] <= (1 + CLOSE) * shortest
     )
-    start = 0 if forced else _from_bytes(library, lines[best.name])
+    start = 0 if forced else _min_bytes(library, lines[best.name])
     if start is None:
-        return reported
+        return choice
     return replace(
-        reported,
+        choice,
         uses=best.name,
         min_bytes=start,
         latency_s=best.latency_s,
@@ -182,8 +182,8 @@ def saves_enough(library_s: float, other_s: float) -> bool:
     return other_s < (1 - WORTH) * library_s
 
 
-def _from_bytes(library: CollectiveModel, line: Line) -> int | None:
-    """Return the size from which a line always saves enough; None if no step sends that much."""
+def _min_bytes(library: CollectiveModel, line: Line) -> int | None:
+    """Return the size from which a line always saves enough; None if steps send less than that."""
     start = None
     for size in reversed(SIZES):
         if not saves_enough(library.seconds(size), line.seconds(size)):
@@ -193,9 +193,9 @@ def _from_bytes(library: CollectiveModel, line: Line) -> int | None:
 
 
 def _out_of_reach(library: CollectiveModel, networks: Sequence[Network], operation: str) -> bool:
-    """Return whether no program can save enough, by the bytes that must leave ranks and nodes."""
+    """Return whether no program can save enough, by the bound on bytes that cross the network."""
     bound = 0.0
-    for network in _distinct(networks):
+    for network in (key.network for key in dict.fromkeys(map(_Key, networks))):
         demand = demand_of(network, operation)
         symmetry = find_symmetry(network, demand.colors(network.num_ranks))
         bound = max(bound, cut_bound(network, demand, symmetry))
@@ -228,15 +228,15 @@ def _shared(cluster: Cluster, operation: str, groups: Ints) -> _Candidate | None
         return None
     per_node = np.repeat(np.arange(len(cluster.nodes)), [n.copies for n in cluster.nodes])
     links = {cluster.nodes[per_node[node]].link for node in np.unique(nodes)}
-    known = [link for link in links if link is not None and operation in dict(link.shared)]
-    if len(known) < len(links):
+    measured = [link for link in links if link is not None and operation in dict(link.shared)]
+    if len(measured) < len(links):
         return None
     sizes = (SMALL_BYTES, REFERENCE_BYTES, LARGE_BYTES)
-    took = [max(_shared_s(cluster, operation, groups, link, n) for link in known) for n in sizes]
-    pairs = pairwise(zip(sizes, took, strict=True))
+    times = [max(_shared_s(cluster, operation, groups, li, n) for li in measured) for n in sizes]
+    pairs = pairwise(zip(sizes, times, strict=True))
     # The line is nowhere below the curve: data beyond the caches take longer per byte.
     s_per_byte = max(0.0, *((t1 - t0) / (n1 - n0) for (n0, t0), (n1, t1) in pairs))
-    latency_s = max(0.0, took[0] - s_per_byte * SMALL_BYTES)
+    latency_s = max(0.0, times[0] - s_per_byte * SMALL_BYTES)
     return _Candidate(name="shared", latency_s=latency_s, s_per_byte=s_per_byte)
 
 
@@ -245,23 +245,23 @@ def _shared_s(cluster: Cluster, operation: str, groups: Ints, link: Link, num_by
     model = collective_model(cluster, operation, groups)
     factor = factor_of(link.shared, operation, groups.shape[-1])
     line = model.lines[0]
-    start = line.latency_s / model.factor.latency * factor.latency
-    return start + num_bytes * line.s_per_byte * factor.bytes.at(num_bytes)
+    latency_s = line.latency_s / model.factor.latency * factor.latency
+    return latency_s + num_bytes * line.s_per_byte * factor.bytes.at(num_bytes)
 
 
 def _solved(networks: Sequence[Network], operation: str) -> _Candidate | None:
     solutions = [_solution(_Key(network), operation) for network in networks]
-    solved = [each for each in solutions if each is not None]
+    solved = [solution for solution in solutions if solution is not None]
     return _candidate_of("solved", solved, operation) if len(solved) == len(networks) else None
 
 
 def _hierarchical(networks: Sequence[Network], operation: str) -> _Candidate | None:
     forests = []
     for network in networks:
-        parts = hierarchical(network, demand_of(network, operation))
-        if parts is None:
+        trees = hierarchical(network, demand_of(network, operation))
+        if trees is None:
             return None
-        forests.append((forest_of(network, parts), CHUNK_BYTES))
+        forests.append((forest_of(network, trees), CHUNK_BYTES))
     return _candidate_of("hierarchical", forests, operation)
 
 
@@ -269,16 +269,13 @@ def _candidate_of(
     name: str, forests_and_chunks: Sequence[tuple[Forest, int]], operation: str
 ) -> _Candidate:
     """Return the candidate whose line goes through two sizes, by the slowest group."""
+    forests = [forest for forest, _ in forests_and_chunks]
     chunk = min(chunk for _, chunk in forests_and_chunks)
     small, large = (
-        max(
-            _lowered_s(forest, operation, size, chunk)
-            for forest in {f for f, _ in forests_and_chunks}
-        )
+        max(_lowered_s(forest, operation, size, chunk) for forest in set(forests))
         for size in (SMALL_BYTES, LARGE_BYTES)
     )
     s_per_byte = (large - small) / (LARGE_BYTES - SMALL_BYTES)
-    forests = [forest for forest, _ in forests_and_chunks]
     return _Candidate(
         name=name,
         latency_s=max(0.0, small - s_per_byte * SMALL_BYTES),
@@ -303,7 +300,7 @@ def _lowered_s(forest: Forest, operation: str, num_bytes: int, chunk_bytes: int)
 
 
 class _Key:
-    """A network that equals others with the same figures, whatever their ranks."""
+    """A network that equals others with the same figures, whatever the names of their ranks."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -318,15 +315,11 @@ class _Key:
         return hash(self.figures)
 
 
-def _distinct(networks: Sequence[Network]) -> list[Network]:
-    return [key.network for key in dict.fromkeys(map(_Key, networks))]
-
-
 @lru_cache(maxsize=1024)
 def _solution(key: _Key, operation: str) -> tuple[Forest, int] | None:
     """Return the trees of a large transfer and the size of their chunks, or None without trees.
 
-    Where rounds of messages are as fast, as between two ranks, the trees are those of a ring.
+    If rounds of messages are fastest, as between two ranks, use the trees of a ring instead.
     """
     network = key.network
     solution = solve(

@@ -1,4 +1,4 @@
-"""A local call as a key: what its cost depends on, and nothing else."""
+"""Identify a local call by all that its cost depends on, and run calls on meta tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _IGNORED = frozenset({"key"})  # names the source of random numbers
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Signature:
-    """One local call; equal calls of other layers are equal."""
+    """One local call; calls of different layers with the same cost are equal."""
 
     op: str
     args: tuple[Any, ...]
@@ -32,7 +32,9 @@ class Signature:
     strides: tuple[tuple[int, ...] | None, ...]
     autocast: tuple[str, torch.dtype, bool] | None
     function: Callable[..., Any] | None
-    device: str  # "cuda" or "cpu": some operators are one kernel there, several here
+    device: (
+        str  # "cuda" or "cpu": some operators are one kernel on the former, several on the latter
+    )
     key: tuple[Any, ...]
     _hash: int
 
@@ -45,12 +47,12 @@ class Signature:
     def __str__(self) -> str:
         """`aten.add.Tensor(float32[4, 8], float32[8]) grads 0,1 parameters 1`."""
         count = iter(range(len(self.firsts)))
-        given = [_text(a, self, count) for a in self.args]
-        given += [f"{k}={_text(v, self, count)}" for k, v in self.kwargs]
-        text = f"{self.op}({', '.join(given)})"
-        for name, places in (("grads", self.grads), ("parameters", self.parameters)):
-            if places:
-                text += f" {name} {','.join(map(str, sorted(places)))}"
+        arguments = [_text(a, self, count) for a in self.args]
+        arguments += [f"{k}={_text(v, self, count)}" for k, v in self.kwargs]
+        text = f"{self.op}({', '.join(arguments)})"
+        for name, positions in (("grads", self.grads), ("parameters", self.parameters)):
+            if positions:
+                text += f" {name} {','.join(map(str, sorted(positions)))}"
         if any(self.strides):
             text += f" strides {format_arg(self.strides)}"
         if self.autocast is not None:
@@ -74,10 +76,10 @@ def call_signature(
 ) -> Signature:
     """Return the signature of a call; operands with the same name are one tensor.
 
-    `types`, `grads` and `parameters` go by the positions of `Ref`s in `args` and `kwargs`, repeats
-    kept. `results` are the local types of the results where they are known, which a draw of random
-    numbers and a call that cannot be tried need; `strides` those of operands that are not
-    contiguous. `function` runs an `op` that is not registered. `device` is the kind of device.
+    `types`, `grads` and `parameters` refer to the positions of `Ref`s in `args` and `kwargs`,
+    including repeats. `results` are the local types of the results, if known; random numbers and
+    calls that cannot run on meta tensors need them. `strides` are those of operands that are not
+    contiguous. `function` runs an `op` that is not registered.
     """
     pairs = tuple(kwargs)
     if pairs and op.startswith("rt."):
@@ -86,7 +88,7 @@ def call_signature(
     firsts: list[int] = []
     frozen = _freeze(args, names, firsts), _freeze(pairs, names, firsts)
     if len(firsts) != len(types):
-        raise ValueError(f"{op} has {len(firsts)} tensor operands, {len(types)} types were given")
+        raise ValueError(f"{op} has {len(firsts)} tensor operands, got {len(types)} types")
     fields = {
         "firsts": tuple(firsts),
         "types": tuple(types),
@@ -131,7 +133,7 @@ def _text(arg: Any, signature: Signature, count: Any) -> str:
 #
 # torch computes the shapes of many operators in Python, at 0.2 to 5 ms a call. For elementwise
 # operators that is needed once per combination of dtypes, as the shape is the broadcast one. A few
-# other operators that every model has are computed here. Tests compare both with torch.
+# other operators that occur in every model have a rule here. Tests compare both with torch.
 
 
 broadcast_shapes: Callable[..., torch.Size] = torch.broadcast_shapes  # torch leaves it untyped
@@ -168,32 +170,32 @@ def is_elementwise(func: Any) -> bool:
     )
 
 
-_DTYPES: dict[tuple[Any, ...], torch.dtype] = {}  # what the types of operands give, once asked
+_DTYPES: dict[tuple[Any, ...], torch.dtype] = {}  # of results, by the types of operands
 
 
 def _types(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """Return a key that determines the result's dtype; None for arguments of other types."""
-    parts: list[Any] = [func]
+    key: list[Any] = [func]
     for arg in args:
         if isinstance(arg, Tensor):
-            parts.append((arg.dtype, arg.dim() == 0))
+            key.append((arg.dtype, arg.dim() == 0))
         elif isinstance(arg, _PLAIN):
-            parts.append(arg if isinstance(arg, torch.dtype | str) else type(arg))
+            key.append(arg if isinstance(arg, torch.dtype | str) else type(arg))
         else:
             return None
     for name, arg in kwargs.items():
         if not isinstance(arg, _PLAIN):
             return None
-        parts.append((name, arg if isinstance(arg, torch.dtype | str) else type(arg)))
-    return tuple(parts)
+        key.append((name, arg if isinstance(arg, torch.dtype | str) else type(arg)))
+    return tuple(key)
 
 
 def _broadcast(args: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
-    given = [a for a in args if isinstance(a, Tensor)]
-    shape = given[0].shape
-    if len(given) > 1 and any(t.shape != shape for t in given[1:]):
-        shape = broadcast_shapes(*(t.shape for t in given))
-    for tensor in given:
+    operands = [a for a in args if isinstance(a, Tensor)]
+    shape = operands[0].shape
+    if any(t.shape != shape for t in operands[1:]):
+        shape = broadcast_shapes(*(t.shape for t in operands))
+    for tensor in operands:
         if tensor.shape == shape:
             return torch.empty_like(tensor, dtype=dtype)
     return torch.empty(shape, dtype=dtype, device="meta")
@@ -202,17 +204,16 @@ def _broadcast(args: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
 # ---------------------------------------------------------------- rules of single operators
 
 
-def _like(x: Tensor, *_: Any, **__: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _softmax_backward(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(grad, dtype=dtype, memory_format=torch.contiguous_format)
+    return _like(grad, dtype)
 
 
 def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    dtype = torch.float32 if half_to_float else x.dtype
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    return _like(x, torch.float32 if half_to_float else x.dtype)
 
 
 def _layer_norm(
@@ -235,10 +236,9 @@ def _layer_norm_backward(
     bias: Tensor | None,
     mask: list[bool],
 ) -> tuple[Tensor | None, ...]:
-    given = (x, weight, bias)
     return tuple(
-        _like(t) if wanted and t is not None else None
-        for t, wanted in zip(given, mask, strict=True)
+        _like(t) if needs_grad and t is not None else None
+        for t, needs_grad in zip((x, weight, bias), mask, strict=True)
     )
 
 
@@ -274,7 +274,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
 
 # ------------------------------------------------------------ autocast
 #
-# torch does not cast meta tensors, so the casts of one call are made here.
+# torch does not cast meta tensors, so this module casts the operands of a call.
 
 
 _LOWER = {
@@ -316,17 +316,16 @@ def under_autocast(
     else:
         return function
 
-    def called(*args: Any, **kwargs: Any) -> Any:
-        given = {k: _to(v, target) for k, v in kwargs.items()}
-        return function(*(_to(a, target) for a in args), **given)
+    def cast_and_call(*args: Any, **kwargs: Any) -> Any:
+        return function(*_cast(args, target), **{k: _cast(v, target) for k, v in kwargs.items()})
 
-    return called
+    return cast_and_call
 
 
-def _to(arg: Any, dtype: torch.dtype) -> Any:
+def _cast(arg: Any, dtype: torch.dtype) -> Any:
     if isinstance(arg, Tensor):
         eligible = arg.dtype.is_floating_point and arg.dtype != torch.float64
         return arg.to(dtype) if eligible else arg
     if isinstance(arg, tuple | list):
-        return tuple(_to(item, dtype) for item in arg)
+        return tuple(_cast(item, dtype) for item in arg)
     return arg

@@ -1,10 +1,10 @@
-"""Measured times of local calls, where there are any; computed ones elsewhere.
+"""Measured times of local calls, completed by computed ones.
 
 A table is JSON: seconds of forward and backward by the text of the call (operator, shapes, dtypes,
-which gradients) and the device's name. Lookups that fail are counted.
+gradients) and the name of the device. Lookups that fail are counted.
 
-The calls of a program take longer than each by itself: a table also has what programs took over the
-sum of their calls, and everything that it gives is scaled by the median of these.
+Calls take longer in a program than each by itself: a table also has the ratios of the time of
+programs to the sum of their calls, and scales all its times by the median of these.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwise.files import parse_json, read_text, write_text
 from shardwise.schema import Range, Reader, Stored, Writer
 
 FORMAT_VERSION = 1
-UPDATE = "optim.AdamW(float32[{}])"  # the optimizer's step for one parameter
+UPDATE = "optim.AdamW(float32[{}])"  # call of the optimizer's step for one parameter
 SHOWN_MISSES = 8
 
 
@@ -40,7 +40,7 @@ class CallTime(NamedTuple):
 
 
 class OpTable:
-    """Measured seconds by call and device; counts what it is asked for.
+    """Measured seconds by call and device; counts hits and misses.
 
     >>> table = OpTable()
     >>> table.add("aten.relu.default(float32[4])", "cpu", 1e-6, 2e-6)
@@ -52,11 +52,11 @@ class OpTable:
         self, entries: Mapping[tuple[str, str], tuple[float, float]] | None = None
     ) -> None:
         self.entries: dict[tuple[str, str], tuple[float, float]] = dict(entries or {})
-        self.computed: dict[tuple[str, str], tuple[float, float]] = {}  # of the same calls
+        self.computed: dict[tuple[str, str], tuple[float, float]] = {}  # for the same calls
         self._factors: dict[tuple[str, str], tuple[float, float]] = {}
-        # Of programs that ran: device, then training and optimizer over the sum of their calls.
+        # Device, and the time of training and of the optimizer over the sum of a program's calls.
         self.programs: list[tuple[str, float, float]] = []
-        self.notes: list[str] = []  # what could not be measured, and why
+        self.notes: list[str] = []  # calls that could not be measured, and why
         self.hits = 0
         self.missed: Counter[tuple[str, str]] = Counter()
 
@@ -65,11 +65,11 @@ class OpTable:
         return self.missed.total()
 
     def add(self, call: str, device: str, forward_s: float, backward_s: float) -> None:
-        """Note a measurement; a later one replaces it."""
+        """Add a measurement, or replace an earlier one."""
         self.entries[call, device] = (forward_s, backward_s)
 
     def compare(self, call: str, device: str, forward_s: float, backward_s: float) -> None:
-        """Note what was computed for a call that was measured."""
+        """Add the computed time of a call that was measured."""
         if (call, device) in self.entries:
             self.computed[call, device] = (forward_s, backward_s)
             self._factors.clear()
@@ -77,26 +77,24 @@ class OpTable:
     def factors(self, op: str, device: str) -> tuple[float, float]:
         """Return measured over computed seconds of an operator's calls, 1 if none was measured."""
         if (op, device) not in self._factors:
-            self._factors[op, device] = self._compared(op, device)
+            keys = [
+                (call, name)
+                for call, name in self.computed
+                if name == device and call.partition("(")[0] == op
+            ]
+            measured = [sum(self.entries[key][i] for key in keys) for i in (0, 1)]
+            computed = [sum(self.computed[key][i] for key in keys) for i in (0, 1)]
+            forward = measured[0] / computed[0] if measured[0] and computed[0] else 1.0
+            backward = measured[1] / computed[1] if measured[1] and computed[1] else forward
+            self._factors[op, device] = forward, backward
         return self._factors[op, device]
 
-    def _compared(self, op: str, device: str) -> tuple[float, float]:
-        sums = [0.0] * 4
-        for key in self.computed:
-            if key[1] == device and key[0].partition("(")[0] == op:
-                pair = zip(self.entries[key], self.computed[key], strict=True)
-                for at, (measured, computed) in enumerate(pair):
-                    sums[2 * at] += measured
-                    sums[2 * at + 1] += computed
-        forward = sums[0] / sums[1] if sums[0] and sums[1] else 1.0
-        return forward, sums[2] / sums[3] if sums[2] and sums[3] else forward
-
     def program(self, device: str) -> tuple[float, float]:
-        """Return programs' time over the sum of their calls: of training, of the optimizer."""
+        """Return programs' time over the sum of their calls, for training and the optimizer."""
         ratios = [factors for name, *factors in self.programs if name == device]
-        return (
-            (median(t for t, _ in ratios), median(u for _, u in ratios)) if ratios else (1.0, 1.0)
-        )
+        if not ratios:
+            return 1.0, 1.0
+        return median(training for training, _ in ratios), median(update for _, update in ratios)
 
     def with_programs(self, programs: Iterable[tuple[str, float, float]]) -> OpTable:
         """Return the same calls with other programs."""
@@ -126,7 +124,7 @@ class OpTable:
         return seconds
 
     def merge(self, other: OpTable) -> None:
-        """Take over the other's measurements."""
+        """Add the measurements of another table."""
         self.entries |= other.entries
         self.computed |= other.computed
         self.programs += [p for p in other.programs if p not in self.programs]
@@ -147,13 +145,13 @@ class OpTable:
 
     @classmethod
     def from_json(cls, text: str, where: str = "op table") -> OpTable:
-        """Read the table that `to_json` wrote."""
+        """Read a table from JSON text."""
         document = parse_json(text, where=where)
         reader = Reader(ShardwiseError, where, hint="measure again: shardwise profile")
         version = document.get("version") if isinstance(document, dict) else None
         if version != FORMAT_VERSION:
             reader.fail(
-                f"format version {version!r} of measured times, this is {FORMAT_VERSION}", ()
+                f"format version {version!r} of measured times, must be {FORMAT_VERSION}", ()
             )
         file: _TableFile = reader.read(_TableFile, document)
         table = cls()
@@ -167,11 +165,11 @@ class OpTable:
 
     @classmethod
     def load(cls, path: str | Path) -> OpTable:
-        """Read what `save` wrote."""
+        """Read a table from a file."""
         return cls.from_json(read_text(path, what="table of measured times"), str(path))
 
     def save(self, path: str | Path) -> None:
-        """Add these measurements to the file at `path`, or make it."""
+        """Add these measurements to the file at `path`, which is created if necessary."""
         path, merged = Path(path), OpTable()
         if path.exists():
             merged.merge(OpTable.load(path))
@@ -179,8 +177,8 @@ class OpTable:
         write_text(path, merged.to_json())
 
     def __str__(self) -> str:
-        """`120 measured calls; 80 found, 3 not: 2x aten.relu.default(float32[4]) on cpu, …`."""
-        text = f"{len(self.entries)} measured calls; {self.hits} found, {self.misses} not"
+        """`120 measured calls; 80 hits, 3 misses: 2x aten.relu.default(float32[4]) on cpu, …`."""
+        text = f"{len(self.entries)} measured calls; {self.hits} hits, {self.misses} misses"
         if not self.missed:
             return text
         shown = [
@@ -222,30 +220,27 @@ class _TableFile:
 def call_seconds(call: Signature, device: Device, table: OpTable | None = None) -> CallTime:
     """Return the time of a call on a device: measured if the table has it, else from its kernels.
 
-    A measured backward is divided into parts like the computed one. A call that was not measured is
-    corrected by the other calls of its operator. Calls that launch nothing are not looked up.
+    A measured backward is divided in the proportions of the computed one. A call that was not
+    measured is corrected by the other calls of its operator. Calls that launch nothing are not
+    looked up.
     """
     cost = cost_of(call)
-    computed = kernels_seconds(cost.backward, device)
-    weight = kernels_seconds(cost.weight, device)
-    if table is not None and (cost.forward or cost.backward):
-        measured, scale = table.lookup(str(call), device.name), table.program(device.name)[0]
-        if measured is not None:
-            share = weight / computed if computed else 0.0
-            forward, backward = (scale * seconds / device.speed for seconds in measured)
-            return CallTime(forward, backward, backward * share, "measured")
+    forward, backward, weight = (
+        kernels_seconds(kernels, device) for kernels in (cost.forward, cost.backward, cost.weight)
+    )
+    if table is None or not (cost.forward or cost.backward):
+        return CallTime(forward, backward, weight, "computed")
+    measured, scale = table.lookup(str(call), device.name), table.program(device.name)[0]
+    if measured is None:
         first, second = (scale * factor for factor in table.factors(call.op, device.name))
-        return CallTime(
-            kernels_seconds(cost.forward, device) * first,
-            computed * second,
-            weight * second,
-            "computed",
-        )
-    return CallTime(kernels_seconds(cost.forward, device), computed, weight, "computed")
+        return CallTime(forward * first, backward * second, weight * second, "computed")
+    share = weight / backward if backward else 0.0
+    forward, backward = (scale * seconds / device.speed for seconds in measured)
+    return CallTime(forward, backward, backward * share, "measured")
 
 
 def missing(calls: Iterable[Signature], device: Device, table: OpTable) -> tuple[Signature, ...]:
-    """Return the calls to measure: those that launch something and are not in the table."""
+    """Return the calls to measure: those that launch kernels and are not in the table."""
     return tuple(
         call
         for call in dict.fromkeys(calls)

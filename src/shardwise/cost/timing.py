@@ -1,19 +1,19 @@
 """Measure the time of local calls on this machine, forward and backward.
 
-A call that does not fit in memory, or does not run on random operands, is left out with a note.
+A call that does not fit in memory, or does not run on random operands, is skipped with a note.
 
 In a program, the operands of a node have left the nearest cache, unlike in a loop over one call:
-`settle` empties it before every run. The process keeps freed memory (`keep_heap`), as ranks do.
+`evict_cache` empties it before every run. The process keeps freed memory (`keep_heap`), as ranks
+do.
 
 `python -m shardwise.cost.timing` measures in another process: it reads a job as JSON from stdin and
-writes the `OpTable` as JSON to stdout. Calls that JSON cannot express, such as functions of the
-model's own, are left out.
+writes the `OpTable` as JSON to stdout. Calls that JSON cannot express, such as functions that the
+model defines, are skipped.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -33,9 +33,9 @@ from shardwise.dtypes import dtype_name
 from shardwise.ir import Ref, TensorType, map_refs
 from shardwise.malloc_tuning import keep_heap
 
-BUDGET_S = 0.02  # for forward, and as much for backward
-MOST_REPEATS, FEWEST_REPEATS, WARM_UPS = 20, 3, 2
-CACHE_BYTES = 1 << 24  # several times a core's own cache: 1 to 4 MiB on servers of 2017 to 2025
+BUDGET_S = 0.02  # for forward, and again for backward
+MAX_REPEATS, MIN_REPEATS, WARM_UPS = 20, 3, 2
+CACHE_BYTES = 1 << 24  # several times a core's L2 cache: 1 to 4 MiB on servers of 2017 to 2025
 
 
 def measure(
@@ -56,10 +56,10 @@ def measure(
             table.notes.append(f"{call}: needs {needed:,} bytes of {limit:,}")
             continue
         reason = ""
-        for indices in (True, False):  # some operators take no index but 0
+        for indices in (True, False):  # some operators accept no index but 0
             try:
                 seconds = _timed(call, device.kind, budget_s, indices)
-            except Exception as error:  # an operator may refuse random operands in any way
+            except Exception as error:  # operators reject random operands by errors of many types
                 reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0:1]}"
                 continue
             table.add(str(call), device.name, *seconds)
@@ -80,11 +80,8 @@ def _needed_bytes(call: Signature) -> int:
 def _timed(call: Signature, kind: str, budget_s: float, indices: bool) -> tuple[float, float]:
     """Return the seconds of forward and of backward."""
     function = under_autocast(call.op, call.function or function_of(call, kind), call.autocast)
-    made: dict[int, Tensor] = {}
-    for first in call.firsts:
-        if first not in made:
-            made[first] = _operand(call, first, kind, indices)
-    supply = iter([made[first] for first in call.firsts])
+    distinct = {first: _operand(call, first, kind, indices) for first in dict.fromkeys(call.firsts)}
+    supply = iter([distinct[first] for first in call.firsts])
     args, kwargs = map_refs((call.args, call.kwargs), lambda _: next(supply))
     options = dict(kwargs)
 
@@ -94,7 +91,7 @@ def _timed(call: Signature, kind: str, budget_s: float, indices: bool) -> tuple[
     with torch.set_grad_enabled(bool(call.grads)):
         results = [t for t in tensors(forward()) if t.requires_grad]
         forward_s = _median(forward, kind, budget_s)
-        leaves = [t for t in made.values() if t.requires_grad]
+        leaves = [t for t in distinct.values() if t.requires_grad]
         if not results or not leaves:
             return forward_s, 0.0
         seeds = [torch.ones_like(t) for t in results]
@@ -112,16 +109,15 @@ def _operand(call: Signature, position: int, kind: str, indices: bool) -> Tensor
         values = torch.empty_strided(type_.shape, stride, dtype=type_.dtype, device=kind).copy_(
             values
         )
-    wanted = any(call.firsts[i] == position for i in call.grads)
-    return values.requires_grad_(wanted and values.is_floating_point())
+    needs_grad = any(call.firsts[i] == position for i in call.grads)
+    return values.requires_grad_(needs_grad and values.is_floating_point())
 
 
 def _random(type_: TensorType, call: Signature, kind: str, indices: bool) -> Tensor:
     if type_.dtype == torch.bool:
         return torch.rand(type_.shape, device=kind) < 0.5
     if type_.dtype.is_floating_point or type_.dtype.is_complex:
-        drawn = torch.randn(type_.shape, device=kind)
-        return drawn.to(type_.dtype)
+        return torch.randn(type_.shape, device=kind).to(type_.dtype)
     sizes = [n for t in call.types if t.dtype.is_floating_point for n in t.shape]
     high = max(min(sizes, default=2), 1) if indices else 1
     return torch.randint(0, high, type_.shape, dtype=type_.dtype, device=kind)
@@ -132,32 +128,27 @@ def _scratch() -> Tensor:
     return torch.zeros(CACHE_BYTES // 4)
 
 
-def settle(kind: str) -> None:
-    """Leave the caches of a CPU as a program would."""
+def evict_cache(kind: str) -> None:
+    """Evict operands from the cache of a CPU, as other nodes of a program would."""
     if kind == "cpu":
         _scratch().add_(1.0)
 
 
 def _median(run: Callable[[], Any], kind: str, budget_s: float) -> float:
-    """Return the median of runs, as many as the budget holds."""
+    """Return the median time of repeated runs within the budget."""
+    synchronize: Callable[[], None] = torch.cuda.synchronize if kind == "cuda" else lambda: None
 
     def once() -> float:
-        settle(kind)
-        _wait(kind)
-        began = time.perf_counter()
+        evict_cache(kind)
+        synchronize()
+        start = time.perf_counter()
         run()
-        _wait(kind)
-        return time.perf_counter() - began
+        synchronize()
+        return time.perf_counter() - start
 
-    spent = sum(once() for _ in range(WARM_UPS)) / WARM_UPS
-    repeats = round(budget_s / max(spent, 1e-9))
-    repeats = min(max(repeats, FEWEST_REPEATS), MOST_REPEATS)
-    return statistics.median(once() for _ in range(repeats))
-
-
-def _wait(kind: str) -> None:
-    if kind == "cuda":
-        torch.cuda.synchronize()
+    mean_s = sum(once() for _ in range(WARM_UPS)) / WARM_UPS
+    repeats = min(max(round(budget_s / max(mean_s, 1e-9)), MIN_REPEATS), MAX_REPEATS)
+    return median(once() for _ in range(repeats))
 
 
 # ------------------------------------------------------------ in another process
@@ -175,14 +166,14 @@ def encode(call: Signature) -> dict[str, Any] | None:
     try:
         return {
             "op": call.op,
-            "args": _given(call.args),
-            "kwargs": _given(call.kwargs),
-            "types": [_type(t) for t in call.types],
+            "args": _encode_arg(call.args),
+            "kwargs": _encode_arg(call.kwargs),
+            "types": [_encode_type(t) for t in call.types],
             "grads": sorted(call.grads),
             "parameters": sorted(call.parameters),
-            "results": [_type(t) for t in call.results],
-            "strides": [None if s is None else list(s) for s in call.strides],
-            "autocast": _given(call.autocast),
+            "results": [_encode_type(t) for t in call.results],
+            "strides": call.strides,
+            "autocast": _encode_arg(call.autocast),
             "device": call.device,
         }
     except TypeError:
@@ -193,23 +184,23 @@ def decode(data: dict[str, Any]) -> Signature:
     """Return the call that `encode` wrote."""
     return call_signature(
         data["op"],
-        _taken(data["args"]),
-        _taken(data["kwargs"]),
-        [_tensor_type(t) for t in data["types"]],
+        _decode_arg(data["args"]),
+        _decode_arg(data["kwargs"]),
+        [_decode_type(t) for t in data["types"]],
         frozenset(data["grads"]),
         frozenset(data["parameters"]),
-        results=[_tensor_type(t) for t in data["results"]],
+        results=[_decode_type(t) for t in data["results"]],
         strides=[None if s is None else tuple(s) for s in data["strides"]],
-        autocast=_taken(data["autocast"]),
+        autocast=_decode_arg(data["autocast"]),
         device=data["device"],
     )
 
 
-def _given(arg: Any) -> Any:
+def _encode_arg(arg: Any) -> Any:
     if arg is None or isinstance(arg, bool | int | float | str):
         return arg
     if isinstance(arg, tuple | list):
-        return {"items": [_given(item) for item in arg]}
+        return {"items": [_encode_arg(item) for item in arg]}
     if isinstance(arg, Ref):
         return {"operand": arg.name}
     if isinstance(arg, _TORCH):
@@ -219,21 +210,21 @@ def _given(arg: Any) -> Any:
     raise TypeError(f"{type(arg).__name__} cannot be written as JSON")
 
 
-def _taken(arg: Any) -> Any:
+def _decode_arg(arg: Any) -> Any:
     if not isinstance(arg, dict):
         return arg
     if "items" in arg:
-        return tuple(_taken(item) for item in arg["items"])
+        return tuple(_decode_arg(item) for item in arg["items"])
     if "operand" in arg:
         return Ref(arg["operand"])
     return torch.device(arg["device"]) if "device" in arg else getattr(torch, arg["torch"])
 
 
-def _type(kind: TensorType) -> list[Any]:
+def _encode_type(kind: TensorType) -> list[Any]:
     return [list(kind.shape), dtype_name(kind.dtype)]
 
 
-def _tensor_type(data: list[Any]) -> TensorType:
+def _decode_type(data: list[Any]) -> TensorType:
     return TensorType(tuple(data[0]), getattr(torch, data[1]))
 
 
@@ -246,16 +237,16 @@ def measure_updates(sizes: Iterable[int], device: Device) -> OpTable:
         optimizer = torch.optim.AdamW([parameter], lr=1e-4)
         samples = []
         for _ in range(1 + UPDATE_REPEATS):
-            settle(device.kind)
-            started = time.perf_counter()
+            evict_cache(device.kind)
+            start = time.perf_counter()
             optimizer.step()
-            samples.append(time.perf_counter() - started)
+            samples.append(time.perf_counter() - start)
         table.add(UPDATE.format(numel), device.name, median(samples[1:]), 0.0)
     return table
 
 
 class TimingJob(TypedDict):
-    """What a process measures, as JSON: encoded calls and sizes of updates, for one device."""
+    """The measurements of one process, as JSON: encoded calls and sizes of updates."""
 
     name: str
     kind: str
@@ -268,7 +259,7 @@ class TimingJob(TypedDict):
 def measure_job(job: TimingJob) -> OpTable:
     """Measure the calls and updates of a job on one thread of this process."""
     torch.set_num_threads(1)
-    device = Device(  # rates play no part in measuring
+    device = Device(  # its rates are not used
         name=job["name"],
         kind=job["kind"],
         memory_bytes=job["memory_bytes"],
@@ -282,7 +273,7 @@ def measure_job(job: TimingJob) -> OpTable:
 
 
 def main() -> None:
-    """Measure what stdin asks for."""
+    """Measure the job on stdin."""
     table = measure_job(json.loads(sys.stdin.readline()))
     sys.stdout.write(json.dumps({"result": table.to_json()}) + "\n")
 

@@ -79,7 +79,7 @@ def test_a_group_of_one_takes_no_time(operation: str) -> None:
     assert model.launch_s == 0
 
 
-def test_a_shared_bus_carries_everyone() -> None:
+def test_a_shared_bus_carries_the_traffic_of_all_ranks() -> None:
     n = 4
     shared = one_node(n, bus_bytes_per_s=100.0)
     assert per_byte(shared, "all_reduce", [range(n)]) == pytest.approx(2 * (n - 1) / 100)
@@ -92,14 +92,14 @@ def test_a_ring_over_nodes_uses_all_cards() -> None:
     cluster = several(4, 4)
     everyone = per_byte(cluster, "all_gather", [range(16)])
     assert everyone == pytest.approx(15 / 16 / 4 / 10)
-    alone = per_byte(cluster, "all_gather", [[0, 4, 8, 12]])
-    assert alone == pytest.approx(3 / 4 / 10)
+    one_group = per_byte(cluster, "all_gather", [[0, 4, 8, 12]])
+    assert one_group == pytest.approx(3 / 4 / 10)
     together = per_byte(cluster, "all_gather", np.arange(16).reshape(4, 4).T)
-    assert together == pytest.approx(alone)  # a card for each
+    assert together == pytest.approx(one_group)  # a card for each group
     pooled = replace(cluster.nodes[0], nic=Nic(bandwidth_bytes_per_s=10.0))
     assert per_byte(
         replace(cluster, nodes=(pooled,)), "all_gather", np.arange(16).reshape(4, 4).T
-    ) == pytest.approx(4 * alone)
+    ) == pytest.approx(4 * one_group)
 
 
 def test_small_messages_take_fewer_steps_large_ones_less_traffic() -> None:
@@ -125,7 +125,7 @@ def test_the_slowest_link_sets_the_pace() -> None:
     assert model.seconds(1e9) / 1e9 == pytest.approx(5 / 6 / 2 / 5)
 
 
-def test_oversubscription_slows_what_crosses_the_switch() -> None:
+def test_oversubscription_slows_traffic_across_the_switch() -> None:
     leaf = Switch(name="leaf", nodes=("n[0-3]",), every=2, oversubscription=4)
     plain, thin = several(4, 1), several(4, 1, switches=(leaf,))
     inside, across = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
@@ -135,7 +135,7 @@ def test_oversubscription_slows_what_crosses_the_switch() -> None:
     )
 
 
-def test_measured_factors_apply_inside_and_between() -> None:
+def test_measured_factors_apply_inside_and_between_nodes() -> None:
     twice = (("all_gather", (Factor(latency=3.0, bytes=Curve.constant(2.0)),)),)
     near, far = one_node(2, collectives=twice), several(2, 1, collectives=twice)
     for cluster, plain in ((near, one_node(2)), (far, several(2, 1))):
@@ -145,7 +145,7 @@ def test_measured_factors_apply_inside_and_between() -> None:
         assert per_byte(cluster, "all_reduce", [[0, 1]]) == per_byte(plain, "all_reduce", [[0, 1]])
 
 
-def test_factors_lie_between_those_that_were_measured() -> None:
+def test_factors_are_interpolated_between_measured_ones() -> None:
     measured = tuple(
         Factor(ranks=n, latency=float(n), bytes=Curve(((1e3, 1.0), (1e6, float(n)))))
         for n in (2, 8)
@@ -160,7 +160,7 @@ def test_factors_lie_between_those_that_were_measured() -> None:
 
 
 def networks() -> st.SearchStrategy[Cluster]:
-    """Unequal nodes behind switches and a trunk, of devices whose library exchanges directly."""
+    """Draw unequal nodes behind switches and a trunk, with a library that exchanges directly."""
 
     def build(counts: list[int], cards: list[int], bus: bool, every: int) -> Cluster:
         link = replace(LINK, bus_bytes_per_s=30.0) if bus else LINK
@@ -207,7 +207,7 @@ def test_direct_exchange_equals_the_sum_over_pairs(cluster: Cluster, data: st.Da
 
 
 @given(networks(), st.data(), st.sampled_from(OPERATIONS))
-def test_more_at_once_never_takes_less_time(
+def test_concurrent_groups_never_take_less_time(
     cluster: Cluster, data: st.DataObject, operation: str
 ) -> None:
     cuda = tuple(
@@ -220,13 +220,13 @@ def test_more_at_once_never_takes_less_time(
     groups = np.array(ranks[: 2 * half]).reshape(2, half)
     both = collective_model(cluster, operation, groups)
     for num_bytes in (0.0, 1.0, 1e6):
-        alone = [collective_model(cluster, operation, groups[i : i + 1]) for i in (0, 1)]
-        assert both.seconds(num_bytes) >= max(m.seconds(num_bytes) for m in alone) - 1e-9
-        assert both.seconds(num_bytes) <= sum(m.seconds(num_bytes) for m in alone) * 2 + 1e-9
+        separate = [collective_model(cluster, operation, groups[i : i + 1]) for i in (0, 1)]
+        assert both.seconds(num_bytes) >= max(m.seconds(num_bytes) for m in separate) - 1e-9
+        assert both.seconds(num_bytes) <= sum(m.seconds(num_bytes) for m in separate) * 2 + 1e-9
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 6, 8, 13])
-def test_trees_move_what_a_tree_must(n: int) -> None:
+def test_traffic_of_trees(n: int) -> None:
     cluster = several(n, 1)
     model = collective_model(cluster, "all_reduce", [range(n)])
     line = next(line for line in model.lines if line.algorithm == "tree")
@@ -234,7 +234,7 @@ def test_trees_move_what_a_tree_must(n: int) -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_sixteen_thousand_ranks_are_quick(operation: str) -> None:
+def test_modelling_sixteen_thousand_ranks_is_fast(operation: str) -> None:
     leaf = Switch(name="leaf", nodes=("node[0-2047]",), every=16, oversubscription=2)
     cluster = Cluster.preset("h100", nodes=2048)
     cluster = replace(cluster, network=replace(cluster.network, switches=(leaf,)))
@@ -249,11 +249,11 @@ def test_sixteen_thousand_ranks_are_quick(operation: str) -> None:
     ("operation", "groups", "message"),
     [
         ("all_reduc", [[0, 1]], "did you mean 'all_reduce'"),
-        ("all_reduce", [0, 1], "groups of shape"),
+        ("all_reduce", [0, 1], "groups have shape"),
         ("all_reduce", [[0, 9]], "ranks 0 to 9 in a cluster of 4 ranks"),
         ("send", [[0, 1, 2]], "send is between 2 ranks, not 3"),
     ],
 )
-def test_what_cannot_be_is_refused(operation: str, groups: object, message: str) -> None:
+def test_invalid_requests_raise(operation: str, groups: object, message: str) -> None:
     with pytest.raises(ClusterError, match=message):
         collective_model(one_node(4), operation, groups)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Flops against formulas by hand, for operators of every kind."""
+"""Compare flops and bytes with formulas by hand, for operators of every kind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.cost import CallCost, Kernel, call_cost
-from shardwise.cost.kernels import seen_part
+from shardwise.cost.kernels import causal_fraction
 from shardwise.ir import Ref, TensorType, map_refs
 from shardwise.ir.schema import operator
 
@@ -79,12 +79,12 @@ PRODUCTS = [
 def test_products(
     op: str, args: Any, shapes: Any, options: dict[str, Any], adds: int, back: int
 ) -> None:
-    found = cost(op, args, *shapes, **options)
-    assert flops(found.forward) == 2 * adds
-    assert flops(found.backward) == 2 * adds * back
-    assert len([k for k in found.backward if k.flops]) == back
-    assert not found.note
-    for kernel in (*found.forward, *found.backward):
+    actual = cost(op, args, *shapes, **options)
+    assert flops(actual.forward) == 2 * adds
+    assert flops(actual.backward) == 2 * adds * back
+    assert len([k for k in actual.backward if k.flops]) == back
+    assert not actual.note
+    for kernel in (*actual.forward, *actual.backward):
         if kernel.flops:
             assert kernel.flops == 2 * prod(kernel.shape)
 
@@ -114,23 +114,23 @@ BYTES = [  # operator, arguments, shapes, options, elements read and written, th
 def test_bytes(
     op: str, args: Any, shapes: Any, options: dict[str, Any], forward: int, backward: int
 ) -> None:
-    found = cost(op, args, *shapes, **options)
-    assert not found.note
-    assert not flops(found.forward)
-    assert not flops(found.backward)
-    assert sum(k.bytes for k in found.forward) == 4 * forward
-    assert sum(k.bytes for k in found.backward) == 4 * backward
+    actual = cost(op, args, *shapes, **options)
+    assert not actual.note
+    assert not flops(actual.forward)
+    assert not flops(actual.backward)
+    assert sum(k.bytes for k in actual.forward) == 4 * forward
+    assert sum(k.bytes for k in actual.backward) == 4 * backward
 
 
-def test_lookups_read_rows_and_not_the_table() -> None:
+def test_lookups_read_only_the_selected_rows() -> None:
     given = (*types((1000, 8)), *types((5,), dtype=INT))
-    found = call_cost("aten.embedding.default", (A, B), (), given, frozenset({0}), frozenset({0}))
-    assert sum(k.bytes for k in found.forward) == 2 * 5 * 8 * 4 + 5 * 8
-    assert found.weight == found.backward  # the table's gradient is all that there is
+    actual = call_cost("aten.embedding.default", (A, B), (), given, frozenset({0}), frozenset({0}))
+    assert sum(k.bytes for k in actual.forward) == 2 * 5 * 8 * 4 + 5 * 8
+    assert actual.weight == actual.backward  # the table's gradient is the only one
     indexed = call_cost("aten.index.Tensor", (A, (B,)), (), given, frozenset({0}), frozenset())
-    assert indexed.forward[0].bytes == found.forward[0].bytes
+    assert indexed.forward[0].bytes == actual.forward[0].bytes
     picked = call_cost("aten.index_select.default", (A, 0, B), (), given)
-    assert picked.forward[0].bytes == found.forward[0].bytes
+    assert picked.forward[0].bytes == actual.forward[0].bytes
 
 
 @given(m=st.integers(1, 9), n=st.integers(1, 9), k=st.integers(1, 9), bias=st.booleans())
@@ -141,22 +141,22 @@ def test_the_weight_part_of_a_linear_layer_is_one_product(
     shapes = ((2, m, k), (n, k), *([(n,)] if bias else []))
     args = (A, B, C)[: len(shapes)]
     every = frozenset(range(len(shapes)))
-    found = call_cost("aten.linear.default", args, (), types(*shapes), every, every - {0})
-    assert len([kernel for kernel in found.backward if kernel.flops]) == 2
-    assert len([kernel for kernel in found.weight if kernel.flops]) == 1
-    assert flops(found.forward) == 2.0 * 2 * m * n * k
-    assert set(found.weight) <= set(found.backward)
+    actual = call_cost("aten.linear.default", args, (), types(*shapes), every, every - {0})
+    assert len([kernel for kernel in actual.backward if kernel.flops]) == 2
+    assert len([kernel for kernel in actual.weight if kernel.flops]) == 1
+    assert flops(actual.forward) == 2.0 * 2 * m * n * k
+    assert set(actual.weight) <= set(actual.backward)
     frozen = call_cost("aten.linear.default", args, (), types(*shapes), frozenset({0}))
-    assert flops(frozen.backward) == flops(found.forward)
+    assert flops(frozen.backward) == flops(actual.forward)
     assert frozen.weight == ()
 
 
-def test_without_gradients_nothing_is_kept() -> None:
-    found = cost("aten.linear.default", (A, B), (2, 3), (4, 3), grads="none")
-    assert found.forward
-    assert not found.backward
-    assert not found.saved
-    assert not found.gradients
+def test_without_gradients_nothing_is_saved() -> None:
+    actual = cost("aten.linear.default", (A, B), (2, 3), (4, 3), grads="none")
+    assert actual.forward
+    assert not actual.backward
+    assert not actual.saved
+    assert not actual.gradients
 
 
 @pytest.mark.parametrize("shared", [1, 2, 4])
@@ -167,34 +167,34 @@ def test_attention_is_one_kernel(shared: int, causal: bool) -> None:
     given = types(*shapes, dtype=HALF)
     args = (A, B, C, None, 0.0, causal)
     options = (("enable_gqa", shared > 1),)
-    found = call_cost(
+    actual = call_cost(
         "aten.scaled_dot_product_attention.default", args, options, given, frozenset(range(3))
     )
     full = 2 * 2 * batch * heads * rows * rows * size
     part = (rows + 1) / (2 * rows) if causal else 1.0
-    assert [k.kind for k in found.forward] == ["attention"]
-    assert found.forward[0].flops == full * part
-    assert found.forward[0].shape == (batch, heads, rows, rows, size)
-    assert flops(found.backward) == 2.5 * full * part
+    assert [k.kind for k in actual.forward] == ["attention"]
+    assert actual.forward[0].flops == full * part
+    assert actual.forward[0].shape == (batch, heads, rows, rows, size)
+    assert flops(actual.backward) == 2.5 * full * part
     sizes = [t.num_bytes for t in given]
-    assert sorted(s.num_bytes for s in found.saved) == sorted(
+    assert sorted(s.num_bytes for s in actual.saved) == sorted(
         [*sizes, sizes[0], batch * heads * rows * 4]
     )
 
 
 @given(rows=st.integers(1, 20), columns=st.integers(1, 20), tile=st.integers(1, 6))
-def test_the_part_of_a_causal_mask_that_is_seen(rows: int, columns: int, tile: int) -> None:
+def test_the_computed_fraction_of_a_causal_mask(rows: int, columns: int, tile: int) -> None:
     seen = sum(min((row // tile + 1) * tile, columns) for row in range(rows))
-    assert seen_part(rows, columns, tile) == pytest.approx(seen / (rows * columns))
+    assert causal_fraction(rows, columns, tile) == pytest.approx(seen / (rows * columns))
     if tile == 1:
         assert seen == torch.ones(rows, columns).tril().sum().item()
 
 
-def test_a_call_that_cannot_be_tried_is_guessed_with_a_reason() -> None:
+def test_a_call_that_cannot_run_on_meta_is_guessed_with_a_reason() -> None:
     result = types((12, 2), dtype=INT)
-    found = call_cost("aten.nonzero.default", (A,), (), types((3, 4)), results=result)
-    assert "nonzero" in found.note
-    assert found.forward[0].bytes == 12 * 4 + 24 * 8
+    actual = call_cost("aten.nonzero.default", (A,), (), types((3, 4)), results=result)
+    assert "nonzero" in actual.note
+    assert actual.forward[0].bytes == 12 * 4 + 24 * 8
     unknown = call_cost("nowhere.op.default", (A,), (), types((3, 4)), frozenset({0}))
     assert "not registered" in unknown.note
     assert unknown.forward[0].bytes
@@ -202,11 +202,11 @@ def test_a_call_that_cannot_be_tried_is_guessed_with_a_reason() -> None:
     assert unknown.saved
 
 
-def test_numbers_that_are_equal_but_of_other_types_are_other_calls() -> None:
+def test_equal_numbers_of_different_types_are_different_calls() -> None:
     ints = types((3, 4), dtype=INT)
-    whole = call_cost("aten.mul.Scalar", (A, 2), (), ints)
+    integer = call_cost("aten.mul.Scalar", (A, 2), (), ints)
     real = call_cost("aten.mul.Scalar", (A, 2.0), (), ints)
-    assert (whole.results[0].dtype, real.results[0].dtype) == (INT, FLOAT)
+    assert (integer.results[0].dtype, real.results[0].dtype) == (INT, FLOAT)
 
 
 def test_names_do_not_matter_but_repeats_do() -> None:
@@ -217,7 +217,7 @@ def test_names_do_not_matter_but_repeats_do() -> None:
     assert call_cost("aten.mul.Tensor", (D, D), (), shapes, every) is not first
 
 
-def test_strides_tell_what_a_reshape_costs() -> None:
+def test_the_cost_of_a_reshape_depends_on_strides() -> None:
     given = types((3, 4))
     view = call_cost("aten.reshape.default", (A, (12,)), (), given)
     copy = call_cost("aten.reshape.default", (A, (12,)), (), given, strides=[(1, 3)])
@@ -231,12 +231,12 @@ def test_autocast_casts_operands() -> None:
     given = types((2, 3), (4, 3))
     region = ("cuda", HALF, True)
     every = frozenset({0, 1})
-    found = call_cost("aten.linear.default", (A, B), (), given, every, autocast=region)
-    assert [k.op for k in found.forward] == ["_to_copy", "_to_copy", "mm"]
-    assert found.forward[-1].dtype == "bfloat16"
-    assert found.results[0].dtype == HALF
-    assert {s.num_bytes for s in found.saved} == {2 * 6, 2 * 12}
-    assert all(s.operand is None for s in found.saved)
+    actual = call_cost("aten.linear.default", (A, B), (), given, every, autocast=region)
+    assert [k.op for k in actual.forward] == ["_to_copy", "_to_copy", "mm"]
+    assert actual.forward[-1].dtype == "bfloat16"
+    assert actual.results[0].dtype == HALF
+    assert {s.num_bytes for s in actual.saved} == {2 * 6, 2 * 12}
+    assert all(s.operand is None for s in actual.saved)
 
 
 @pytest.mark.parametrize(
@@ -251,16 +251,16 @@ def test_autocast_casts_operands() -> None:
         ("aten.relu.default", (A,), ((3, 4),)),
     ],
 )
-def test_autocast_gives_the_dtypes_that_it_gives_on_a_cpu(op: str, args: Any, shapes: Any) -> None:
+def test_autocast_dtypes_equal_those_of_a_cpu(op: str, args: Any, shapes: Any) -> None:
     given = types(*shapes, dtype=HALF)
-    found = call_cost(op, args, (), given, autocast=("cpu", HALF, True))
+    actual = call_cost(op, args, (), given, autocast=("cpu", HALF, True))
     supply = iter([torch.randn(shape, dtype=HALF) for shape in shapes])
     with torch.autocast("cpu", HALF):
         real = operator(op)(*map_refs(args, lambda _: next(supply)))
-    assert found.results[0].dtype == real.dtype
+    assert actual.results[0].dtype == real.dtype
 
 
-def test_a_registered_operator_goes_by_its_own_rules() -> None:
+def test_a_registered_operator_uses_its_own_meta_kernel() -> None:
     @torch.library.custom_op("shardwise_cost_test::cube", mutates_args=())
     def cube(x: torch.Tensor) -> torch.Tensor:
         return x * x * x
@@ -277,14 +277,14 @@ def test_a_registered_operator_goes_by_its_own_rules() -> None:
 
     torch.library.register_autograd(cube, backward, setup_context=setup)
     name = "shardwise_cost_test.cube.default"
-    found = call_cost(name, (A,), (), types((3, 4)), frozenset({0}))
-    assert [(k.op, k.bytes) for k in found.forward] == [("shardwise_cost_test.cube", 96.0)]
-    assert [k.op for k in found.backward] == ["pow", "mul", "mul"]
-    assert [(s.operand, s.num_bytes) for s in found.saved] == [(0, 48)]
-    assert not found.note
+    actual = call_cost(name, (A,), (), types((3, 4)), frozenset({0}))
+    assert [(k.op, k.bytes) for k in actual.forward] == [("shardwise_cost_test.cube", 96.0)]
+    assert [k.op for k in actual.backward] == ["pow", "mul", "mul"]
+    assert [(s.operand, s.num_bytes) for s in actual.saved] == [(0, 48)]
+    assert not actual.note
 
 
-def test_a_function_of_ones_own() -> None:
+def test_a_python_function() -> None:
     class Twice(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -295,7 +295,7 @@ def test_a_function_of_ones_own() -> None:
         def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
             return grads[0] * 2
 
-    found = call_cost(
+    actual = call_cost(
         "autograd_function.m.Twice",
         (A,),
         (),
@@ -303,11 +303,11 @@ def test_a_function_of_ones_own() -> None:
         frozenset({0}),
         function=Twice.apply,
     )
-    assert [k.op for k in found.forward] == ["exp", "mul"]
-    assert [(s.operand, s.result, s.num_bytes) for s in found.saved] == [(None, None, 48)]
+    assert [k.op for k in actual.forward] == ["exp", "mul"]
+    assert [(s.operand, s.result, s.num_bytes) for s in actual.saved] == [(None, None, 48)]
 
 
-def test_rms_norm_is_one_kernel_on_a_gpu_and_a_composite_elsewhere() -> None:
+def test_rms_norm_is_one_kernel_on_a_gpu_and_a_composite_on_a_cpu() -> None:
     given, every = types((6, 8), (8,), dtype=HALF), frozenset({0, 1})
     args = (A, (8,), B, 1e-5)
     gpu = call_cost("aten.rms_norm.default", args, (), given, every, frozenset({1}))

@@ -1,4 +1,4 @@
-"""The runtime's functions as the cost model sees them, against the runtime's own."""
+"""Compare the modelled cost of the runtime's functions with recorded runs of them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ CASES: list[tuple[str, tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = [
 
 
 def real(name: str) -> Callable[..., Any]:
-    """The runtime's function on a mesh that only pretends."""
+    """Return the runtime's function on a fake mesh."""
     function = getattr(rt, name)
 
     def bound(arg: Any) -> Any:
@@ -104,19 +104,19 @@ def types(shapes: tuple[Any, ...], dtype: torch.dtype) -> list[TensorType]:
     ]
 
 
-def summary(found: CallCost) -> dict[str, Any]:
-    """What must agree; where the memory of a sum over ranks lives is the transport's matter."""
+def summary(actual: CallCost) -> dict[str, Any]:
+    """Return what must agree; the memory of a sum over ranks depends on the transport."""
     return {
-        "forward": Counter((k.op, k.flops, k.bytes, k.dtype) for k in found.forward),
-        "backward": Counter((k.op, k.flops, k.bytes, k.dtype) for k in found.backward),
-        "saved": Counter((s.operand, s.result, s.num_bytes) for s in found.saved),
-        "results": found.results,
+        "forward": Counter((k.op, k.flops, k.bytes, k.dtype) for k in actual.forward),
+        "backward": Counter((k.op, k.flops, k.bytes, k.dtype) for k in actual.backward),
+        "saved": Counter((s.operand, s.result, s.num_bytes) for s in actual.saved),
+        "results": actual.results,
     }
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, HALF], ids=str)
 @pytest.mark.parametrize(("name", "args", "shapes", "options"), CASES)
-def test_a_function_costs_what_the_runtime_does(
+def test_the_cost_of_a_runtime_function(
     name: str, args: Any, shapes: Any, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
     given = types(shapes, dtype)
@@ -124,11 +124,11 @@ def test_a_function_costs_what_the_runtime_does(
     if name in ("any_true", "all_true", "bernoulli"):
         grads = frozenset()
     pairs = tuple(options.items())
-    found = call_cost(f"rt.{name}", args, pairs, given, grads)
+    actual = call_cost(f"rt.{name}", args, pairs, given, grads)
     expected = call_cost(f"rt.{name}", args, pairs, given, grads, function=real(name))
-    assert (found.note, expected.note) == ("", "")
-    assert summary(found) == summary(expected)
-    assert bool(found.backward) == bool(grads) or name in ("nothing",)
+    assert (actual.note, expected.note) == ("", "")
+    assert summary(actual) == summary(expected)
+    assert bool(actual.backward) == bool(grads) or name in ("nothing",)
 
 
 @pytest.mark.parametrize(("dropped", "causal"), [(0.0, True), (0.1, False), (0.1, True)])
@@ -139,54 +139,54 @@ def test_attention_of_the_runtime(dropped: float, causal: bool) -> None:
     if causal:
         options |= {"row_axis": TP, "rows": 16}
     if dropped:
-        whole = (2, 4, 16, 8)
+        full_shape = (2, 4, 16, 8)
         splits = (("tp", 2, ((1, 16, 1),)),)
-        options |= {"dropout_p": dropped, "shape": whole, "splits": splits, "key": "k"}
+        options |= {"dropout_p": dropped, "shape": full_shape, "splits": splits, "key": "k"}
     every = frozenset(range(3))
-    found = call_cost("rt.attention", (A, B, C), tuple(options.items()), given, every)
-    assert not found.note
+    actual = call_cost("rt.attention", (A, B, C), tuple(options.items()), given, every)
+    assert not actual.note
     if not dropped:
-        assert [k.kind for k in found.forward if k.flops] == ["attention"]
+        assert [k.kind for k in actual.forward if k.flops] == ["attention"]
         return
     expected = call_cost(
         "rt.attention", (A, B, C), tuple(options.items()), given, every, function=real("attention")
     )
-    assert summary(found) == summary(expected)
+    assert summary(actual) == summary(expected)
 
 
-def test_what_a_loss_with_cut_classes_says() -> None:
-    """A maximum and a sum of every row, and the loss; one sum of every row in backward."""
+def test_collectives_of_a_loss_with_sharded_classes() -> None:
+    """Forward reduces a maximum, a sum and the loss of every row; backward one sum."""
     options = {"reduction": "mean", "class_axis": TP, "classes": 16}
     given = types((X, LABELS), FLOAT)
-    found = call_cost("rt.cross_entropy", (A, B), tuple(options.items()), given, frozenset({0}))
-    assert [(t.op, t.num_bytes, t.axes) for t in found.collectives] == [
+    actual = call_cost("rt.cross_entropy", (A, B), tuple(options.items()), given, frozenset({0}))
+    assert [(t.op, t.num_bytes, t.axes) for t in actual.collectives] == [
         ("all_reduce", ROWS * 4, ("tp",)),
         ("all_reduce", ROWS * 4, ("tp",)),
         ("all_reduce", 4, ("tp",)),
     ]
-    assert [(t.op, t.num_bytes) for t in found.backward_collectives] == [("all_reduce", ROWS * 4)]
+    assert [(t.op, t.num_bytes) for t in actual.backward_collectives] == [("all_reduce", ROWS * 4)]
 
 
-def test_the_weight_half_says_nothing_again() -> None:
+def test_the_weight_part_of_backward_has_no_collectives() -> None:
     options = {"eps": 1e-5, "count": 16}
     given = types((X, V, V), FLOAT)
     args = (A, TP, 1, B, C)
     every = frozenset(range(3))
-    found = call_cost("rt.layer_norm", args, tuple(options.items()), given, every, every - {0})
-    assert len(found.collectives) == 2
-    assert len(found.backward_collectives) == 1
-    assert 0 < len(found.weight) < len(found.backward)
+    actual = call_cost("rt.layer_norm", args, tuple(options.items()), given, every, every - {0})
+    assert len(actual.collectives) == 2
+    assert len(actual.backward_collectives) == 1
+    assert 0 < len(actual.weight) < len(actual.backward)
 
 
-def test_draws_and_factories_follow_their_results() -> None:
+def test_factories_use_the_types_of_their_results() -> None:
     results = [TensorType((3, 4), HALF)]
     for fn, args in (("rt.draw", ("normal",)), ("rt.eye", (3, 4))):
         drawn = (("shape", (6, 4)), ("splits", ()))
         options = (("dtype", HALF), *(drawn if fn == "rt.draw" else ()))
-        found = call_cost(fn, args, options, (), results=results)
-        assert found.results == tuple(results)
-        assert found.forward
-        assert not found.note
+        actual = call_cost(fn, args, options, (), results=results)
+        assert actual.results == tuple(results)
+        assert actual.forward
+        assert not actual.note
 
 
 def test_random_numbers_and_factories_have_the_size_of_their_results() -> None:
@@ -199,26 +199,26 @@ def test_random_numbers_and_factories_have_the_size_of_their_results() -> None:
         ("rt.linspace", (0.0, 1.0, 12, *cut), (("dtype", INT),)),
     ]
     for fn, args, options in calls:
-        found = call_cost(fn, args, options, (), results=results)
-        assert (found.results, found.note) == (tuple(results), "")
+        actual = call_cost(fn, args, options, (), results=results)
+        assert (actual.results, actual.note) == (tuple(results), "")
     for fn in ("rt.tril", "rt.triu", "rt.eye"):
         dtype = TensorType((3, 4), HALF)
         options = (("row_of", 6), ("row_axis", TP))
         if fn == "rt.eye":
-            found = call_cost(fn, (6, 4), (*options, ("dtype", HALF)), results=[dtype])
+            actual = call_cost(fn, (6, 4), (*options, ("dtype", HALF)), results=[dtype])
         else:
-            found = call_cost(fn, (A, 0), options, [dtype], results=[dtype])
-        assert (found.results, found.note) == ((dtype,), "")
+            actual = call_cost(fn, (A, 0), options, [dtype], results=[dtype])
+        assert (actual.results, actual.note) == ((dtype,), "")
     hot = TensorType((5, 4), INT)
-    found = call_cost("rt.one_hot", (A, 8, TP), (), [TensorType((5,), INT)], results=[hot])
-    assert (found.results, found.note) == ((hot,), "")
+    actual = call_cost("rt.one_hot", (A, 8, TP), (), [TensorType((5,), INT)], results=[hot])
+    assert (actual.results, actual.note) == ((hot,), "")
 
 
 def test_rows_of_experts() -> None:
     given = types(((12, 4), (2, 4, 5), ("int", 4)), FLOAT)
     options = (("expert_axis", TP), ("experts", 4))
     every = frozenset({0, 1})
-    found = call_cost("rt.grouped_mm", (A, B, C), options, given, every)
-    assert not found.note
-    assert [k.shape for k in found.forward if k.flops] == [(1, 3, 5, 4)] * 2
-    assert len([k for k in found.backward if k.flops]) == 4
+    actual = call_cost("rt.grouped_mm", (A, B, C), options, given, every)
+    assert not actual.note
+    assert [k.shape for k in actual.forward if k.flops] == [(1, 3, 5, 4)] * 2
+    assert len([k for k in actual.backward if k.flops]) == 4

@@ -1,4 +1,4 @@
-"""What autograd keeps, against what it keeps of real tensors."""
+"""Compare the modelled memory with the memory that autograd uses for real tensors."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ A, B, C = (Ref(name) for name in "abc")
 FLOAT, INT = torch.float32, torch.int64
 
 
-class Ledger(TorchDispatchMode):
-    """The bytes of storages that operators make, while they live."""
+class MemoryTracker(TorchDispatchMode):
+    """Track the bytes of live storages that operators allocate."""
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
@@ -38,8 +38,8 @@ class Ledger(TorchDispatchMode):
         return sum(self.sizes.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 key = storage._cdata
@@ -47,7 +47,7 @@ class Ledger(TorchDispatchMode):
                     self.sizes[key] = storage.nbytes()
                     self.watches[key] = weakref.ref(storage, lambda _, k=key: self.sizes.pop(k))
         self.peak = max(self.peak, self.live)
-        return found
+        return result
 
 
 def tensor(type_: TensorType, high: int = 2) -> Tensor:
@@ -99,7 +99,7 @@ def types(shapes: tuple[Any, ...]) -> list[TensorType]:
 
 
 def really_saved(op: str, args: tuple[Any, ...], operands: list[Tensor]) -> Counter[Any]:
-    """Bytes by owner of what autograd packs, each storage once."""
+    """Return the bytes that autograd saves by owner, each storage once."""
     packed: list[Tensor] = []
 
     def pack(t: Tensor) -> Tensor:
@@ -109,8 +109,8 @@ def really_saved(op: str, args: tuple[Any, ...], operands: list[Tensor]) -> Coun
     function, supply = operator(op), iter(operands)
     made = map_refs(args, lambda _: next(supply))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        found = function(*made)
-    owners = {t.untyped_storage()._cdata: "result" for t in tree_leaves(found)}
+        result = function(*made)
+    owners = {t.untyped_storage()._cdata: "result" for t in tree_leaves(result)}
     owners |= {t.untyped_storage()._cdata: i for i, t in reversed([*enumerate(operands)])}
     unique = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in packed}
     total: Counter[Any] = Counter()
@@ -120,18 +120,18 @@ def really_saved(op: str, args: tuple[Any, ...], operands: list[Tensor]) -> Coun
 
 
 @pytest.mark.parametrize(("op", "args", "shapes"), CALLS)
-def test_saved_is_what_real_tensors_save(op: str, args: Any, shapes: Any) -> None:
+def test_saved_memory_equals_that_of_real_tensors(op: str, args: Any, shapes: Any) -> None:
     given = types(shapes)
     operands = [tensor(t, 4) for t in given]
     if args[:2] == (A, A):
         operands = [operands[0], operands[0]]
     grads = frozenset(i for i, t in enumerate(given) if t.dtype == FLOAT)
-    found = call_cost(op, args, (), given, grads)
+    cost = call_cost(op, args, (), given, grads)
     predicted: Counter[Any] = Counter()
-    for saved in found.saved:
+    for saved in cost.saved:
         owner = "result" if saved.result is not None else saved.operand
         predicted["own" if owner is None else owner] += saved.num_bytes
-    assert not found.note
+    assert not cost.note
     assert +predicted == really_saved(op, args, operands)
 
 
@@ -140,36 +140,36 @@ SIMPLE = [c for c in CALLS if "attention" not in c[0] and "mse" not in c[0]]
 
 
 @pytest.mark.parametrize(("op", "args", "shapes"), SIMPLE)
-def test_memory_of_a_call_is_that_of_real_tensors(op: str, args: Any, shapes: Any) -> None:
-    """What stays allocated after forward, and the most that is alive in backward."""
+def test_memory_of_a_call_equals_that_of_real_tensors(op: str, args: Any, shapes: Any) -> None:
+    """Compare the memory after forward, and the peak of backward."""
     given = types(shapes)
     operands = [tensor(t, 4) for t in given]
     if args[:2] == (A, A):
         operands = [operands[0], operands[0]]
     grads = frozenset(i for i, t in enumerate(given) if t.dtype == FLOAT)
-    found = call_cost(op, args, (), given, grads)
+    cost = call_cost(op, args, (), given, grads)
     supply = iter(operands)
     made = map_refs(args, lambda _: next(supply))
     leaves = list({id(t): t for t in operands if t.requires_grad}.values())
-    with Ledger(operands) as ledger:
+    with MemoryTracker(operands) as tracker:
         result = operator(op)(*made)
-        own = sum(s.num_bytes for s in found.saved if s.operand is None and s.result is None)
+        own = sum(s.num_bytes for s in cost.saved if s.operand is None and s.result is None)
         new = [
             t.num_bytes
-            for t, owner in zip(found.results, found.aliases, strict=True)
+            for t, owner in zip(cost.results, cost.aliases, strict=True)
             if owner is None
         ]
-        assert ledger.live == own + sum(new)
-        assert ledger.peak == ledger.live + found.forward_temporary_bytes
+        assert tracker.live == own + sum(new)
+        assert tracker.peak == tracker.live + cost.forward_temporary_bytes
         seeds = torch.ones_like(result)
-        ledger.known.add(seeds.untyped_storage()._cdata)
-        ledger.sizes.pop(seeds.untyped_storage()._cdata)
-        ledger.watches.clear()
-        before = ledger.peak = ledger.live
+        tracker.known.add(seeds.untyped_storage()._cdata)
+        tracker.sizes.pop(seeds.untyped_storage()._cdata)
+        tracker.watches.clear()
+        before = tracker.peak = tracker.live
         gradients = torch.autograd.grad(result, leaves, seeds, retain_graph=True)
-        assert ledger.live - before == sum(size for _, size in found.gradients)
-        assert ledger.peak - ledger.live == found.backward_temporary_bytes
-    assert len(gradients) == len(found.gradients)
+        assert tracker.live - before == sum(size for _, size in cost.gradients)
+        assert tracker.peak - tracker.live == cost.backward_temporary_bytes
+    assert len(gradients) == len(cost.gradients)
 
 
 @given(
@@ -178,7 +178,7 @@ def test_memory_of_a_call_is_that_of_real_tensors(op: str, args: Any, shapes: An
 )
 @settings(max_examples=25, deadline=None)
 def test_saved_of_random_modules(sizes: list[int], layers: list[str]) -> None:
-    """The calls of a module together keep what the module keeps, each tensor once."""
+    """The calls of a module together save the same tensors as the module, each once."""
     batch, rows, width = sizes
     weight, scale = torch.randn(width, width), torch.randn(width)
     parameters = {"w": weight.requires_grad_(), "s": scale.requires_grad_()}
@@ -205,9 +205,9 @@ def test_saved_of_random_modules(sizes: list[int], layers: list[str]) -> None:
             args = tuple(Ref(n) if isinstance(n, str) else n for n in names)
             refs = [n for n in names if isinstance(n, str)]
             given = [TensorType(tuple(tensors[n].shape), FLOAT) for n in refs]
-            found = call_cost(op, args, (), given, frozenset(range(len(refs))))
+            cost = call_cost(op, args, (), given, frozenset(range(len(refs))))
             result = operator(op)(*(tensors[n] if isinstance(n, str) else n for n in names))
-            for saved in found.saved:
+            for saved in cost.saved:
                 key: Any = (step, len(predicted))
                 if saved.operand is not None:
                     key = tensors[refs[saved.operand]].untyped_storage()._cdata
@@ -219,8 +219,8 @@ def test_saved_of_random_modules(sizes: list[int], layers: list[str]) -> None:
     assert sum(predicted.values()) == sum(packed.values())
 
 
-def test_a_trial_leaves_no_tensors_behind() -> None:
-    """A result that its own node keeps would be a cycle outside of the collector's reach."""
+def test_a_meta_run_frees_its_tensors() -> None:
+    """A result that its own node saves would form a cycle that Python cannot collect."""
     made: list[Any] = []
 
     def softmax(x: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ def test_a_trial_leaves_no_tensors_behind() -> None:
         return x.softmax(-1)
 
     kind = TensorType((3, 4), FLOAT)
-    found = call_cost("autograd_function.m.S", (A,), (), [kind], frozenset({0}), function=softmax)
+    cost = call_cost("autograd_function.m.S", (A,), (), [kind], frozenset({0}), function=softmax)
     gc.collect()
-    assert found.saved
+    assert cost.saved
     assert [ref() for ref in made] == [None]

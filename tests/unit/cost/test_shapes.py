@@ -1,4 +1,4 @@
-"""Quick rules for results against torch's own."""
+"""Compare the fast rules for results with torch's meta kernels."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def meta(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(size, dtype=dtype, device="meta")
 
 
-def facts(found: Any) -> Any:
-    if isinstance(found, tuple | list):
-        return [facts(item) for item in found]
-    return None if found is None else (tuple(found.shape), found.dtype, found.stride())
+def facts(result: Any) -> Any:
+    if isinstance(result, tuple | list):
+        return [facts(item) for item in result]
+    return None if result is None else (tuple(result.shape), result.dtype, result.stride())
 
 
 def check(func: Any, *args: Any, **kwargs: Any) -> None:
@@ -49,13 +49,13 @@ def test_rules_of_single_operators(dtype: torch.dtype) -> None:
 
 
 def test_layer_norm_in_float32() -> None:
-    """Statistics of half precisions are float32 on a GPU, which torch's rule for meta is not."""
+    """Statistics of half precision are float32 on a GPU, unlike in torch's meta kernel."""
     x, w = meta(3, 5, 4), meta(4)
     check(aten.native_layer_norm.default, x, [4], w, w, 1e-5)
     check(aten.native_layer_norm.default, x, [5, 4], None, None, 1e-5)
     half = meta(3, 4, dtype=torch.bfloat16)
-    found = shapes.call_on_meta(aten.native_layer_norm.default, (half, [4], None, None, 1e-5), {})
-    assert [t.dtype for t in found] == [torch.bfloat16, torch.float32, torch.float32]
+    results = shapes.call_on_meta(aten.native_layer_norm.default, (half, [4], None, None, 1e-5), {})
+    assert [t.dtype for t in results] == [torch.bfloat16, torch.float32, torch.float32]
 
 
 @given(

@@ -1,4 +1,4 @@
-"""Times of kernels, and measured times where there are any."""
+"""Times of kernels, and tables of measured times."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_a_dtype_without_a_rate() -> None:
     half = Kernel(op="mm", kind="matmul", flops=1e9, bytes=1.0, dtype="float16", shape=(1, 8, 8, 8))
     with pytest.raises(ShardwiseError, match="float16"):
         kernel_seconds(half, device())
-    whole = Kernel(op="mm", kind="matmul", flops=1e9, bytes=1.0, dtype="int8", shape=(1, 8, 8, 8))
-    assert kernel_seconds(whole, device()) == pytest.approx(1e-3 + 5e-6)
+    integer = Kernel(op="mm", kind="matmul", flops=1e9, bytes=1.0, dtype="int8", shape=(1, 8, 8, 8))
+    assert kernel_seconds(integer, device()) == pytest.approx(1e-3 + 5e-6)
 
 
 def test_computed_and_measured_times() -> None:
@@ -95,17 +95,17 @@ def test_computed_and_measured_times() -> None:
     assert 0 < computed.weight_s < computed.backward_s
     assert (table.hits, table.misses) == (0, 1)
     table.add(str(call), "a-cpu", 1.0, 4.0)
-    found = call_seconds(call, device(), table)
+    time = call_seconds(call, device(), table)
     share = computed.weight_s / computed.backward_s
-    assert found == (1.0, 4.0, pytest.approx(4.0 * share), "measured")
+    assert time == (1.0, 4.0, pytest.approx(4.0 * share), "measured")
     assert call_seconds(call, device(speed=0.5), table)[:2] == (2.0, 8.0)
     assert call_seconds(call, device("cuda"), table).source == "computed"
     assert (table.hits, table.misses) == (2, 2)
-    assert "2 found, 2 not" in str(table)
+    assert "2 hits, 2 misses" in str(table)
     assert "on a-cuda" in str(table)
 
 
-def test_a_call_that_launches_nothing_is_not_looked_for() -> None:
+def test_a_call_that_launches_nothing_is_not_looked_up() -> None:
     kind = TensorType((3, 4), torch.float32)
     call = call_signature("aten.reshape.default", (A, (12,)), (), [kind])
     table = OpTable()
@@ -114,7 +114,7 @@ def test_a_call_that_launches_nothing_is_not_looked_for() -> None:
     assert missing([call], device(), table) == ()
 
 
-def test_the_text_of_a_call_tells_what_matters() -> None:
+def test_the_text_of_a_call_identifies_its_cost() -> None:
     assert str(linear()) == (
         "aten.linear.default(float32[6, 8], float32[4, 8], float32[4]) grads 0,1,2 parameters 1,2"
     )
@@ -163,7 +163,7 @@ def test_saving_adds_to_a_file(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_malformed_files_are_refused(text: str, says: str) -> None:
+def test_malformed_files_raise(text: str, says: str) -> None:
     with pytest.raises(ShardwiseError, match=says):
         OpTable.from_json(text)
 
@@ -183,20 +183,20 @@ def test_measuring_on_this_machine() -> None:
         call_signature("aten.nonzero.default", (A,), (), [x]),
     ]
     here = device()
-    found = measure([*calls, *calls], here, budget_s=0.0)
-    assert found.notes == []
-    assert len(found.entries) == len(calls)
+    table = measure([*calls, *calls], here, budget_s=0.0)
+    assert table.notes == []
+    assert len(table.entries) == len(calls)
     for call in calls:
-        forward, backward = found.entries[str(call), here.name]
+        forward, backward = table.entries[str(call), here.name]
         assert forward > 0
         assert (backward > 0) == bool(cost_of(call).backward)
-        assert call_seconds(call, here, found).source == "measured"
-    assert missing(calls, here, found) == ()
+        assert call_seconds(call, here, table).source == "measured"
+    assert missing(calls, here, table) == ()
 
 
 def test_notes_are_in_the_file_once(tmp_path: Path) -> None:
     table = OpTable()
-    table.notes = ["plan ddp was not rehearsed: rank 0 died"]
+    table.notes = ["plan ddp was not timed: rank 0 died"]
     for _ in range(2):
         table.save(tmp_path / "times.json")
     assert OpTable.load(tmp_path / "times.json").notes == table.notes
@@ -204,13 +204,13 @@ def test_notes_are_in_the_file_once(tmp_path: Path) -> None:
         OpTable.from_json('{"version": 1, "notes": 3}')
 
 
-def test_what_does_not_fit_or_run_is_left_out_with_a_note() -> None:
+def test_calls_that_do_not_fit_or_run_are_skipped_with_a_note() -> None:
     huge = TensorType((2**20, 2**20), torch.float32)
     calls = [
         call_signature("aten.relu.default", (A,), (), [huge]),
         call_signature("nowhere.op.default", (A,), (), [TensorType((3,), torch.float32)]),
     ]
-    found = measure(calls, device(), budget_s=0.0)
-    assert found.entries == {}
-    assert "bytes of 1,073,741,824" in found.notes[0]
-    assert "not registered" in found.notes[1]
+    table = measure(calls, device(), budget_s=0.0)
+    assert table.entries == {}
+    assert "bytes of 1,073,741,824" in table.notes[0]
+    assert "not registered" in table.notes[1]
