@@ -1,4 +1,4 @@
-"""The table of dtypes: what each may be used for. Importing it does not import torch.
+"""The table of dtypes and their uses. Importing it does not import torch.
 
 To add a dtype, add its entry here; a device that multiplies it needs rates in
 `cluster/presets.yaml` or a profile.
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DType:
-    """One of torch's dtypes.
+    """A dtype of torch.
 
     `widened` is the dtype in which sums and statistics are computed, `exact` the one in which a
     plan is verified; "" stands for the dtype itself.
@@ -26,12 +26,12 @@ class DType:
     short: str = ""  # as in `precision="bf16"`
     widened: str = ""
     exact: str = ""
-    can_train: bool = False  # parameters and gradients may have it, and are summed in it
+    can_train: bool = False  # parameters and gradients may have it, and gradients are summed in it
     can_multiply: bool = False  # devices may have a rate of matrix products for it
-    can_reduce: bool = False  # gloo reduces it
+    can_reduce: bool = False  # gloo can reduce it
     needs_loss_scale: bool = False
     file_name: str = ""  # in safetensors files
-    real: str = ""  # of a complex dtype, which is saved as pairs of these
+    real: str = ""  # for a complex dtype: its numbers are saved as pairs of these
 
 
 def _number(name: str, num_bytes: int, **more: Any) -> DType:
@@ -78,7 +78,7 @@ def itemsize(name: str, default: int) -> int:
 
 
 def torch_dtypes(**uses: bool) -> tuple[torch.dtype, ...]:
-    """Return torch's dtypes with these uses, for example `can_train=True`."""
+    """Return the torch dtypes with these uses, for example `can_train=True`."""
     import torch
 
     chosen = (d for d in DTYPES.values() if all(getattr(d, u) == v for u, v in uses.items()))
@@ -86,7 +86,7 @@ def torch_dtypes(**uses: bool) -> tuple[torch.dtype, ...]:
 
 
 def torch_pairs(field: str) -> dict[torch.dtype, torch.dtype]:
-    """Return a map from dtypes to the ones that `field` names, for example "widened"."""
+    """Map torch dtypes to the dtypes in one of their fields, for example "widened"."""
     import torch
 
     named = ((d.name, getattr(d, field)) for d in DTYPES.values())

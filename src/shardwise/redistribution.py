@@ -1,8 +1,8 @@
 """The table of redistributions: how the placement of a value along one mesh axis can change.
 
 Along a mesh axis a value is sharded (S), a partial sum (P), replicated for work that is the same
-on every rank (R), or replicated for work that differs between ranks (R~). Their gradients are
-g(S) = S, g(P) = R, g(R) = R and g(R~) = P, so each forward fixes its backward:
+on every rank (R), or replicated for work that differs between ranks (R~). The gradient of S is S,
+that of P is R, that of R is R and that of R~ is P, so each forward determines its backward:
 
     gather          S  -> R    all-gather           | slice
     gather_fanout   S  -> R~   all-gather           | reduce-scatter
@@ -12,14 +12,14 @@ g(S) = S, g(P) = R, g(R) = R and g(R~) = P, so each forward fixes its backward:
     shard           R  -> S    slice                | all-gather
     take            R~ -> S    slice                | zero-pad
     fanout          R  -> R~   nothing              | all-reduce
-    as_partial      R  -> P    keep on the first    | nothing
+    as_partial      R  -> P    keep on first rank   | nothing
     pad             S  -> P    zero-pad             | slice
     all_to_all      S  -> S'   all-to-all           | all-to-all
-    once            R~ -> P    keep on the first    | keep on the first
+    once            R~ -> P    keep on first rank   | keep on first rank
 
-To add one: add its entry here, its function to `runtime/redistribute.py` (with new primitives in
-`runtime/primitives.py`), and say in `layouts/moves.py` when to use it. Verification, cost model,
-simulator and layout search read this table.
+To add one, add its entry here and its function to `runtime/redistribute.py` (with new primitives in
+`runtime/primitives.py`), and make `layouts/moves.py` use it. Verification, the cost model, the
+simulator and the layout search read this table.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from dataclasses import dataclass
 class Primitive:
     """One direction of a redistribution: a function of `runtime/primitives.py`.
 
-    `copies` is the memory that it needs, as a multiple of its result: 0 where the result is the
-    operand's memory, 2 where parts of inner dims travel as a flat copy. `volume` is what each rank
-    sends, in units of the value's size times (ranks - 1) / ranks.
+    `copies` is the memory it allocates, as a multiple of its result: 0 if the result is a view of
+    the operand, 2 if shards of inner dims are sent as flat copies. `volume` is the amount that each
+    rank sends, in units of the value's size times (ranks - 1) / ranks.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Primitive:
 
     @property
     def collective(self) -> str:
-        """The name of the collective, or "" if every rank works alone."""
+        """The name of the collective, or "" if ranks do not communicate."""
         return self.name if self.volume else ""
 
 
@@ -59,11 +59,11 @@ IDENTITY = Primitive(name="identity")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redistribution:
-    """One function `rt.<name>`: the kinds of placement before and after it, and its passes."""
+    """The function `rt.<name>`: the kinds of placement before and after it, and its two passes."""
 
     name: str
-    held: str
-    given: str
+    source: str
+    target: str
     forward: Primitive
     backward: Primitive
 
@@ -73,26 +73,28 @@ class Redistribution:
         return not self.forward.collective and not self.backward.collective
 
     def num_bytes(self, before: float, after: float) -> float:
-        """Return the size that the collectives' cost counts, from a rank's bytes on both sides.
+        """Return the size for which collectives are priced, given a rank's bytes on both sides.
 
-        It is the size of the whole value; of an all-to-all, what each rank holds before.
+        This is the size of the full value, and for an all-to-all that of the rank's shard.
         """
-        return before if self.held == self.given else max(before, after)
+        return before if self.source == self.target else max(before, after)
 
 
-REDISTRIBUTIONS: dict[str, Redistribution] = {}  # by the function that generated code calls
+REDISTRIBUTIONS: dict[str, Redistribution] = {}  # by the name that generated code calls
 _BY_KINDS: dict[tuple[str, str], Redistribution] = {}
 
 
-def register(name: str, held: str, given: str, forward: Primitive, backward: Primitive) -> None:
+def register(name: str, source: str, target: str, forward: Primitive, backward: Primitive) -> None:
     """Add a redistribution to the table."""
-    entry = Redistribution(name=name, held=held, given=given, forward=forward, backward=backward)
-    REDISTRIBUTIONS[f"rt.{name}"] = _BY_KINDS[held, given] = entry
+    entry = Redistribution(
+        name=name, source=source, target=target, forward=forward, backward=backward
+    )
+    REDISTRIBUTIONS[f"rt.{name}"] = _BY_KINDS[source, target] = entry
 
 
-def between(held: str, given: str) -> Redistribution | None:
+def between(source: str, target: str) -> Redistribution | None:
     """Return the redistribution from one kind of placement to another, if there is one."""
-    return _BY_KINDS.get((held, given))
+    return _BY_KINDS.get((source, target))
 
 
 register("gather", "S", "R", ALL_GATHER, VIEW)

@@ -15,7 +15,7 @@ from shardwise.runtime.mesh import Axis
 from shardwise.runtime.splits import Of, take_part
 
 FORWARD = {
-    r.name: (r.held, "S'" if r.name == "all_to_all" else r.given)
+    r.name: (r.source, "S'" if r.name == "all_to_all" else r.target)
     for r in REDISTRIBUTIONS.values()
     if r.name != "once"  # its source is no value that every rank computes alike
 }

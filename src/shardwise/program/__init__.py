@@ -1,4 +1,4 @@
-"""Lowering: from decisions to what each rank runs."""
+"""Lower resolved plans to the programs that ranks run."""
 
 from shardwise.program.lower import lower
 from shardwise.program.pipeline import Pipeline, build_pipeline

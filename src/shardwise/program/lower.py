@@ -79,9 +79,10 @@ def replicated_layout(resolved: Resolved) -> Layout:
 def find_sources(resolved: Resolved) -> Sources:
     """Return the layouts of all sources."""
     graph = resolved.graph
-    every = frozenset(graph.values)  # micro-batches differ in all work: gradients add up
+    # Micro-batches do different work with every value: all their gradients are partial sums.
+    all_values = frozenset(graph.values)
     differing = {
-        a.axis: every if resolved.is_time(a.axis) else _differing_values(resolved, a)
+        a.axis: all_values if resolved.is_time(a.axis) else _differing_values(resolved, a)
         for a in resolved.assignments
     }
     layouts: dict[str, Layout] = {}
@@ -111,7 +112,7 @@ def find_sources(resolved: Resolved) -> Sources:
 
 
 def _differing_values(resolved: Resolved, assignment: Assignment) -> frozenset[str]:
-    """Return replicated values of parameters alone whose every use differs on this axis."""
+    """Return the values of parameters alone all of whose uses differ between ranks on this axis."""
     graph, carries = resolved.graph, resolved.facts.carries_grad
     pure = {p.value for p in graph.parameters}
     for node in graph.nodes:
@@ -193,10 +194,10 @@ def rank_classes(resolved: Resolved, sources: Sources) -> list[tuple[int, ...]]:
     for layout in layouts:
         for axis, shard in layout.shards:
             extents[axis] |= {size for _, size, _ in shard.of}
-    known: set[int] = set()
-    for axis, ranks in mesh.axes:  # later axes may split what earlier ones leave of an extent
-        extents[axis] |= known
-        known |= {length for size in extents[axis] for length in lengths(size, ranks)}
+    earlier_lengths: set[int] = set()
+    for axis, ranks in mesh.axes:  # later axes may split the parts that earlier ones leave
+        extents[axis] |= earlier_lengths
+        earlier_lengths |= {length for size in extents[axis] for length in lengths(size, ranks)}
     classes: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for rank in range(mesh.size):
         coordinate = mesh.coordinate(rank)
@@ -362,9 +363,11 @@ class _Lowering:
 
     def _output(self, value: str) -> str:
         """Replicate an output over the mesh; in time, it is that of this micro-batch."""
-        own, axes = self.values[value].layout, self.replicated.axes
-        shown = Layout(tuple((a, own[a] if self.resolved.is_time(a) else p) for a, p in axes))
-        return self._convert(value, shown, None)
+        layout, axes = self.values[value].layout, self.replicated.axes
+        replicated = Layout(
+            tuple((a, layout[a] if self.resolved.is_time(a) else p) for a, p in axes)
+        )
+        return self._convert(value, replicated, None)
 
     def _define(self, name: str, value: str, layout: Layout) -> None:
         full = self.graph.values[value]

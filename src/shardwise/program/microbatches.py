@@ -1,8 +1,8 @@
 """Rewrite a graph so that its step can run in micro-batches.
 
 A mean loss becomes a sum divided by a count, so that every micro-batch adds its share of the sum.
-Values of the full batch that micro-batches need, such as this count, become inputs; a graph of its
-own computes them once per step, before the first micro-batch.
+Values of the full batch that micro-batches need, such as this count, become inputs; a separate
+graph computes them once per step, before the first micro-batch.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ def extract_precomputed(
     """
     if not timed.precomputed:
         return graph, facts, timed, None
-    wanted: dict[str, str] = {}
+    inputs_by_value: dict[str, str] = {}
     nodes: list[Node] = []
     values = dict(graph.values)
     calls, rules, dims = dict(facts.calls), dict(facts.rules), dict(facts.dims)
     for node in graph.nodes:
         positions = timed.precomputed.get(node.name)
         if positions:
-            node = _redirect(node, positions, wanted)
-            for name, given in wanted.items():
-                values.setdefault(given, values[name])
-                dims.setdefault(given, dims[name])
+            node = _redirect(node, positions, inputs_by_value)
+            for name, input_name in inputs_by_value.items():
+                values.setdefault(input_name, values[name])
+                dims.setdefault(input_name, dims[name])
             calls[node.name] = Call.of(node, values)
             rules[node.name] = node_rule(graph, calls[node.name])
         nodes.append(node)
-    inputs = tuple(
-        Input(value=given, name=given, path=(given,), kind="precomputed")
-        for given in wanted.values()
+    new_inputs = tuple(
+        Input(value=input_name, name=input_name, path=(input_name,), kind="precomputed")
+        for input_name in inputs_by_value.values()
     )
     rewritten = dataclasses.replace(
-        graph, nodes=_live(graph, nodes), values=values, inputs=(*graph.inputs, *inputs)
+        graph, nodes=_live(graph, nodes), values=values, inputs=(*graph.inputs, *new_inputs)
     )
     return (
         rewritten,
         dataclasses.replace(facts, calls=calls, rules=rules, dims=dims),
         dataclasses.replace(
-            timed, values={**timed.values, **dict.fromkeys(wanted.values(), PARTIAL_GRAD)}
+            timed, values={**timed.values, **dict.fromkeys(inputs_by_value.values(), PARTIAL_GRAD)}
         ),
-        restrict(graph, tuple(wanted)),
+        restrict(graph, tuple(inputs_by_value)),
     )
 
 
-def _redirect(node: Node, positions: frozenset[int], wanted: dict[str, str]) -> Node:
+def _redirect(node: Node, positions: frozenset[int], inputs_by_value: dict[str, str]) -> Node:
     """Return the node with the operands at these positions taken from inputs."""
     position = -1
 
@@ -70,7 +70,7 @@ def _redirect(node: Node, positions: frozenset[int], wanted: dict[str, str]) -> 
         position += 1
         if position not in positions:
             return ref
-        return Ref(wanted.setdefault(ref.name, f"{ref.name}_of_batch"))
+        return Ref(inputs_by_value.setdefault(ref.name, f"{ref.name}_of_batch"))
 
     args = map_refs(node.args, replace)
     kwargs = tuple((key, map_refs(value, replace)) for key, value in node.kwargs)
@@ -78,9 +78,9 @@ def _redirect(node: Node, positions: frozenset[int], wanted: dict[str, str]) -> 
 
 
 def _live(graph: Graph, nodes: list[Node]) -> tuple[Node, ...]:
-    """Return the nodes without those that only precomputed values used.
+    """Return the nodes without those whose results only precomputed values used.
 
-    Nodes whose results nothing used before stay.
+    Nodes whose results were not used in the first place stay.
     """
     used = {b.mutation for b in graph.buffers} | {graph.loss}
     used |= {ref.name for ref in iter_refs(graph.outputs)}
@@ -93,9 +93,9 @@ def _live(graph: Graph, nodes: list[Node]) -> tuple[Node, ...]:
     return tuple(reversed(live))
 
 
-def restrict(graph: Graph, wanted: tuple[str, ...]) -> Graph:
+def restrict(graph: Graph, outputs: tuple[str, ...]) -> Graph:
     """Return the part of a graph that computes these values, as its outputs."""
-    needed, nodes = set(wanted), []
+    needed, nodes = set(outputs), []
     for node in reversed(graph.nodes):
         if needed & set(node.outputs):
             needed |= set(node.inputs)
@@ -110,7 +110,7 @@ def restrict(graph: Graph, wanted: tuple[str, ...]) -> Graph:
         ),
         constants=tuple(c for c in graph.constants if c.value in needed),
         loss=None,
-        outputs=tuple(Ref(name) for name in wanted),
+        outputs=tuple(Ref(name) for name in outputs),
         output_spec=None,
     )
 
@@ -144,7 +144,7 @@ class _MeanLoss:
         self, node: Node, arguments: dict[str, Any], values: dict[str, TensorType]
     ) -> None:
         self.node, self.arguments, self.values = node, arguments, values
-        self.made: list[Node] = []
+        self.result: list[Node] = []
 
     def nodes(self) -> list[Node]:
         target = self.arguments["target"]
@@ -156,20 +156,20 @@ class _MeanLoss:
             count: Any = max(1, kind.numel // max(1, classes))
         else:
             count = self._count(target, kind)
-        given = self.values[out]
-        if not DTYPES[dtype_name(given.dtype)].widened:
-            total = self._summed(self.arguments["self"], given)
-            self._add("div", "aten.div.Tensor", (total, count), given, outputs=(out,))
-            return self.made
+        mean_type = self.values[out]
+        if not DTYPES[dtype_name(mean_type.dtype)].widened:
+            total = self._summed(self.arguments["self"], mean_type)
+            self._add("div", "aten.div.Tensor", (total, count), mean_type, outputs=(out,))
+            return self.result
         # The sum of a batch is too large or too coarse for 16 bits.
         scores = self.arguments["self"]
         wide_scores = TensorType(self.values[scores.name].shape, torch.float32)
         wide = self._add("wide", "aten.to.dtype", (scores, torch.float32), wide_scores)
-        float32 = TensorType(given.shape, torch.float32)
+        float32 = TensorType(mean_type.shape, torch.float32)
         total = self._summed(wide, float32)
         mean = self._add("div", "aten.div.Tensor", (total, count), float32)
-        self._add("narrow", "aten.to.dtype", (mean, given.dtype), given, outputs=(out,))
-        return self.made
+        self._add("narrow", "aten.to.dtype", (mean, mean_type.dtype), mean_type, outputs=(out,))
+        return self.result
 
     def _count(self, target: Ref, kind: TensorType) -> Ref:
         """Return the number of targets that are not ignored, or the sum of their class weights."""
@@ -187,8 +187,8 @@ class _MeanLoss:
         row = self._add("places", "aten.reshape.default", (safe, (count,)), rows)
         picked = self._add("picked", "aten.index_select.default", (weight, 0, row), flat)
         shaped = self._add("weights", "aten.reshape.default", (picked, shape), weights)
-        own = self._add("own", "aten.masked_fill.Scalar", (shaped, ignored, 0), weights)
-        return self._add("count", "aten.sum.default", (own,), TensorType((), dtype))
+        counted = self._add("own", "aten.masked_fill.Scalar", (shaped, ignored, 0), weights)
+        return self._add("count", "aten.sum.default", (counted,), TensorType((), dtype))
 
     def _summed(self, scores: Ref, kind: TensorType) -> Ref:
         changes = {"self": scores, "reduction": SUM}
@@ -205,12 +205,12 @@ class _MeanLoss:
         kind: TensorType,
         outputs: tuple[str, ...] = (),
     ) -> Ref:
-        # A key of its own: the keys of the user's nodes must not change.
+        # Added nodes get keys of their own, so that the keys of the user's nodes do not change.
         new = f"{self.node.name}_{name}"
         changed = {"name": new, "key": new, "op": op, "args": args, "kwargs": ()}
         return self._append(kind, outputs=outputs or (new,), **changed)
 
     def _append(self, kind: TensorType, *, outputs: tuple[str, ...], **changed: Any) -> Ref:
         self.values[outputs[0]] = kind
-        self.made.append(dataclasses.replace(self.node, outputs=outputs, **changed))
+        self.result.append(dataclasses.replace(self.node, outputs=outputs, **changed))
         return Ref(outputs[0])

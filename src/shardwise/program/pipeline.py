@@ -47,7 +47,7 @@ class StageProgram:
     resolved: Resolved
     program: Program
     precomputed: Program | None
-    outputs: tuple[int, ...]  # positions of the model's output leaves that this stage gives
+    outputs: tuple[int, ...]  # positions of the model's output leaves that this stage computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class Pipeline:
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of stages between which something travels."""
+        """The pairs of stages between which values are sent."""
         return tuple(dict.fromkeys((t.source, t.target) for t in self.transfers))
 
     def __str__(self) -> str:
@@ -98,16 +98,16 @@ def build_pipeline(graph: Graph, plan: Plan) -> Pipeline:
     """Partition the graph into stages, choose their layouts and lower them."""
     plan.check(graph)
     original = graph
-    graph = with_keys(graph)  # nodes keep the keys that they have in the full graph
+    graph = with_keys(graph)  # in the parts, nodes have the same keys as in the full graph
     timed: MicrobatchAssignment | None = None
-    before: Graph | None = None
+    batch_graph: Graph | None = None
     if plan.splits_time:
         graph = separate_means(graph)
     facts, computed = analyze(graph), graph
     if plan.splits_time:
-        cuts = input_cuts(graph, plan) or {}
-        timed = assign_microbatches(graph, facts, TIME, plan.num_microbatches, cuts)
-        graph, facts, timed, before = extract_precomputed(graph, facts, timed)
+        shards = input_cuts(graph, plan) or {}
+        timed = assign_microbatches(graph, facts, TIME, plan.num_microbatches, shards)
+        graph, facts, timed, batch_graph = extract_precomputed(graph, facts, timed)
     schedule = plan_schedule(plan)
     parts = partition(graph, plan, facts, [node.key for node in with_keys(original).nodes])
     resolved = _resolve(parts, plan, facts, timed)
@@ -122,7 +122,7 @@ def build_pipeline(graph: Graph, plan: Plan) -> Pipeline:
             mesh=stage.mesh,
             resolved=solved,
             program=program,
-            precomputed=_precomputed(before, part, plan.on_mesh(stage.mesh)),
+            precomputed=_precomputed(batch_graph, part, plan.on_mesh(stage.mesh)),
             outputs=part.outputs,
         )
         for part, stage, solved, program in zip(
@@ -152,8 +152,8 @@ def check_micro_batches(graph: Graph, plan: Plan) -> None:
     """Raise if the batch cannot be split into micro-batches; the error names the node."""
     if plan.splits_time:
         graph = separate_means(graph)
-        cuts = input_cuts(graph, plan) or {}
-        assign_microbatches(graph, analyze(graph), TIME, plan.num_microbatches, cuts)
+        shards = input_cuts(graph, plan) or {}
+        assign_microbatches(graph, analyze(graph), TIME, plan.num_microbatches, shards)
 
 
 def plan_schedule(plan: Plan) -> Schedule:
@@ -190,14 +190,14 @@ def _resolve(
     stages: list[Resolved] = []
     stored: dict[tuple[tuple[int, ...], str], ParameterEntry] = {}
     for part, stage in zip(parts, plan.all_stages, strict=True):
-        own = plan.for_stage(part.index)
-        known = {
+        stage_plan = plan.for_stage(part.index)
+        entries = {
             p.name: stored[stage.ranks, p.name]
             for p in part.graph.parameters
             if (stage.ranks, p.name) in stored
         }
-        own = own.with_(parameters={**own.parameters, **known})
-        resolved = resolve_part(part.graph, own, facts, timed)
+        stage_plan = stage_plan.with_(parameters={**stage_plan.parameters, **entries})
+        resolved = resolve_part(part.graph, stage_plan, facts, timed)
         stages.append(resolved)
         for p in part.graph.parameters:
             stored[stage.ranks, p.name] = _entry(resolved, p.value, plan.entry(p.name).zero)
@@ -212,13 +212,13 @@ def _entry(resolved: Resolved, value: str, zero: int | None) -> ParameterEntry:
     return ParameterEntry(layout=placements, zero=zero)
 
 
-def _precomputed(before: Graph | None, part: Part, plan: Plan) -> Program | None:
+def _precomputed(batch_graph: Graph | None, part: Part, plan: Plan) -> Program | None:
     """Return the program of the values of the full batch that this stage needs."""
-    wanted = {i.value for i in part.graph.inputs if i.kind == "precomputed"}
-    if before is None or not wanted:
+    values = {i.value for i in part.graph.inputs if i.kind == "precomputed"}
+    if batch_graph is None or not values:
         return None
-    leaves = (r.name for r in before.outputs if f"{r.name}_of_batch" in wanted)
-    graph = restrict(before, tuple(leaves))
+    leaves = (r.name for r in batch_graph.outputs if f"{r.name}_of_batch" in values)
+    graph = restrict(batch_graph, tuple(leaves))
     return lower(resolve_part(graph, plan, analyze(graph)))
 
 

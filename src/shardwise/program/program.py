@@ -25,7 +25,7 @@ from shardwise.shares import AxisSize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalValue:
-    """A value as one rank holds it: which graph value, its layout, its local type."""
+    """A value on one rank: the graph value, its layout and its local type."""
 
     value: str
     layout: Layout
@@ -40,7 +40,7 @@ class Step:
     fn: str
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
-    node: str = ""  # the node that it computes, or redistributes a value for
+    node: str = ""  # the node that it computes, or for which it redistributes a value
     needs: tuple[Layout, ...] = ()  # layouts of a computation's tensor operands, in order
     axes: tuple[str, ...] = ()  # mesh axes of a redistribution
     module: str = ""
@@ -142,14 +142,14 @@ class Program:
 
     @property
     def time_axis(self) -> str | None:
-        """Return the mesh axis of micro-batches, if there is one."""
+        """The mesh axis of micro-batches, if there is one."""
         return next((axis for axis, role in self.plan.roles.items() if role == "time"), None)
 
     def _verify_time(self, program: RankProgram, step: Step) -> None:
         move = REDISTRIBUTIONS[step.fn]
-        # Micro-batches do not communicate, and each computes something else with a shared value:
+        # Micro-batches cannot communicate, and each uses a shared value for different work, so
         # along their axis no value is R.
-        if self.time_axis in step.axes and not (move.is_local and move.held != "R"):
+        if self.time_axis in step.axes and not (move.is_local and move.source != "R"):
             value = program.values[step.inputs[0]].value
             raise ProgramError(
                 f"{step.fn} of %{value} would communicate between micro-batches: {step}"
@@ -162,16 +162,18 @@ class Program:
 def _verify_move(program: RankProgram, step: Step, sizes: Mapping[str, AxisSize]) -> None:
     source = program.values[step.inputs[0]]
     target = program.values[step.outputs[0]]
-    expects, gives = REDISTRIBUTIONS[step.fn].held, REDISTRIBUTIONS[step.fn].given
+    expects, gives = REDISTRIBUTIONS[step.fn].source, REDISTRIBUTIONS[step.fn].target
     for axis, before in source.layout.axes:
         after = target.layout[axis]
         if axis not in step.axes:
             if not same_placement(before, after, sizes[axis]):
                 raise ProgramError(f"{step.fn} changes axis {axis} of %{source.value}: {step}")
             continue
-        loose = source.value not in program.carries_grad  # without a gradient, R and R~ are equal
-        expected = {expects, "R", "R~"} if loose and expects in ("R", "R~") else {expects}
-        if kind(before) not in expected or not (kind(after) == gives or loose):
+        without_grad = (
+            source.value not in program.carries_grad
+        )  # without a gradient, R and R~ are equal
+        expected = {expects, "R", "R~"} if without_grad and expects in ("R", "R~") else {expects}
+        if kind(before) not in expected or not (kind(after) == gives or without_grad):
             raise ProgramError(
                 f"{step.fn} of %{source.value} over {axis} must be {expects} -> {gives}, "
                 f"but is {before} -> {after}"
@@ -223,12 +225,12 @@ def _verify_ends(program: RankProgram, sizes: Mapping[str, AxisSize], time: str 
     """
     ends = [("the loss", program.loss)] if program.loss else []
     ends += [(f"buffer {name}", value) for name, value in program.mutations]
-    for what, name in ends:
+    for label, name in ends:
         for axis, placement in program.values[name or ""].layout.axes:
-            expected = ("P",) if axis == time and what == "the loss" else ("R", "R~")
+            expected = ("P",) if axis == time and label == "the loss" else ("R", "R~")
             if sizes[axis] != 1 and kind(placement) not in expected:
                 raise ProgramError(
-                    f"{what} is left as {axis}:{placement}, but every rank needs all of it"
+                    f"{label} ends as {axis}:{placement}, but every rank needs all of it"
                 )
     for name in program.sends:
         for axis, placement in program.values[name].layout.axes:
@@ -271,9 +273,9 @@ def merge_equal(programs: Iterable[RankProgram]) -> tuple[RankProgram, ...]:
     """Return the distinct programs, each with all ranks that run it."""
     merged: list[RankProgram] = []
     for program in programs:
-        for index, known in enumerate(merged):
-            if replace(known, ranks=program.ranks) == program:
-                merged[index] = replace(known, ranks=(*known.ranks, *program.ranks))
+        for index, other in enumerate(merged):
+            if replace(other, ranks=program.ranks) == program:
+                merged[index] = replace(other, ranks=(*other.ranks, *program.ranks))
                 break
         else:
             merged.append(program)

@@ -27,7 +27,7 @@ from shardwise.plans import Plan
 from shardwise.sharding.rule import LocalCall
 
 PRODUCTS_KEPT = " with products kept"
-STATISTICS = ("shardwise.batch_norm",)  # whose results do not depend on the old statistics
+STATISTICS = ("shardwise.batch_norm",)  # results do not depend on the running statistics
 
 
 def mark_recompute(graph: Graph, plan: Plan) -> Graph:
@@ -45,7 +45,7 @@ def keeps_products(group: str | None) -> bool:
 
 
 def recompute_notes(graph: Graph, plan: Plan) -> list[str]:
-    """Return one line that says what backward recomputes, if anything."""
+    """Return a line about the groups that backward recomputes, or an empty list."""
     groups = list(dict.fromkeys(n.recompute for n in graph.nodes if n.recompute))
     if groups:
         return [f"backward recomputes {folded(groups)}"]
@@ -137,27 +137,27 @@ def _carrying(graph: Graph) -> set[str]:
 
 
 def _unrepeatable(graph: Graph) -> set[str]:
-    """Return nodes before the loss that read a buffer which the step changes.
+    """Return the ancestors of the loss that read a buffer which the step changes.
 
-    When backward runs, the buffer has its new content. Counters of batches do not reach the loss,
-    and batch norm's results do not depend on the old statistics.
+    Recomputing them in backward would read the new content of the buffer. Counters of batches do
+    not reach the loss, and batch norm's results do not depend on the running statistics.
     """
     changed = {b.value for b in graph.buffers if b.mutation}
-    matters = {*graph.sends, *([graph.loss] if graph.loss else [])}
+    relevant = {*graph.sends, *([graph.loss] if graph.loss else [])}
     for node in reversed(graph.nodes):
-        if matters.intersection(node.outputs):
-            matters |= set(node.inputs)
+        if relevant.intersection(node.outputs):
+            relevant |= set(node.inputs)
     return {
         node.name
         for node in graph.nodes
         if changed.intersection(node.inputs)
-        and matters.intersection(node.outputs)
+        and relevant.intersection(node.outputs)
         and not node.op.startswith(STATISTICS)
     }
 
 
 def node_modules(nodes: Sequence[Node]) -> dict[str, str]:
-    """Map each node to the module that it counts to: its own, or the block of its code."""
+    """Map each node to its module, or to its block if the module lies outside the block."""
     modules = {}
     for node, block in zip(nodes, node_blocks(nodes), strict=True):
         inside = block is None or f"{node.module}.".startswith(f"{block}.")
@@ -167,7 +167,7 @@ def node_modules(nodes: Sequence[Node]) -> dict[str, str]:
 
 # ---------------------------------------------------------------- deferred weight gradients
 
-# Operator -> its form in the runtime, the position of the weight, the most arguments it takes.
+# Operator -> its runtime function, the position of the weight, the maximum number of arguments.
 _PRODUCTS = {
     "aten.linear.default": ("rt.linear", 1, 3),
     "aten.addmm.default": ("rt.addmm", 2, 3),
@@ -179,9 +179,9 @@ _PRODUCTS = {
 
 
 def deferred(call: LocalCall, weight_dims: Mapping[str, int]) -> LocalCall:
-    """Return a product with a weight in the form whose weight gradient can be computed later.
+    """Return a product with a weight as a call whose weight gradient can be computed later.
 
-    `weight_dims` has the number of dims of every parameter. Other calls are returned as they are.
+    `weight_dims` has the number of dims of every parameter. Other calls are returned unchanged.
     """
     function, position, max_args = _PRODUCTS.get(call.fn, ("", len(call.args), 0))
     weight = call.args[position] if position < len(call.args) else None
@@ -191,18 +191,22 @@ def deferred(call: LocalCall, weight_dims: Mapping[str, int]) -> LocalCall:
         return call
     if function != "rt.conv":
         return LocalCall(function, call.args)
-    given: list[Any] = [*call.args, *[None] * (max_args - len(call.args))]
-    x, _, bias, stride, padding, dilation, groups = given
+    padded_args: list[Any] = [*call.args, *[None] * (max_args - len(call.args))]
+    x, _, bias, stride, padding, dilation, groups = padded_args
     if isinstance(padding, str):
         return call
-    space = weight_dims[weight.name] - 2
-    sizes = [_spread(stride, 1, space), _spread(padding, 0, space), _spread(dilation, 1, space)]
+    num_spatial = weight_dims[weight.name] - 2
+    sizes = [
+        _spread(stride, 1, num_spatial),
+        _spread(padding, 0, num_spatial),
+        _spread(dilation, 1, num_spatial),
+    ]
     groups = 1 if groups is None else groups
-    return LocalCall(function, (x, weight, bias, *sizes, False, (0,) * space, groups))
+    return LocalCall(function, (x, weight, bias, *sizes, False, (0,) * num_spatial, groups))
 
 
-def _spread(sizes: Any, default: int, space: int) -> tuple[int, ...]:
+def _spread(sizes: Any, default: int, num_dims: int) -> tuple[int, ...]:
     """Return one number for every spatial dim."""
     if sizes is None or isinstance(sizes, int):
-        return (default if sizes is None else sizes,) * space
-    return tuple(sizes) if len(sizes) == space else tuple(sizes) * space
+        return (default if sizes is None else sizes,) * num_dims
+    return tuple(sizes) if len(sizes) == num_dims else tuple(sizes) * num_dims

@@ -51,14 +51,14 @@ def stage_starts(graph: Graph, plan: Plan, order: Sequence[str]) -> tuple[int, .
     If that node is gone because its value is precomputed, the stage begins at the next one.
     """
     position = {key: i for i, key in enumerate(order)}
-    at, known = 0, []
+    at, positions = 0, []
     for node in graph.nodes:
         at = position.get(node.key, at)  # an added node takes the position of the one before it
-        known.append(at)
+        positions.append(at)
     firsts = [position[stage.first] for stage in plan.all_stages[1:]]
-    starts = (0, *(next(i for i, p in enumerate(known) if p >= first) for first in firsts))
+    starts = (0, *(next(i for i, p in enumerate(positions) if p >= first) for first in firsts))
     if any(b <= a for a, b in pairwise(starts)):
-        raise PlanError("a stage has no nodes of its own", where="stages")
+        raise PlanError("a stage is left without nodes", where="stages")
     return starts
 
 
@@ -101,7 +101,7 @@ class _Partition:
         return tuple(parts)
 
     def _repeatable(self) -> frozenset[str]:
-        """Return the values that a later stage could recompute: equal on all stages."""
+        """Return the values that any later stage can recompute with the same result."""
         changed = {b.value for b in self.graph.buffers if b.mutation}
         values = set(values_of_inputs(self.graph)) - changed
         for node in self.graph.nodes:
@@ -111,7 +111,7 @@ class _Partition:
         return frozenset(values)
 
     def _fetch(self, stage: int) -> tuple[tuple[Node, ...], dict[str, int]]:
-        """Return the stage's nodes, with those it recomputes, and the stages it receives from."""
+        """Return the stage's nodes, including recomputed ones, and the sources of its inputs."""
         nodes = {node.name: node for node in self.own[stage]}
         receives: dict[str, int] = {}
         needed = [name for node in self.own[stage] for name in node.inputs]
@@ -131,14 +131,14 @@ class _Partition:
         ordered = sorted(nodes.values(), key=lambda node: self.order[node.name])
         return tuple(ordered), receives
 
-    def _closure(self, name: str, have: Iterable[str]) -> list[Node]:
-        """Return the nodes that compute a value, without those in `have`."""
+    def _closure(self, name: str, present: Iterable[str]) -> list[Node]:
+        """Return the nodes that compute a value, without those already present."""
         needed: dict[str, Node] = {}
-        waiting, known = [name], set(have)
+        waiting, visited = [name], set(present)
         while waiting:
             node = self.producer.get(waiting.pop())
-            if node is not None and node.name not in known:
-                known.add(node.name)
+            if node is not None and node.name not in visited:
+                visited.add(node.name)
                 needed[node.name] = node
                 waiting += node.inputs
         return list(needed.values())
@@ -149,7 +149,7 @@ class _Partition:
         return effort <= self.graph.values[name].num_bytes * PER_BYTE + PER_TRANSFER
 
     def _leaves(self) -> list[list[int]]:
-        """Return the output leaves that each stage computes; sources count to the first stage."""
+        """Return the output leaves of each stage; graph inputs count to the first stage."""
         leaves: list[list[int]] = [[] for _ in range(self.count)]
         for position, leaf in enumerate(self.graph.outputs):
             stages = [self.stage_of.get(ref.name, 0) for ref in iter_refs(leaf)]
@@ -190,7 +190,7 @@ class _Partition:
         owners: dict[str, int],
     ) -> Part:
         graph = self.graph
-        made = {o for node in nodes for o in node.outputs}
+        produced = {o for node in nodes for o in node.outputs}
         local = used | {value for value, owner in owners.items() if owner == stage}
         parameters = tuple(p for p in graph.parameters if p.value in local)
         inputs = tuple(i for i in graph.inputs if i.value in used)
@@ -204,7 +204,9 @@ class _Partition:
             parameters=parameters,
             buffers=tuple(b for b in graph.buffers if b.value in local),
             constants=tuple(c for c in graph.constants if c.value in used),
-            loss=graph.loss if graph.loss in made and self.stage_of[graph.loss] == stage else None,
+            loss=graph.loss
+            if graph.loss in produced and self.stage_of[graph.loss] == stage
+            else None,
             outputs=tuple(graph.outputs[i] for i in leaves),
             sends=sent,
         )
