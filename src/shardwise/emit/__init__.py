@@ -1,4 +1,4 @@
-"""Emit a program as Python source."""
+"""Emit programs as Python source."""
 
 from shardwise.emit.module import emit
 from shardwise.emit.pipeline import emit_pipeline

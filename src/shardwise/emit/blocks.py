@@ -31,7 +31,7 @@ class BlockCall:
 
     @property
     def group(self) -> str | None:
-        """Return the recomputation group of all its steps, if they have one."""
+        """The recomputation group of all its steps, if they have a common one."""
         groups = {step.recompute for step in self.steps}
         return groups.pop() if len(groups) == 1 else None
 
@@ -44,9 +44,9 @@ def find_blocks(program: RankProgram, owners: Mapping[str, str]) -> list[Item]:
 
     `owners` maps parameter and buffer values to their full names.
     """
-    homes = assign_blocks([s.fn for s in program.steps], [s.module for s in program.steps])
-    steps, homes = _hoist(list(program.steps), homes)
-    spans = {p: s for p, s in _spans(homes).items() if _is_block(steps[slice(*s)])}
+    blocks = assign_blocks([s.fn for s in program.steps], [s.module for s in program.steps])
+    steps, blocks = _hoist(list(program.steps), blocks)
+    spans = {p: s for p, s in _spans(blocks).items() if _is_block(steps[slice(*s)])}
     items: list[Item] = []
     position = 0
     ends = set(final_values(program))
@@ -59,46 +59,46 @@ def find_blocks(program: RankProgram, owners: Mapping[str, str]) -> list[Item]:
 
 def final_values(program: RankProgram) -> tuple[str, ...]:
     """Return the values needed after the last step."""
-    made = {out for step in program.output_steps for out in step.outputs}
+    produced = {out for step in program.output_steps for out in step.outputs}
     names = [program.loss] if program.loss else []
     names += [*program.sends, *(name for _, name in program.mutations)]
-    names += [n for step in program.output_steps for n in step.inputs if n not in made]
-    names += [ref.name for ref in iter_refs(program.outputs) if ref.name not in made]
+    names += [n for step in program.output_steps for n in step.inputs if n not in produced]
+    names += [ref.name for ref in iter_refs(program.outputs) if ref.name not in produced]
     return tuple(dict.fromkeys(names))
 
 
-def _hoist(steps: list[Step], homes: list[str | None]) -> tuple[list[Step], list[str | None]]:
-    """Move redistributions of outside values, and those that others use too, before the block."""
-    home_of = {out: h for step, h in zip(steps, homes, strict=True) for out in step.outputs}
+def _hoist(steps: list[Step], blocks: list[str | None]) -> tuple[list[Step], list[str | None]]:
+    """Move redistributions before the block if their operand or other users are outside it."""
+    block_of = {out: h for step, h in zip(steps, blocks, strict=True) for out in step.outputs}
     users: dict[str, set[str | None]] = {}
-    for step, home in zip(steps, homes, strict=True):
+    for step, block in zip(steps, blocks, strict=True):
         for name in step.inputs:
-            users.setdefault(name, set()).add(home)
-    first = {path: extent[0] for path, extent in block_spans(homes).items()}
-    made = {out: index for index, step in enumerate(steps) for out in step.outputs}
+            users.setdefault(name, set()).add(block)
+    first = {path: extent[0] for path, extent in block_spans(blocks).items()}
+    produced_at = {out: index for index, step in enumerate(steps) for out in step.outputs}
     order: list[tuple[int, int, Step, str | None]] = []
-    for index, (step, home) in enumerate(zip(steps, homes, strict=True)):
-        source = home_of.get(step.inputs[0]) if step.is_move else home
-        shared = source != home and bool(users.get(step.outputs[0], set()) - {home})
-        foreign = step.is_move and source is None and step.inputs[0] in home_of
-        if home is not None and step.is_move and (shared or foreign):
-            home_of[step.outputs[0]] = None
-            outside = replace(step, module=home, module_class="", recompute=None)
+    for index, (step, block) in enumerate(zip(steps, blocks, strict=True)):
+        source = block_of.get(step.inputs[0]) if step.is_move else block
+        shared = source != block and bool(users.get(step.outputs[0], set()) - {block})
+        foreign = step.is_move and source is None and step.inputs[0] in block_of
+        if block is not None and step.is_move and (shared or foreign):
+            block_of[step.outputs[0]] = None
+            outside = replace(step, module=block, module_class="", recompute=None)
             # A module that is called twice begins before the input of its second call exists.
-            at = first[home] if made.get(step.inputs[0], -1) < first[home] else index
+            at = first[block] if produced_at.get(step.inputs[0], -1) < first[block] else index
             order.append((at, 0, outside, None))
         else:
-            order.append((index, 1, step, home))
+            order.append((index, 1, step, block))
     order.sort(key=lambda item: item[:2])
-    return [step for _, _, step, _ in order], [home for *_, home in order]
+    return [step for _, _, step, _ in order], [block for *_, block in order]
 
 
-def _spans(homes: list[str | None]) -> dict[str, tuple[int, int]]:
+def _spans(blocks: list[str | None]) -> dict[str, tuple[int, int]]:
     """Return the index ranges of blocks whose steps are contiguous."""
     return {
         path: (first, last)
-        for path, (first, last) in block_spans(homes).items()
-        if all(home == path for home in homes[first:last])
+        for path, (first, last) in block_spans(blocks).items()
+        if all(block == path for block in blocks[first:last])
     }
 
 
@@ -115,13 +115,13 @@ def _block(
     ends: set[str],
 ) -> BlockCall:
     inside = tuple(steps[first:last])
-    made = {out for step in inside for out in step.outputs}
+    produced = {out for step in inside for out in step.outputs}
     used_after = {n for step in steps[last:] for n in step.inputs} | ends
     inputs: dict[str, None] = {}
     own: dict[str, None] = {}
     for step in inside:
         for name in step.inputs:
-            if name in made:
+            if name in produced:
                 continue
             is_own = owners.get(name, "").startswith(f"{path}.")
             (own if is_own else inputs).setdefault(name)
@@ -133,7 +133,7 @@ def _block(
 
 
 def signature(block: BlockCall, owners: Mapping[str, str]) -> str:
-    """Return text that is equal for blocks that differ only in names and weights."""
+    """Return a text that is equal for blocks that differ only in names and weights."""
     names = {value: f"in{index}" for index, value in enumerate(block.inputs)}
     names |= {value: owners[value].removeprefix(f"{block.path}.") for value in block.own}
     lines = []
@@ -152,7 +152,7 @@ def signature(block: BlockCall, owners: Mapping[str, str]) -> str:
 
 
 def _part_groups(block: BlockCall) -> dict[str | None, int]:
-    """Enumerate recomputation groups of parts of the block; one of the entire block has none."""
+    """Enumerate the recomputation groups of parts of the block; none if one covers all of it."""
     if block.group is not None:
         return {}
     groups = dict.fromkeys(step.recompute for step in block.steps if step.recompute)
@@ -179,7 +179,7 @@ def _sign(arg: Any, names: Mapping[str, str], path: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """Consecutive blocks of one class, each fed by the one before."""
+    """Consecutive blocks of one class, each using the results of the one before."""
 
     calls: tuple[BlockCall, ...]
     carried: tuple[tuple[int, int], ...]  # (input position, output position)

@@ -1,6 +1,6 @@
-"""Write ATen calls as Python expressions, spelled as a person would.
+"""Write ATen calls as the Python expressions that a person would write.
 
-An operator without a spelling of its own is written as `torch.ops.…`.
+An operator without an idiomatic form is written as `torch.ops.…`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ INFIX = {
     "gt": ">", "ge": ">=", "__and__": "&", "__or__": "|", "bitwise_and": "&", "bitwise_or": "|",
     "__xor__": "^", "bitwise_xor": "^", "floor_divide": "//", "remainder": "%", "matmul": "@",
 }  # fmt: skip
-# Called as methods of their first tensor, arguments as in the schema.
+# Written as methods of their first tensor, with the arguments of the schema.
 METHODS = {
     "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "flatten",
     "unflatten", "chunk", "split", "split_with_sizes", "contiguous", "clone", "neg", "abs",
@@ -50,18 +50,18 @@ Value = Callable[[Any], str]  # an argument as source: names for values, literal
 
 def render(fn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
     """Return the call as an expression."""
-    namespace, _, rest = fn.partition(".")
+    namespace, _, name_and_overload = fn.partition(".")
     if namespace == "rt":
-        return f"rt.{rest}({_listed(args, kwargs, value)})"
+        return f"rt.{name_and_overload}({_listed(args, kwargs, value)})"
     if namespace == "autograd_function":
         return f"{value(UserFunction(fn))}.apply({_listed(args, kwargs, value)})"
-    name = rest.split(".")[0]
+    name = name_and_overload.split(".")[0]
     if namespace == "aten":
         special = SPECIAL.get(fn) or SPECIAL.get(f"aten.{name}")
         if special is not None:
-            written = special(args, kwargs, value)
-            if written is not None:
-                return written
+            idiomatic = special(args, kwargs, value)
+            if idiomatic is not None:
+                return idiomatic
         if name in INFIX and len(args) == 2 and not kwargs:
             left, right = _operand(value(args[0])), value(args[1])
             right = right if isinstance(args[1], int | float) else _operand(right)
@@ -80,7 +80,7 @@ def render(fn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Val
 
 
 def _operand(text: str) -> str:
-    """Put parentheses around anything that is not a name, a call or an index."""
+    """Parenthesize anything that is not a name, a call or an index."""
     depth = 0
     for character in text:
         depth += character in "([{"
@@ -136,27 +136,27 @@ def _positional(op: str, *names: str) -> Callable[..., str | None]:
 def _attention(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
     op = "aten.scaled_dot_product_attention.default"
     a = bound(op, args, kwargs)
-    given = [value(a[n]) for n in ("query", "key", "value")]
+    arguments = [value(a[n]) for n in ("query", "key", "value")]
     defaults = dict(signature(op) or ())
     for name in ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"):
         if a[name] is not None and a[name] != defaults[name]:
-            given.append(f"{name}={value(a[name])}")
-    return f"F.scaled_dot_product_attention({', '.join(given)})"
+            arguments.append(f"{name}={value(a[name])}")
+    return f"F.scaled_dot_product_attention({', '.join(arguments)})"
 
 
 def _cross_entropy(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
     op = "aten.cross_entropy_loss.default"
     a = bound(op, args, kwargs)
-    given = [value(a["self"]), value(a["target"])]
+    arguments = [value(a["self"]), value(a["target"])]
     if a["weight"] is not None:
-        given.append(f"weight={value(a['weight'])}")
+        arguments.append(f"weight={value(a['weight'])}")
     if a["ignore_index"] != -100:
-        given.append(f"ignore_index={a['ignore_index']}")
+        arguments.append(f"ignore_index={a['ignore_index']}")
     if a["reduction"] != 1:
-        given.append(f'reduction="{REDUCTIONS[a["reduction"]]}"')
+        arguments.append(f'reduction="{REDUCTIONS[a["reduction"]]}"')
     if a["label_smoothing"]:
-        given.append(f"label_smoothing={value(a['label_smoothing'])}")
-    return f"F.cross_entropy({', '.join(given)})"
+        arguments.append(f"label_smoothing={value(a['label_smoothing'])}")
+    return f"F.cross_entropy({', '.join(arguments)})"
 
 
 def _to(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
@@ -202,12 +202,12 @@ def _factory(name: str) -> Callable[..., str | None]:
 
 
 class Device:
-    """Placeholder of the module's device in arguments."""
+    """Placeholder for the module's device in arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class UserFunction:
-    """Placeholder of a user's `autograd.Function`, by its operator's name."""
+    """Placeholder for a user's `autograd.Function`, by its operator's name."""
 
     op: str
 

@@ -25,9 +25,9 @@ from shardwise.program.recompute import keeps_products
 from shardwise.sharding.rule import MeshAxis
 
 WIDTH = 100
-INLINE = 72  # characters of the longest expression that is written inside another
+INLINE = 72  # maximum characters of an expression that is written inside another
 INDENT = " " * 4
-OURS = frozenset(("rng", "device", "path"))  # attributes of emitted modules besides mesh axes
+OWN_ATTRIBUTES = frozenset(("rng", "device", "path"))  # of emitted modules, besides mesh axes
 BUILT_IN = frozenset((*dir(nn.Module), *vars(nn.Module())))
 OUTSIDE = "outside the model"  # label of a loss function's lines, which belong to no module
 SEQUENCES = {  # operators that return a list even if it has one element
@@ -42,7 +42,7 @@ SEQUENCES = {  # operators that return a list even if it has one element
 class Region:
     """Neighbouring steps of one recomputation group, with their inputs and outputs.
 
-    A block whose steps are all of one group needs no region: the call of the block is recomputed.
+    A block whose steps are all in one group needs no region: backward recomputes the block's call.
     """
 
     steps: tuple[Step, ...]
@@ -89,8 +89,8 @@ def _inputs(item: Any) -> list[str]:
 
 
 def _region(steps: list[Step], used_after: set[str], own: Any) -> Region:
-    made = {out for step in steps for out in step.outputs}
-    inputs = [n for step in steps for n in step.inputs if n not in made and n not in own]
+    produced = {out for step in steps for out in step.outputs}
+    inputs = [n for step in steps for n in step.inputs if n not in produced and n not in own]
     outputs = [out for step in steps for out in step.outputs if out in used_after]
     return Region(steps=tuple(steps), inputs=tuple(dict.fromkeys(inputs)), outputs=tuple(outputs))
 
@@ -167,7 +167,7 @@ class Scope:
         if len(names) > 1 and (name in self.axes or any("_" in part for part in names)):
             name = "_".join([name, *(str(len(part)) for part in names)])
         wish, others = name, self.axes - set(names if len(names) == 1 else ())
-        hidden = self.members | BUILT_IN | OURS | others
+        hidden = self.members | BUILT_IN | OWN_ATTRIBUTES | others
         while name in hidden or not is_attribute(name) or name.startswith("constant_"):
             name = f"axis_{wish}" if name == wish else f"{name}_"
         return f"self.{name}"
@@ -231,7 +231,7 @@ class Body:
         self._release(out for out in step.outputs if out not in uses)
 
     def _region(self, region: Region, dying: list[str], uses: Mapping[str, Any]) -> None:
-        """Write a function for backward to call again; it sees its arguments and `self` alone."""
+        """Write a function that backward calls again; it uses only its arguments and `self`."""
         passed = [self._value(Ref(value)) for value in region.inputs]
         names = Names(tuple(self.scope.functions.values()))
         arguments = {v: names.bind(v, self.stems.get(v, "x")) for v in region.inputs}
@@ -272,7 +272,7 @@ class Body:
         self._line(f"{', '.join(targets)} = {called}")
 
     def _loop(self, item: Loop, dying: list[str]) -> None:
-        """Write a loop over blocks; the values that they pass on keep their names."""
+        """Write a loop over blocks; the values that they pass on have fixed names."""
         self.group = "\0"
         first, last = item.calls[0], item.calls[-1]
         carried = dict(item.carried)
@@ -282,7 +282,7 @@ class Body:
             outs[output] = arguments[position]
         entering = {first.inputs[p] for p in carried}
         ends_here = all(v in dying for v in entering) and all(o.isidentifier() for o in outs)
-        if not ends_here:  # the entering value is still used later: give the carried one a new name
+        if not ends_here:  # the first input is used after the loop: rename the loop variable
             for position, output in carried.items():
                 name = self.names.bind(f"{last.path}:{output}", "x")
                 self._line(f"{name} = {arguments[position]}")

@@ -36,8 +36,6 @@ from shardwise.sharding.rule import MeshAxis
 from shardwise.version import __version__
 
 HOW_TO_CHECK = "Safe to edit; check it with: shardwise verify MODEL.py:FUNCTION --program FOLDER"
-
-
 WIDTH = 90  # of docstrings
 SMALL_CONSTANT = 16  # elements; larger constants are passed to `Model`
 
@@ -87,7 +85,7 @@ def parameter_spec(storage: Storage, plan: Plan) -> str:
     if not storage.requires_grad:
         fields.append("requires_grad=False")
     fields += _dtype_fields(storage, plan)
-    offload = tuple(what for what in plan.offload if what != "activations")
+    offload = tuple(kind for kind in plan.offload if kind != "activations")
     if offload and not storage.borrowed:
         fields.append(f"offload={literal(offload)}")
     if storage.borrowed:
@@ -109,13 +107,13 @@ def _docstring(program: Program, ranks: RankProgram, stage: int | None) -> str:
 
 def collectives_text(choices: Sequence[CollectiveChoice]) -> str:
     """List the collectives for which `parallelize` does not use the library, with their speed."""
-    others = [choice for choice in choices if not choice.is_library]
-    if not others:
+    texts = [comment(str(choice)) for choice in choices if not choice.is_library]
+    if not texts:
         return ""
-    texts = [comment(str(choice)) for choice in others]
-    rows = [textwrap.wrap(text, WIDTH, subsequent_indent="    ") for text in texts]
-    listed = "\n".join(f"- {line}" if i == 0 else line for r in rows for i, line in enumerate(r))
-    return f"\nOf plan.json; other collectives are the library's:\n{listed}\n"
+    listed = "\n".join(
+        textwrap.fill(text, WIDTH, initial_indent="- ", subsequent_indent="    ") for text in texts
+    )
+    return f"\nCollectives that plan.json selects (all others use the library's):\n{listed}\n"
 
 
 def _places(program: Program, ranks: RankProgram) -> str:
@@ -132,9 +130,9 @@ def _places(program: Program, ranks: RankProgram) -> str:
     return f"{_numbers('rank', numbers)}, {_numbers('micro-batch', batches)}"
 
 
-def _numbers(what: str, numbers: tuple[int, ...]) -> str:
+def _numbers(noun: str, numbers: tuple[int, ...]) -> str:
     shown = ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
-    return f"{what}{'s' * (len(numbers) > 1)} {shown}"
+    return f"{noun}{'s' * (len(numbers) > 1)} {shown}"
 
 
 def _imports(body: str, names: Mapping[str, str], functions: Mapping[str, Any]) -> list[str]:
@@ -155,7 +153,7 @@ def _function_import(op: str, name: str, cls: Any) -> str:
     if cls is not None and is_importable(cls.__module__, cls.__qualname__):
         renamed = "" if name == cls.__qualname__ else f" as {name}"
         return f"from {cls.__module__} import {cls.__qualname__}{renamed}"
-    return f"{name} = FUNCTIONS[{literal(op)}]  # noqa: F821 - cannot be imported, handed in"
+    return f"{name} = FUNCTIONS[{literal(op)}]  # noqa: F821 - passed in by the loader"
 
 
 def _tables(program: Program, ranks: RankProgram) -> Iterator[str]:
@@ -168,14 +166,14 @@ def _tables(program: Program, ranks: RankProgram) -> Iterator[str]:
         if item.kind == "batch":
             yield f"{INDENT}{literal(item.name)}: {splits_text(item.layout)},"
     yield "}"
-    for name, kind in (("BEFOREHAND", "precomputed"), ("RECEIVED", "received")):
+    for name, kind in (("PRECOMPUTED", "precomputed"), ("RECEIVED", "received")):
         names = tuple(i.name for i in ranks.inputs if i.kind == kind)
         if names:
             yield f"{name} = {literal(names)}"
     local = {parameter.name for parameter in ranks.parameters}
     hooks = [comment(str(hook)) for hook in graph.hooks if hook.parameter in local]
     if hooks:
-        yield from ("", "# parallelize runs these on complete gradients and hands them in:")
+        yield from ("", "# `parallelize` passes in these hooks and runs them on full gradients:")
         yield from (f"# {hook}" for hook in hooks)
         yield 'HOOKS = FUNCTIONS["gradient hooks"]  # noqa: F821'
     if graph.sends:
@@ -207,10 +205,11 @@ def _buffer_specs(graph: Graph) -> list[str]:
 
 
 def emit(program: Program, rank: int = 0, *, probe: bool = False, stage: int | None = None) -> str:
-    """Return the source of the program that `rank` runs (in time, a pair of rank and micro-batch).
+    """Return the source of the program that `rank` runs.
 
-    As a pipeline's `stage`, its forward also returns the values that later stages use. With
-    `probe`, every result is passed to `rt.probe`.
+    In a program with micro-batches, `rank` counts pairs of micro-batch and rank. As a pipeline's
+    `stage`, forward also returns the values that later stages use. With `probe`, every result is
+    passed to `rt.probe`.
     """
     return _File(program, program.of_rank(rank), probe, stage).text()
 
@@ -262,7 +261,7 @@ class _File:
         own = {v: self.owners[v].removeprefix(f"{block.path}.") for v in block.own}
         attribute = {v: attribute_path("self", name) for v, name in own.items()}
         arguments = _arguments(block.inputs, self._wishes(block), self.functions.values())
-        inside = self.recompute and block.group is None  # otherwise the entire call is recomputed
+        inside = self.recompute and block.group is None  # else backward recomputes the full call
         scope = Scope(
             block.path,
             attribute,
@@ -379,7 +378,7 @@ class _File:
             body.context = (False, None)
             body.lines.append("with torch.no_grad():")
             for step in self.ranks.output_steps:
-                name = body.names.bind(step.outputs[0], "whole")
+                name = body.names.bind(step.outputs[0], "full")
                 body._line(f"{name} = {body._expression(step)}")
             body.context = (True, None)
         leaves = [body._value(leaf) for leaf in self.ranks.outputs]
@@ -392,10 +391,10 @@ class _File:
         self, steps: tuple[Step, ...], own: tuple[str, ...], scope: Scope, *, path_argument: bool
     ) -> list[str]:
         """Write `__init__`: mesh axes, parameters, buffers, blocks, constants."""
-        taken = "mesh, rng, device, path" if path_argument else 'mesh, rng=None, device="cpu"'
+        parameters = "mesh, rng, device, path" if path_argument else 'mesh, rng=None, device="cpu"'
         if not path_argument and any("constants[" in line for line in self._constants()):
-            taken += ", constants=None"
-        lines = [f"def __init__(self, {taken}):"]
+            parameters += ", constants=None"
+        lines = [f"def __init__(self, {parameters}):"]
         body = ["super().__init__()"]
         axes = {a.names for s in steps for a in _mesh_axes((s.args, s.kwargs))}
         time = self.program.time_axis
@@ -458,13 +457,13 @@ class _File:
             data = constant.data.detach().cpu()
             if data.numel() <= SMALL_CONSTANT and not data.is_complex():
                 values = literal(_nested(data.tolist()))
-                made = f"torch.tensor({values}, dtype={data.dtype}, device=device)"
+                expression = f"torch.tensor({values}, dtype={data.dtype}, device=device)"
                 if data.numel() == 0:
                     shape = literal(tuple(data.shape))
-                    made = f"torch.zeros({shape}, dtype={data.dtype}, device=device)"
+                    expression = f"torch.zeros({shape}, dtype={data.dtype}, device=device)"
             else:
-                made = f"constants[{literal(constant.value)}].to(device)"
-            lines.append(f"self.constant_{index} = {made}")
+                expression = f"constants[{literal(constant.value)}].to(device)"
+            lines.append(f"self.constant_{index} = {expression}")
         return lines
 
 

@@ -1,4 +1,4 @@
-"""Write a pipeline as Python files: one per stage program, and one that joins them.
+"""Write a pipeline as Python files: one per stage program, and one that connects them.
 
 The latter, `pipeline.py`, lists the ranks of every stage, the transfers between stages and the
 schedule of every group of ranks.
@@ -21,7 +21,7 @@ from shardwise.version import __version__
 
 
 def emit_pipeline(pipeline: Pipeline, *, probe: bool = False) -> PipelineSources:
-    """Return the files of all stages, and the one that joins them."""
+    """Return the files of all stages, and the one that connects them."""
     return PipelineSources(
         pipeline=_pipeline_file(pipeline),
         stages=tuple(_stage_files(stage, probe) for stage in pipeline.stages),
@@ -44,7 +44,7 @@ def _stage_files(stage: StageProgram, probe: bool) -> StageSources:
 def _pipeline_file(pipeline: Pipeline) -> str:
     plan, schedule = pipeline.plan, pipeline.schedule
     head, *rows = str(schedule).splitlines()
-    kind = "parts of one batch" if plan.splits_time else "batches of their own"
+    kind = "parts of one batch" if plan.splits_time else "separate batches"
     lines = [
         f'"""{comment(pipeline.graph.name)} in {len(pipeline.stages)} stages, '
         f"plan {comment(plan.name)}.",
@@ -60,10 +60,10 @@ def _pipeline_file(pipeline: Pipeline) -> str:
         "",
         *table("STAGES", [_stage(stage) for stage in pipeline.stages]),
         "",
-        "# What stages send each other for every micro-batch, and whether a gradient comes back.",
+        "# Values that stages send for every micro-batch; with `gradient`, one is sent back.",
         *table("TRANSFERS", [_transfer(t) for t in pipeline.transfers]),
         "",
-        "# Parameters of several stages: their home first, then those that borrow them.",
+        "# Parameters of several stages: the stage that owns them first, then those with replicas.",
         *table("TIED", _tied(pipeline)),
         "",
         "# The leaves of the model's output.",
@@ -71,8 +71,8 @@ def _pipeline_file(pipeline: Pipeline) -> str:
         *_loss(pipeline),
         "",
         f"# {comment(head)}",
-        "# 0F3 is the forward of stage 0 for micro-batch 3, B its backward; I and W are the halves",
-        "# of a backward for inputs and for weights.",
+        "# 0F3 is the forward of stage 0 for micro-batch 3, and 0B3 its backward; I and W are the",
+        "# parts of a backward for the inputs and for the weights.",
         'SCHEDULE = """',
         *map(comment, rows),
         '"""',
@@ -81,8 +81,8 @@ def _pipeline_file(pipeline: Pipeline) -> str:
 
 
 def _batch_dims(pipeline: Pipeline) -> dict[str, int]:
-    cuts = input_cuts(pipeline.graph, pipeline.plan) or {}
-    return {i.name: cuts[i.value].dim for i in pipeline.graph.inputs if i.value in cuts}  # type: ignore[union-attr]
+    shards = input_cuts(pipeline.graph, pipeline.plan) or {}
+    return {i.name: shards[i.value].dim for i in pipeline.graph.inputs if i.value in shards}  # type: ignore[union-attr]
 
 
 def _stage(stage: StageProgram) -> str:
@@ -136,8 +136,10 @@ def _outputs(pipeline: Pipeline) -> list[str]:
             f'dtype="{dtype_name(kind.dtype)}"'
         )
         if isinstance(placement, Shard):
-            cut = f"axis={literal(TIME)}, dim={literal(placement.dim)}, of={literal(placement.of)}"
-            row += f", split=rt.Split({cut})"
+            split = (
+                f"axis={literal(TIME)}, dim={literal(placement.dim)}, of={literal(placement.of)}"
+            )
+            row += f", split=rt.Split({split})"
         elif isinstance(placement, Partial):
             mean = not pipeline.plan.splits_time and kind.dtype.is_floating_point
             row += ", averaged=True" if mean else ", summed=True"
@@ -150,8 +152,8 @@ def _joined(
 ) -> tuple[tuple[int, ...], Placement | None]:
     """Return the shape of an output of all micro-batches, and its placement along time.
 
-    If micro-batches are batches of their own, outputs with a row per sample are concatenated, and
-    scalars averaged or, if they are counts, summed.
+    If micro-batches are separate batches, outputs with a row per sample are concatenated, and
+    scalars are averaged or, if they are counts, summed.
     """
     count = pipeline.plan.num_microbatches
     if pipeline.plan.splits_time or count == 1:

@@ -1,6 +1,6 @@
 """Quote text from outside that enters emitted code: literals, comments and names.
 
-Text of plan files, module paths, batch keys, file names and class names ends up in emitted code,
+Text from plan files, module paths, batch keys, file names and class names ends up in emitted code,
 which is executed. All of it passes through these functions, so that none can escape: a literal
 stays inside its quotes, a comment on its line, a docstring between its quotes, and a name is a
 plain ASCII identifier that shadows nothing.
@@ -19,13 +19,13 @@ import torch
 
 from shardwise.errors import ProgramError
 
-# Names that emitted functions use themselves; no value gets one of them.
+# Names that emitted functions use themselves, so that no value may have them.
 RESERVED = {
     *keyword.kwlist, *dir(builtins), "torch", "nn", "F", "rt", "self", "math", "mesh",
     "checkpoint", "outputs", "block", "FUNCTIONS",
 }  # fmt: skip
-# Names at the head of emitted files; no class of the user's gets one of them.
-TABLES = {"PARAMETERS", "BUFFERS", "INPUTS", "BEFOREHAND", "RECEIVED", "SENT"}
+# Names at the head of emitted files, so that no class may have them.
+TABLES = {"PARAMETERS", "BUFFERS", "INPUTS", "PRECOMPUTED", "RECEIVED", "SENT"}
 LONGEST = 60  # characters of a name
 _RECOMPUTED = re.compile(r"recomputed_\d+")  # functions that backward calls again
 _ATTRIBUTE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -66,7 +66,8 @@ def literal(value: Any) -> str:
         return "..."
     raise ProgramError(
         f"a constant of type {type(value).__name__} cannot be written as Python code",
-        hint="numbers, strings, None, tuples and dicts of them; tensors as inputs or buffers",
+        hint="use numbers, strings, None, and tuples and dicts of them; make tensors inputs or "
+        "buffers",
     )
 
 
@@ -76,7 +77,7 @@ def mapping(items: Iterable[tuple[Any, Any]]) -> str:
 
 
 def in_fstring(text: str) -> str:
-    """Escape a text for an f-string with double quotes."""
+    """Escape text for an f-string with double quotes."""
     return _escape_all(text).replace("{", "{{").replace("}", "}}")
 
 
@@ -99,7 +100,7 @@ def _escape(character: str) -> str:
 
 
 def comment(text: str) -> str:
-    """Return a text for a comment or a docstring, which it can neither end nor reverse.
+    """Return text for a comment or a docstring, which it can neither end nor reverse.
 
     >>> comment("blocks.0 (model.py:3)"), comment('a"b')
     ('blocks.0 (model.py:3)', "a'b")
@@ -136,7 +137,7 @@ def unused(name: str, taken: Iterable[str]) -> str:
 def is_attribute(text: str) -> bool:
     """Return whether `self.text` is the attribute of exactly that name.
 
-    Python normalizes names outside of ASCII, and renames private ones inside of a class.
+    Python normalizes names that are not ASCII, and mangles private names inside a class.
 
     >>> [is_attribute(text) for text in ("attn", "0", "for", "a-b", "__secret")]
     [True, False, False, False, False]

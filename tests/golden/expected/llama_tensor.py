@@ -318,7 +318,7 @@ class Model(nn.Module):
         if not outputs:
             return cross_entropy
         with torch.no_grad():
-            whole = rt.gather(lm_head, self.tp, dim=2, of=211)
-        return cross_entropy, (cross_entropy, whole)
+            full = rt.gather(lm_head, self.tp, dim=2, of=211)
+        return cross_entropy, (cross_entropy, full)
 
 # 2 distinct rank programs
