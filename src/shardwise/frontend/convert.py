@@ -240,10 +240,10 @@ class Converter:
     def run(self, module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Convert the graph of `module` and return the aliases of its outputs."""
         environment: dict[fx.Node, Any] = {}
-        given = iter(inputs)
+        operands = iter(inputs)
         for node in module.graph.nodes:
             if node.op == "placeholder":
-                environment[node] = next(given)
+                environment[node] = next(operands)
             elif node.op == "get_attr":
                 environment[node] = operator.attrgetter(node.target)(module)
             elif node.op == "output":

@@ -376,7 +376,7 @@ def check_regions_can_go(
 
 def _may_need_grad(node: fx.Node, *, nested: bool) -> bool:
     """Return whether a trained parameter, or in a nested graph any real input, leads to `node`."""
-    seen, stack = {node}, [node]
+    visited, stack = {node}, [node]
     while stack:
         current = stack.pop()
         value: Any = current.meta.get("val")
@@ -385,7 +385,7 @@ def _may_need_grad(node: fx.Node, *, nested: bool) -> bool:
             return True
         if current.target is torch.ops.aten.detach.default:
             continue
-        unseen = [n for n in current.all_input_nodes if n not in seen]
-        seen.update(unseen)
-        stack.extend(unseen)
+        new = [n for n in current.all_input_nodes if n not in visited]
+        visited.update(new)
+        stack.extend(new)
     return False

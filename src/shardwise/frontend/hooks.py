@@ -215,16 +215,16 @@ def _check(
             schema = getattr(node.target, "_schema", None)
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                 raise refuse(f"it draws random numbers ({node.target})")
-            for argument, given in zip(schema.arguments if schema else (), node.args, strict=False):
-                if argument.alias_info is None or given not in outside:
+            for argument, value in zip(schema.arguments if schema else (), node.args, strict=False):
+                if argument.alias_info is None or value not in outside:
                     continue
                 if argument.alias_info.is_write:
                     raise refuse(f"it writes to a tensor besides the gradient ({node.target})")
                 outside.add(node)
     result = next(n for n in module.graph.nodes if n.op == "output").args[0]
-    value = result.meta["val"] if isinstance(result, fx.Node) else None
-    if not isinstance(value, torch.Tensor) or value.shape != grad.shape:
-        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else result
+    new = result.meta["val"] if isinstance(result, fx.Node) else None
+    if not isinstance(new, torch.Tensor) or new.shape != grad.shape:
+        shape = tuple(new.shape) if isinstance(new, torch.Tensor) else result
         raise refuse(f"it returns {shape} for a gradient of shape {tuple(grad.shape)}")
 
 

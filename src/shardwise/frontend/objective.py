@@ -56,16 +56,16 @@ def _marked(output: Any) -> Any:
     return getattr(output, "loss", None)
 
 
-def _checked(loss: Any, what: str) -> torch.Tensor:
+def _checked(loss: Any, origin: str) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor):
-        raise LossError(f"{what} is {_describe(loss)}, not a tensor", hint=_HINT)
+        raise LossError(f"{origin} is {_describe(loss)}, not a tensor", hint=_HINT)
     if loss.numel() != 1:
         raise LossError(
-            f"{what} has shape {list(loss.shape)}; a loss is one number",
+            f"{origin} has shape {list(loss.shape)}; a loss is one number",
             hint="reduce it: loss.mean(), or loss_fn=lambda output, batch: ...",
         )
     if not loss.is_floating_point():
-        raise LossError(f"{what} has dtype {loss.dtype}; a loss is floating-point", hint=_HINT)
+        raise LossError(f"{origin} has dtype {loss.dtype}; a loss is floating-point", hint=_HINT)
     return loss.reshape(()) if loss.dim() else loss
 
 
@@ -145,7 +145,7 @@ def check_objective(chosen: Objective) -> None:
         _check_call(chosen, "loss_fn", "the model's output and the batch", hint)
 
 
-def _check_call(function: Callable[..., Any], name: str, given: str, hint: str) -> None:
+def _check_call(function: Callable[..., Any], name: str, arguments: str, hint: str) -> None:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # builtins have no signature
@@ -154,7 +154,7 @@ def _check_call(function: Callable[..., Any], name: str, given: str, hint: str) 
         signature.bind(None, None)
     except TypeError:
         raise CaptureError(
-            f"{name} takes {signature}, but it is called with {given}", hint=hint
+            f"{name} takes {signature}, but it is called with {arguments}", hint=hint
         ) from None
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from types import FrameType
 from typing import Any, TypedDict
@@ -51,8 +51,8 @@ class GraphsBySize:
 
     def __init__(self) -> None:
         # Fingerprints of captures without symbols.
-        self._seen: dict[Hashable, dict[Shapes, str]] = {}
-        self._traces: dict[Hashable, list[SizedTrace]] = {}
+        self._fingerprints: defaultdict[Hashable, dict[Shapes, str]] = defaultdict(dict)
+        self._traces: defaultdict[Hashable, list[SizedTrace]] = defaultdict(list)
         self._attempts: Counter[Hashable] = Counter()
         self.num_traces = 0  # how often Python ran
 
@@ -69,45 +69,67 @@ class GraphsBySize:
         """Capture as `capture` does; the model and all it reads must be the same in every call."""
         call = read_batch(batch)
         kind, shapes = _kind(call, training), _shapes(call)
-        for known in self._traces.get(kind, ()):
-            if (graph := known.graph(call)) is not None:
+        for trace in self._traces[kind]:
+            if (graph := trace.graph(call)) is not None:
                 return graph
         options: _Options = {"training": training, "device": device}
-        seen = self._seen.setdefault(kind, {})
+        fingerprints = self._fingerprints[kind]
         stored = cached_capture(as_module(model), call, chosen, options)
         graph = None if stored is None else stored.load(as_module(model), reads)
-        if graph is not None:
-            if len(seen) < STATIC_CAPTURES:
-                seen[shapes] = graph.fingerprint
-            return graph
-        self.num_traces += 1
-        dims = _varying([*seen, shapes])
-        if self._may_try(kind, shapes, dims):
-            self._attempts[kind] += 1
-            trace = _sized_trace(lambda: trace_step(model, batch, chosen, dims=dims, **options))
-            if trace is not None and trace.agrees(call, seen):
-                if not trace.is_checked:  # no capture without symbols has taken this path yet
-                    checked = capture(model, batch, chosen, reads=reads, **options)
-                    seen[shapes] = checked.fingerprint
-                if trace.agrees(call, seen) and (made := trace.graph(call)) is not None:
-                    self._traces.setdefault(kind, []).append(trace)
-                    if reads is not None:
-                        reads.add(trace.watch)
-                    return made
-            self._attempts[kind] = SYMBOLIC_CAPTURES
-        if stored is None:
-            graph = capture(model, batch, chosen, reads=reads, **options)
-        else:
-            with stored.storing(reads) as run:
-                run.graph = graph = capture(model, batch, chosen, reads=run.reads, **options)
-        if len(seen) < STATIC_CAPTURES:
-            seen[shapes] = graph.fingerprint
+        if graph is None:
+            self.num_traces += 1
+            graph = self._graph_by_symbols(model, batch, chosen, options, reads)
+            if graph is not None:
+                return graph
+            if stored is None:
+                graph = capture(model, batch, chosen, reads=reads, **options)
+            else:
+                with stored.storing(reads) as run:
+                    run.graph = graph = capture(model, batch, chosen, reads=run.reads, **options)
+        if len(fingerprints) < STATIC_CAPTURES:
+            fingerprints[shapes] = graph.fingerprint
         return graph
 
-    def _may_try(self, kind: Hashable, shapes: Shapes, dims: list[list[int]]) -> bool:
-        """Return whether to try a symbolic trace: after several sizes, if none is 0 or 1."""
-        enough = len(self._seen[kind]) >= STATIC_CAPTURES and any(dims)
-        return enough and not _tiny(shapes, dims) and self._attempts[kind] < SYMBOLIC_CAPTURES
+    def _graph_by_symbols(
+        self,
+        model: Model,
+        batch: Any,
+        chosen: Objective,
+        options: _Options,
+        reads: Reads | None,
+    ) -> Graph | None:
+        """Return the graph by a new symbolic trace, if it is due and the code accepts symbols.
+
+        A symbolic trace costs more than a capture, so it is tried only after several sizes. It is
+        used only if its graphs equal those of captures without symbols.
+        """
+        call = read_batch(batch)
+        kind, shapes = _kind(call, options["training"]), _shapes(call)
+        fingerprints = self._fingerprints[kind]
+        dims = _varying([*fingerprints, shapes])
+        # torch does not make sizes of 0 and 1 symbolic.
+        tiny = any(shape[d] < 2 for shape, own in zip(shapes, dims, strict=True) for d in own)
+        is_due = len(fingerprints) >= STATIC_CAPTURES and any(dims) and not tiny
+        if not is_due or self._attempts[kind] >= SYMBOLIC_CAPTURES:
+            return None
+        self._attempts[kind] += 1
+        try:
+            with _symbols_as_numbers():
+                trace = SizedTrace(trace_step(model, batch, chosen, dims=dims, **options))
+        except ShardwiseError:  # capturing this batch without symbols succeeds, or has the error
+            trace = None
+        if trace is not None and trace.agrees(call, fingerprints):
+            if not trace.is_checked:  # no capture without symbols has taken this path yet
+                checked = capture(model, batch, chosen, reads=reads, **options)
+                fingerprints[shapes] = checked.fingerprint
+            graph = trace.graph(call) if trace.agrees(call, fingerprints) else None
+            if graph is not None:
+                self._traces[kind].append(trace)
+                if reads is not None:
+                    reads.add(trace.watch)
+                return graph
+        self._attempts[kind] = SYMBOLIC_CAPTURES
+        return None
 
 
 def _kind(call: Call, training: bool | None) -> Hashable:
@@ -123,23 +145,9 @@ def _shapes(call: Call) -> Shapes:
 def _varying(shapes: list[Shapes]) -> list[list[int]]:
     """Return for every tensor the dims that differ between batches."""
     return [
-        [dim for dim, sizes in enumerate(zip(*each, strict=True)) if len(set(sizes)) > 1]
-        for each in zip(*shapes, strict=True)
+        [dim for dim, sizes in enumerate(zip(*own, strict=True)) if len(set(sizes)) > 1]
+        for own in zip(*shapes, strict=True)
     ]
-
-
-def _tiny(shapes: Shapes, dims: list[list[int]]) -> bool:
-    """Return whether a size is 0 or 1, which torch does not make symbolic."""
-    return any(shape[dim] < 2 for shape, each in zip(shapes, dims, strict=True) for dim in each)
-
-
-def _sized_trace(trace: Callable[[], Traced]) -> SizedTrace | None:
-    """Return the trace with symbolic sizes, or None if the code does not accept symbols."""
-    try:
-        with _symbols_as_numbers():
-            return SizedTrace(trace())
-    except ShardwiseError:  # capturing this batch alone succeeds, or reports the error
-        return None
 
 
 def _symbols_as_numbers() -> contextlib.AbstractContextManager[None]:
@@ -276,7 +284,7 @@ class _Numbers:
 
     def __init__(self, sizes: Mapping[Any, int]) -> None:
         self._sizes = sizes
-        self._known: dict[Any, int] = {}
+        self._memo: dict[Any, int] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def substitute(self, value: Any) -> Any:
@@ -298,18 +306,18 @@ class _Numbers:
         if address not in self._storages:
             memory = torch.empty(0, dtype=torch.uint8, device="meta")
             self._storages[address] = memory.untyped_storage()
-        made = torch.empty(0, dtype=value.dtype, device="meta")
+        tensor = torch.empty(0, dtype=value.dtype, device="meta")
         shape = [self._number(size) for size in value.shape]
         stride = [self._number(step) for step in value.stride()]
         offset = self._number(value.storage_offset())
         with torch.no_grad():
-            made.set_(self._storages[address], offset, shape, stride)
-        return made
+            tensor.set_(self._storages[address], offset, shape, stride)
+        return tensor
 
     def _number(self, size: int | torch.SymInt) -> int:
         if not isinstance(size, torch.SymInt):
             return size
         expression = size.node.expr
-        if expression not in self._known:
-            self._known[expression] = int(expression.xreplace(self._sizes))
-        return self._known[expression]
+        if expression not in self._memo:
+            self._memo[expression] = int(expression.xreplace(self._sizes))
+        return self._memo[expression]

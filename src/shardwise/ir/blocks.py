@@ -111,7 +111,7 @@ def large_blocks(graph: Graph) -> tuple[str, ...]:
 def drop_blocks(
     graph: Graph, keep: Collection[str] = (), constraint_key: ConstraintKey | None = None
 ) -> tuple[Graph, tuple[str, ...]]:
-    """Return the graph with `BLOCKS_PER_KIND` blocks of each kind, and what was dropped, as text.
+    """Return the graph with `BLOCKS_PER_KIND` blocks of each kind, and notes about the others.
 
     Blocks with a node in `keep` stay, too. Folding is repeated at every depth of numbered modules.
     """
@@ -122,14 +122,14 @@ def drop_blocks(
 def fold_blocks(
     graph: Graph, keep: Collection[str] = (), constraint_key: ConstraintKey | None = None
 ) -> tuple[Graph, tuple[str, ...], dict[str, str]]:
-    """Fold as `drop_blocks`, and also map each dropped node to the node that stands for it."""
+    """Fold as `drop_blocks`, and also map each dropped node to its substitute."""
     notes: list[str] = []
-    stands: dict[str, str] = {}
+    substitutes: dict[str, str] = {}
     for depth in range(1, MAX_DEPTH + 1):
-        graph, more, instead = _fold_at(graph, depth, keep, constraint_key)
-        stands = {gone: instead.get(other, other) for gone, other in stands.items()} | instead
-        notes += more
-    return graph, tuple(notes), stands
+        graph, new_notes, new = _fold_at(graph, depth, keep, constraint_key)
+        substitutes = {node: new.get(other, other) for node, other in substitutes.items()} | new
+        notes += new_notes
+    return graph, tuple(notes), substitutes
 
 
 def block_kinds(
@@ -160,37 +160,38 @@ def _fold_at(
     blocks, parents = block_kinds(graph, depth, constraint_key)
     required = {h for node, h in zip(graph.nodes, homes, strict=True) if node.name in keep and h}
     renamed: dict[str, str] = {}
-    stands: dict[str, str] = {}
+    substitutes: dict[str, str] = {}
     dropped: set[str] = set()
     notes: list[str] = []
     for parent, kinds in parents.items():
-        substitutes = _substitutes(kinds, required)
-        for path, other in substitutes.items():
+        substitute_blocks = _substitute_blocks(kinds, required)
+        for path, other in substitute_blocks.items():
             if path != other:
                 dropped.add(path)
-                for gone, standing in zip(blocks[path], blocks[other], strict=True):
-                    renamed |= dict(zip(gone.outputs, standing.outputs, strict=True))
-                    stands[gone.name] = standing.name
-        left = len(set(substitutes.values()))
-        notes += [f"{parent}: {len(kinds)} layers -> {left}"] * (left < len(kinds))
+                for node, substitute in zip(blocks[path], blocks[other], strict=True):
+                    renamed |= dict(zip(node.outputs, substitute.outputs, strict=True))
+                    substitutes[node.name] = substitute.name
+        remaining = len(set(substitute_blocks.values()))
+        if remaining < len(kinds):
+            notes.append(f"{parent}: {len(kinds)} layers -> {remaining}")
     if not dropped:
         return graph, [], {}
-    return _without(graph, [home not in dropped for home in homes], renamed), notes, stands
+    return _without(graph, [home not in dropped for home in homes], renamed), notes, substitutes
 
 
-def _substitutes(kinds: Mapping[str, str], required: Collection[str]) -> dict[str, str]:
+def _substitute_blocks(kinds: Mapping[str, str], required: Collection[str]) -> dict[str, str]:
     """Map every block of a parent to its substitute: itself, or an earlier block that remains.
 
     The block after a dropped one takes its input from the substitute. If that edge would skip
     another remaining block, the order of kinds would change: the dropped block remains, too.
     """
     paths = list(kinds)
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     remaining = set(required).intersection(paths)
     for path in paths:
-        if seen[kinds[path]] < BLOCKS_PER_KIND:
+        if counts[kinds[path]] < BLOCKS_PER_KIND:
             remaining.add(path)
-        seen[kinds[path]] += 1
+        counts[kinds[path]] += 1
     while True:
         last: dict[str, str] = {}
         substitutes: dict[str, str] = {}
@@ -240,32 +241,32 @@ def _without(graph: Graph, remains: list[bool], renamed: Mapping[str, str]) -> G
         for node, stays in zip(graph.nodes, remains, strict=True)
         if stays
     ]
-    before = {name for node in graph.nodes for name in node.inputs}
+    used_before = {name for node in graph.nodes for name in node.inputs}
     loss = renamed.get(graph.loss, graph.loss) if graph.loss else None
     outputs = rename(graph.outputs)
     used = {loss, *(ref.name for ref in iter_refs(outputs))}
     used |= {renamed.get(b.mutation, b.mutation) for b in graph.buffers if b.mutation}
     alive: set[str] = set()
     for node in reversed(nodes):
-        if used.intersection(node.outputs) or not before.intersection(node.outputs):
+        if used.intersection(node.outputs) or not used_before.intersection(node.outputs):
             used |= set(node.inputs)  # a result that was unused before folding stays, too
             alive.add(node.name)
     nodes = [node for node in nodes if node.name in alive]
-    lost = before - {name for node in nodes for name in node.inputs}
-    made = {name for node in nodes for name in node.outputs}
+    unused = used_before - {name for node in nodes for name in node.inputs}
     buffers = tuple(
         dataclasses.replace(b, mutation=renamed.get(b.mutation or "", b.mutation))
         for b in graph.buffers
-        if b.value not in lost
+        if b.value not in unused
     )
-    parameters = tuple(p for p in graph.parameters if p.value not in lost)
-    constants = tuple(c for c in graph.constants if c.value not in lost)
-    made |= {i.value for i in graph.inputs} | {p.value for p in parameters}
-    made |= {b.value for b in buffers} | {c.value for c in constants}
+    parameters = tuple(p for p in graph.parameters if p.value not in unused)
+    constants = tuple(c for c in graph.constants if c.value not in unused)
+    sources: list[Any] = [*graph.inputs, *parameters, *buffers, *constants]
+    defined = {source.value for source in sources}
+    defined |= {name for node in nodes for name in node.outputs}
     return dataclasses.replace(
         graph,
         nodes=tuple(nodes),
-        values={n: t for n, t in graph.values.items() if n in made},
+        values={n: t for n, t in graph.values.items() if n in defined},
         parameters=parameters,
         buffers=buffers,
         constants=constants,

@@ -27,7 +27,7 @@ def interpret(
 ) -> dict[str, torch.Tensor]:
     """Return all values of the graph; autograd works through them.
 
-    Parameters, buffers and inputs are given by name. `random(node, function, args, kwargs)`
+    Parameters, buffers and inputs are mappings from names. `random(node, function, args, kwargs)`
     replaces the execution of nodes that draw random numbers.
     """
     values = dict(_sources(graph, parameters, buffers or {}, inputs or {}))
@@ -39,7 +39,11 @@ def interpret(
         if not node.inputs and takes_device(node.op):
             kwargs["device"] = device
         function = resolve(graph, node.op)
-        with _region(node):
+        with contextlib.ExitStack() as region:
+            if not node.grad_enabled:
+                region.enter_context(torch.no_grad())
+            if node.autocast is not None:
+                region.enter_context(torch.autocast(*node.autocast, cache_enabled=False))
             if random is not None and is_random(node):
                 result = random(node, function, args, kwargs)
             else:
@@ -110,24 +114,13 @@ def _sources(
         ("buffer", graph.buffers, buffers),
         ("input", graph.inputs, inputs),
     )
-    for kind, sources, given in groups:
+    for kind, sources, tensors in groups:
         for source in sources:
             names = (source.name, *getattr(source, "aliases", ()))
-            tensor = next((given[name] for name in names if name in given), None)
+            tensor = next((tensors[name] for name in names if name in tensors), None)
             if tensor is None:
                 raise ShardwiseError(f"no tensor for {kind} {source.name}", where=graph.name)
             yield source.value, tensor
-
-
-@contextlib.contextmanager
-def _region(node: Node) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        if not node.grad_enabled:
-            stack.enter_context(torch.no_grad())
-        if node.autocast is not None:
-            device_type, dtype, enabled = node.autocast
-            stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled=False))
-        yield
 
 
 def _results(node: Node, result: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -55,12 +55,14 @@ def indexed_dim(node: Node, index: str) -> tuple[str, int] | None:
     op = op_name(node)
     if op not in ("embedding", "gather", "index_select", "scatter", "index"):
         return None
-    given = bind(node)
+    arguments = bind(node)
     if op == "embedding":
-        return (given["weight"].name, 0) if given.get("indices") == Ref(index) else None
+        return (arguments["weight"].name, 0) if arguments.get("indices") == Ref(index) else None
     if op == "index":
-        indices = list(given.get("indices") or ())
-        return (given["self"].name, indices.index(Ref(index))) if Ref(index) in indices else None
-    if given.get("index") != Ref(index):
+        indices = list(arguments.get("indices") or ())
+        return (
+            (arguments["self"].name, indices.index(Ref(index))) if Ref(index) in indices else None
+        )
+    if arguments.get("index") != Ref(index):
         return None
-    return given["self"].name, given.get("dim", 0)
+    return arguments["self"].name, arguments.get("dim", 0)
