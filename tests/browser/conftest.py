@@ -1,4 +1,4 @@
-"""One chromium for all tests of pages; a page notes what it asks for and what it complains of."""
+"""A chromium for all tests of pages, and pages that record their requests and errors."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def browser() -> Iterator[Any]:
 
 
 class Opened:
-    """A page, with what went wrong in it."""
+    """A page with its errors and requests."""
 
     def __init__(self, page: Any) -> None:
         self.page = page
         self.errors: list[str] = []
         self.requests: list[str] = []
-        page.on("console", lambda said: self.errors.append(said.text))
+        page.on("console", lambda message: self.errors.append(message.text))
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("request", lambda request: self.requests.append(request.url))
 
 
 @pytest.fixture
 def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Opens a report as a file; at the end, nothing may have gone wrong in it."""
+    """Open reports as files, and check at the end that they had no errors."""
     opened: list[Opened] = []
 
     def open_(document: Mapping[str, Any], **options: Any) -> Any:
@@ -59,9 +59,9 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
         return page
 
     yield open_
-    for each in opened:
-        assert each.errors == []
-        assert [u for u in each.requests if not u.startswith(("file:", "data:"))] == []
-        assert len([u for u in each.requests if u.startswith("file:")]) == 1
-        assert each.page.evaluate("window.hacked") is None
-        each.page.close()
+    for page in opened:
+        assert page.errors == []
+        assert [u for u in page.requests if not u.startswith(("file:", "data:"))] == []
+        assert len([u for u in page.requests if u.startswith("file:")]) == 1
+        assert page.page.evaluate("window.hacked") is None
+        page.page.close()

@@ -1,7 +1,4 @@
-"""Reports made by hand: what the page must be able to show, without planning anything.
-
-Enters: sizes. Leaves: the JSON of a report in the form of `shardwise.reports`.
-"""
+"""Build the JSON of reports for the tests of the page, without planning anything."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ HOSTILE = {
     "tag": "<script>window.hacked = 1</script>",
     "close": "</script><img src=x onerror='window.hacked = 2'>",
     "quotes": "\"'`${window.hacked=3}`--><!--",
-    "turned": "safe\u202egnp.exe\u2066 \u05d0\u05d1\u05d2",
+    "reversed": "safe\u202egnp.exe\u2066 \u05d0\u05d1\u05d2",
     "long": "x" * 10_240,
 }
 
@@ -41,7 +38,7 @@ def report(
     lines: int = 120,
     measured: bool = False,
 ) -> Json:
-    """A report of a model of `layers` equal layers, each with so many `operations`."""
+    """Return a report of a model of `layers` equal layers with `operations` each."""
     rows = timeline(classes, ranks, num_microbatches, spans)
     step = rows["step_time_s"]
     return {
@@ -74,64 +71,66 @@ MISSING = "No recorded run was given. shardwise report plan.json --trace run.jso
 
 
 def hostile() -> Json:
-    """Names that would be markup, end a string, turn the text around, or never end."""
-    made = report(measured=True)
+    """Return a report with names that are markup, end strings, reverse text, or are very long."""
+    document = report(measured=True)
     names = list(HOSTILE.values())
-    made["title"] = made["verdict"]["model"] = " ".join(names[:4])
-    made["verdict"] |= {"plan": names[1], "cluster": names[2], "notes": names}
-    made["verdict"]["limit"]["text"] = names[0]
-    made["missing"] = dict.fromkeys(("code", "plans"), " ".join(names))
-    made["plans"] = None
-    for row, name in zip(made["modules"]["rows"], names, strict=False):
+    document["title"] = document["verdict"]["model"] = " ".join(names[:4])
+    document["verdict"] |= {"plan": names[1], "cluster": names[2], "notes": names}
+    document["verdict"]["limit"]["text"] = names[0]
+    document["missing"] = dict.fromkeys(("code", "plans"), " ".join(names))
+    document["plans"] = None
+    for row, name in zip(document["modules"]["rows"], names, strict=False):
         row |= {"name": name, "path": name, "kind": name, "layout": name}
-    for i, parameter in enumerate(made["modules"]["parameters"]):
+    for i, parameter in enumerate(document["modules"]["parameters"]):
         parameter |= {"name": names[i % 5], "layout": names[i % 5], "dtype": names[1]}
     for column in ("name", "op", "layout"):
-        count = len(made["modules"]["nodes"]["module"])
-        made["modules"]["nodes"][column] = [names[i % 5] for i in range(count)]
-    for part in (made["modules"]["sources"], made["code"]["sources"]):
+        count = len(document["modules"]["nodes"]["module"])
+        document["modules"]["nodes"][column] = [names[i % 5] for i in range(count)]
+    for part in (document["modules"]["sources"], document["code"]["sources"]):
         for i, source in enumerate(part):
             source |= {"file": names[i % 5], "text": names[(i + 1) % 5]}
-    made["code"]["files"][0] |= {"name": names[1]}
-    made["code"]["files"][0]["lines"][:5] = names
-    for i, node in enumerate(made["cluster"]["nodes"]):
+    document["code"]["files"][0] |= {"name": names[1]}
+    document["code"]["files"][0]["lines"][:5] = names
+    for i, node in enumerate(document["cluster"]["nodes"]):
         node |= {"name": names[i % 5], "kind": names[0]}
-    for i, link in enumerate(made["cluster"]["links"]):
+    for i, link in enumerate(document["cluster"]["links"]):
         link |= {"name": names[i % 5], "what": {names[0]: 1.0}}
-    for i, way in enumerate(made["collectives"]):
-        way |= {"operation": names[i], "groups": names[i + 1], "way": names[i + 2]}
-    made["timeline"]["names"] = [names[i % 5] for i in range(len(made["timeline"]["names"]))]
+    for i, row in enumerate(document["collectives"]):
+        row |= {"operation": names[i], "groups": names[i + 1], "implementation": names[i + 2]}
+    document["timeline"]["names"] = [
+        names[i % 5] for i in range(len(document["timeline"]["names"]))
+    ]
     for place in ("timeline", "schedule"):
-        for i, row in enumerate(made[place]["rows"]):
+        for i, row in enumerate(document[place]["rows"]):
             row["label"] = names[i % 5]
-    for i, each in enumerate(made["classes"]):
-        each["label"] = names[i % 5]
-    for what in made["what_if"]:
-        what |= {"change": names[0], "note": names[3]}
-    made["measured"]["file"] = names[1]
-    for found in made["measured"]["disagreements"]:
-        found |= {"cause": names[0], "where": names[1], "text": names[2], "advice": names[3]}
-    return made
+    for i, rank_class in enumerate(document["classes"]):
+        rank_class["label"] = names[i % 5]
+    for row in document["what_if"]:
+        row |= {"change": names[0], "note": names[3]}
+    document["measured"]["file"] = names[1]
+    for row in document["measured"]["disagreements"]:
+        row |= {"cause": names[0], "where": names[1], "text": names[2], "advice": names[3]}
+    return document
 
 
 def sparse() -> Json:
-    """A plan that does not fit, of which little more than the verdict is known."""
-    made = report(classes=1, ranks=1, num_microbatches=1)
+    """Return a report with little more than the verdict, of a plan that does not fit."""
+    document = report(classes=1, ranks=1, num_microbatches=1)
     for key in ("modules", "cluster", "schedule", "plans", "gap", "what_if", "code", "price",
                 "collectives"):  # fmt: skip
-        made[key] = None
-    made["missing"] = {}
-    made["verdict"] |= {"tokens_per_s": None, "fits": False, "price": None, "notes": []}
-    made["verdict"]["memory"] |= {"peak_bytes": 90 * GIB, "free_bytes": -16 * GIB}
-    made["memory"][0] |= {"peak_bytes": 90 * GIB, "over_time": [], "times": [], "others": {}}
-    row = made["timeline"]["rows"][0]
+        document[key] = None
+    document["missing"] = {}
+    document["verdict"] |= {"tokens_per_s": None, "fits": False, "price": None, "notes": []}
+    document["verdict"]["memory"] |= {"peak_bytes": 90 * GIB, "free_bytes": -16 * GIB}
+    document["memory"][0] |= {"peak_bytes": 90 * GIB, "over_time": [], "times": [], "others": {}}
+    row = document["timeline"]["rows"][0]
     row["lanes"] = {"compute": {key: [] for key in ("start", "end", "kind", "name", "critical")}}
-    made["timeline"] |= {"critical": None, "folded": "of 4,096 micro-batches, the first 64"}
-    return made
+    document["timeline"] |= {"critical": None, "folded": "of 4,096 micro-batches, the first 64"}
+    return document
 
 
 def large() -> Json:
-    """1,024 ranks, 10,000 operations and 100,000 spans."""
+    """Return a report of 1,024 ranks, 10,000 operations and 100,000 spans."""
     return report(
         layers=100,
         operations=100,

@@ -1,7 +1,4 @@
-"""The sections of reports made by hand.
-
-Enters: sizes. Leaves: the JSON of each section in the form of `shardwise.reports.document`.
-"""
+"""Build the JSON of the sections of a report, in the form of `shardwise.reports.document`."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ def group(i: int, ranks: int, classes: int) -> Json:
 
 def verdict(ranks: int, step: float, measured: bool) -> Json:
     text = "waiting for other stages: 31% of the step"
-    against = {"step_time_s": step * 1.07, "difference": 0.07, "text": "slower than predicted"}
+    comparison = {"step_time_s": step * 1.07, "difference": 0.07, "text": "slower than predicted"}
     return {
         "model": "GPT",
         "plan_name": "auto",
@@ -46,19 +43,19 @@ def verdict(ranks: int, step: float, measured: bool) -> Json:
         },
         "limit": {"what": "bubble", "text": text},
         "price": {"per_hour": 55.2, "per_million_rows": 3.25},
-        "notes": ["times of kernels are modelled: no measurement of this device was found"],
-        "measured": against if measured else None,
+        "notes": ["times of kernels are modelled, because this device was not measured"],
+        "measured": comparison if measured else None,
     }
 
 
 def causes(step: float) -> list[Json]:
     shares = {
         "compute": ("computing", 0.46),
-        "recompute": ("computing activations again", 0.06),
+        "recompute": ("recomputing activations", 0.06),
         "collectives": ("collectives of layers", 0.08),
         "parameters": ("gathering parameters", 0.02),
         "bubble": ("waiting for other stages", 0.31),
-        "gradients": ("summing gradients", 0.04),
+        "gradients": ("reducing gradients", 0.04),
         "optimizer": ("optimizer", 0.03),
     }
     return [
@@ -68,7 +65,7 @@ def causes(step: float) -> list[Json]:
 
 
 def modules(layers: int, operations: int) -> Json:
-    """A model of an embedding, layers in two distinct halves of distinct blocks, and a head."""
+    """Return a model of an embedding, layers of an attention and an MLP, and a head."""
     rows: list[Json] = []
     sources = [
         {"file": "model.py", "line": 10 + i, "text": f"x = self.part_{i}(x)"} for i in range(40)
@@ -85,9 +82,9 @@ def modules(layers: int, operations: int) -> Json:
     leaves: list[tuple[int, int]] = []  # modules with parameters, and their operations
     for name in ("embedding", *(f"layers.{i}" for i in range(layers)), "head"):
         if "." in name:
-            made = add(root, name, "Block", 1)
-            halves = [add(made, "attention", "Attention", 0.4), add(made, "mlp", "MLP", 0.6)]
-            leaves += [(half, operations // 2) for half in halves]
+            block = add(root, name, "Block", 1)
+            children = [add(block, "attention", "Attention", 0.4), add(block, "mlp", "MLP", 0.6)]
+            leaves += [(child, operations // 2) for child in children]
         else:
             leaves.append((add(root, name, "Linear", 1), operations))
     return {
@@ -130,28 +127,28 @@ def _weight(module: int, path: str) -> Json:
 
 
 def _operations(leaves: list[tuple[int, int]], sources: int) -> Json:
-    """Columns of the operations of some modules, so many each."""
-    each = [(leaf, i) for leaf, many in leaves for i in range(many)]
+    """Return columns of operations for pairs of modules and their numbers of operations."""
+    rows = [(leaf, i) for leaf, count in leaves for i in range(count)]
     return {
-        "module": [leaf for leaf, _ in each],
-        "name": [f"linear_{at}" for at in range(len(each))],
-        "op": ["aten.linear" if i % 2 else "aten.add.Tensor" for _, i in each],
-        "layout": ["tp: shard n"] * len(each),
-        "forward_s": [1e-5] * len(each),
-        "backward_s": [2e-5] * len(each),
-        "communication_s": [0.0] * len(each),
-        "bytes": [2**20] * len(each),
-        "source": [i % sources for _, i in each],
+        "module": [leaf for leaf, _ in rows],
+        "name": [f"linear_{at}" for at in range(len(rows))],
+        "op": ["aten.linear" if i % 2 else "aten.add.Tensor" for _, i in rows],
+        "layout": ["tp: shard n"] * len(rows),
+        "forward_s": [1e-5] * len(rows),
+        "backward_s": [2e-5] * len(rows),
+        "communication_s": [0.0] * len(rows),
+        "bytes": [2**20] * len(rows),
+        "source": [i % sources for _, i in rows],
     }
 
 
 def cluster(ranks: int, classes: int) -> Json:
-    many = max(1, ranks // 8)
-    shown = min(many, 4)
+    count = max(1, ranks // 8)
+    shown = min(count, 4)
     nodes = [
         {
             "name": f"node-{n}",
-            "copies": many // shown,
+            "copies": count // shown,
             "kind": "h100",
             "first": n,
             "devices": [
@@ -187,7 +184,7 @@ def cluster(ranks: int, classes: int) -> Json:
         "name": "infiniband",
         "kind": "between",
         "nodes": [n["name"] for n in nodes],
-        "count": many,
+        "count": count,
         "busiest": "node-0 to node-1",
         "bytes_per_s": 5e10,
         "traffic_bytes": 2.1e9,
@@ -200,24 +197,24 @@ def cluster(ranks: int, classes: int) -> Json:
 
 
 def collectives() -> list[Json]:
-    """Ways that a plan uses in place of the library's; the last was written by hand."""
-    found = []
-    for uses, many, saved in (("solved", 1, 0.25), ("shared", 64, 0.6), ("hierarchical", 1, 0)):
-        found.append(
+    """Return implementations other than the library; the last one has no predicted times."""
+    rows = []
+    for uses, count, saved in (("solved", 1, 0.25), ("shared", 64, 0.6), ("hierarchical", 1, 0)):
+        rows.append(
             {
                 "operation": "all_reduce",
-                "groups": "0-7" if many == 1 else f"0-1 | 2-3 | 4-5 | 6-7 | … {many - 4} more",
-                "num_groups": many,
-                "group_ranks": 8 if many == 1 else 2,
+                "groups": "0-7" if count == 1 else f"0-1 | 2-3 | 4-5 | 6-7 | … {count - 4} more",
+                "num_groups": count,
+                "group_ranks": 8 if count == 1 else 2,
                 "uses": uses,
-                "way": f"{uses} from 64 KiB on",
+                "implementation": f"{uses} from 64 KiB on",
                 "min_bytes": 1 << 16,
                 "reference_bytes": 16 << 20,
                 "predicted_s": {"library": 4e-3, uses: 4e-3 * (1 - saved)} if saved else {},
                 "saved_share": saved,
             }
         )
-    return found
+    return rows
 
 
 def memory(i: int, ranks: int, classes: int, step: float) -> Json:
@@ -241,7 +238,7 @@ def memory(i: int, ranks: int, classes: int, step: float) -> Json:
 
 def plans(step: float) -> list[Json]:
     base = {c["name"]: c["seconds"] for c in causes(step)}
-    found = [
+    rows = [
         {
             "what": "dp=1, tp=2, pp=4, zb_h1",
             "chosen": True,
@@ -263,7 +260,7 @@ def plans(step: float) -> list[Json]:
             "bubble": base["bubble"] * (0.9 - 0.2 * i),
         }
         total = sum(other.values())
-        found.append(
+        rows.append(
             {
                 "what": what,
                 "chosen": False,
@@ -279,10 +276,10 @@ def plans(step: float) -> list[Json]:
                 },
                 "differences_s": {k: other[k] - base[k] for k in base},
                 "memory_difference_bytes": (8.6 - 10 * i) * GIB,
-                "text": "collectives take longer than the bubble that it saves",
+                "text": "its collectives cost more than the bubble that it saves",
             }
         )
-    return found
+    return rows
 
 
 def what_if(step: float) -> list[Json]:
@@ -298,7 +295,7 @@ def what_if(step: float) -> list[Json]:
         }
 
     return [
-        line("memory", "half the memory", 0.5, None, "needs 41.0 GiB, 37.0 GiB are there"),
+        line("memory", "half the memory", 0.5, None, "needs 41.0 GiB, 37.0 GiB are available"),
         line("memory", "twice the memory", 2, 0.93, "no recomputation"),
         line("bandwidth", "links half as fast", 0.5, 1.21),
         line("bandwidth", "links twice as fast", 2, 0.91),

@@ -1,4 +1,4 @@
-"""Reports in chromium: all sections are there, answer, and show any name as text."""
+"""Reports in chromium: all sections are complete and interactive, and names are plain text."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Show = Callable[..., Any]
 
 
 def point(target: Any, text: str, **place: float) -> None:
-    """Point at an element, once the page rests: scrolling hides hints."""
+    """Point at an element after the page has settled, as scrolling hides hints."""
     target.scroll_into_view_if_needed()
     target.page.wait_for_timeout(100)
     target.hover(position=place or None)
     expect(target.page.locator("#hint")).to_contain_text(text)
 
 
-def test_all_sections_in_their_order(show: Show) -> None:
+def test_sections_are_complete_and_in_order(show: Show) -> None:
     page = show(report(measured=True))
     assert page.locator("main > section").evaluate_all("all => all.map(s => s.id)") == [*SECTIONS]
     assert page.locator("section.empty").count() == 0
@@ -39,18 +39,18 @@ def test_all_sections_in_their_order(show: Show) -> None:
     assert page.locator("#verdict").get_by_text("waiting for other stages: 31%").is_visible()
 
 
-def test_a_missing_section_says_why_and_what_to_type(show: Show) -> None:
-    made = report()
+def test_a_missing_section_shows_the_reason_and_a_command(show: Show) -> None:
+    document = report()
     for key in ("modules", "cluster", "schedule", "plans", "what_if", "code"):
-        made[key] = None
-        made["missing"][key] = f"No {key}. shardwise report plan.json model.py:build"
-    page = show(made)
+        document[key] = None
+        document["missing"][key] = f"No {key}. shardwise report plan.json model.py:build"
+    page = show(document)
     assert page.locator("section.empty .command").count() == 7
     command = page.locator("#code .command").inner_text()
     assert command == "shardwise report plan.json model.py:build"
 
 
-def test_a_sparse_report_of_a_plan_that_does_not_fit(show: Show) -> None:
+def test_a_sparse_report_is_drawn_without_invalid_figures(show: Show) -> None:
     page = show(sparse())
     assert page.locator("#verdict").get_by_text("does not fit in memory").is_visible()
     assert "16.0 GiB" in page.locator("#verdict .big.bad").inner_text()
@@ -62,7 +62,7 @@ def test_a_sparse_report_of_a_plan_that_does_not_fit(show: Show) -> None:
         assert word not in text
 
 
-def test_figures_are_written_as_the_command_line_writes_them(show: Show) -> None:
+def test_figures_have_the_format_of_the_command_line(show: Show) -> None:
     page = show(report())
     values = [0, 1.23456, 0.0123, 4.2e-5, 80 * 2**30, 3 * 2**20, 100, 1234.5, 4.2e7, 0.1234, 12.0]
     values += [3.1e9, 99.96, 123456.7, 1e-9, 2**31 * 1.37, 999.9, 1023.9, 235.5, 0.125, 4.35, 128]
@@ -98,40 +98,40 @@ def test_the_tree_opens_closes_and_searches(show: Show) -> None:
     assert tree.locator("tbody tr").count() == 1
 
 
-def test_the_timeline_zooms_points_and_walks(show: Show) -> None:
+def test_the_timeline_reacts_to_pointer_wheel_and_keys(show: Show) -> None:
     page = show(report())
     canvas = page.locator("#timeline .chart-place canvas")
     window = page.locator("#timeline .chart-window")
     point(canvas, "0F0", x=12, y=14)
     box = canvas.bounding_box()
-    whole = window.inner_text()
+    full = window.inner_text()
     page.mouse.down()
     page.mouse.move(box["x"] + 300, box["y"] + 14, steps=4)
     page.mouse.up()
-    expect(window).not_to_have_text(whole)
+    expect(window).not_to_have_text(full)
     zoomed = window.inner_text()
     canvas.click(position={"x": 200, "y": 15})
     page.mouse.wheel(0, -240)
     expect(window).not_to_have_text(zoomed)
     page.keyboard.press("Escape")
-    expect(window).to_have_text(whole)
+    expect(window).to_have_text(full)
     canvas.press("ArrowRight")
     canvas.press("ArrowDown")
     canvas.press("ArrowRight")
     assert "communication" in page.locator("#spoken").inner_text()
     canvas.press("Enter")
-    expect(window).not_to_have_text(whole)
+    expect(window).not_to_have_text(full)
     page.get_by_role("button", name="Only critical path").click()
     page.get_by_text("Timeline as tables").click()
     assert page.locator("#timeline details table").count() == 2
 
 
-def test_other_sections_answer(show: Show) -> None:
+def test_other_sections_are_interactive(show: Show) -> None:
     page = show(report(measured=True))
     point(page.locator("#cluster .device").nth(3), "rank 3")
     widths = "all => all.map(e => e.style.width)"
     before = page.locator("#memory .stacked span").evaluate_all(widths)
-    page.get_by_role("button", name="Against the largest peak").click()
+    page.get_by_role("button", name="Relative to the largest peak").click()
     assert page.locator("#memory .stacked span").evaluate_all(widths) != before
     point(page.locator("#schedule .chart-place canvas"), "micro-batch 0", x=8, y=12)
     page.get_by_role("button", name="Differences").click()
@@ -144,29 +144,29 @@ def test_other_sections_answer(show: Show) -> None:
     assert page.locator("#measured .chart-label.measured").count() == 4
 
 
-def test_a_colour_stands_in_a_legend_once(show: Show) -> None:
-    made = report(measured=True)
-    kinds = made["measured"]["timeline"]["kinds"]
-    made["measured"]["timeline"]["kinds"] = ["receive" if k == "send" else k for k in kinds]
-    page = show(made)
+def test_a_legend_has_each_colour_once(show: Show) -> None:
+    document = report(measured=True)
+    kinds = document["measured"]["timeline"]["kinds"]
+    document["measured"]["timeline"]["kinds"] = ["receive" if k == "send" else k for k in kinds]
+    page = show(document)
     legend = page.locator("#measured .legend li")
     assert "send, receive" in legend.all_inner_texts()
     colours = legend.locator("i").evaluate_all("all => all.map(i => i.style.cssText)")
     assert len(set(colours)) == len(colours)
 
 
-def test_ways_of_collectives_stand_with_the_cluster(show: Show) -> None:
-    rows = show(report()).locator("#cluster .ways tbody tr")
+def test_implementations_of_collectives_are_part_of_the_cluster(show: Show) -> None:
+    rows = show(report()).locator("#cluster .implementations tbody tr")
     cells = rows.evaluate_all("all => all.map(r => [...r.cells].map(c => c.innerText))")
     assert cells[0][:3] == ["all_reduce", "0-7\n8 ranks", "solved from 64 KiB on"]
     assert cells[0][3:] == ["16.0 MiB", "3.00 ms", "4.00 ms", "25%"]
     assert cells[1][1] == "0-1 | 2-3 | 4-5 | 6-7 | … 60 more\n64 groups of 2 ranks"
-    assert cells[2][4:6] == ["not known", "not known"]  # of a plan that was edited
+    assert cells[2][4:6] == ["unknown", "unknown"]  # of an edited plan
     cluster = show(report() | {"collectives": None}).locator("#cluster")
-    assert cluster.get_by_text("All collectives are the library's").is_visible()
+    assert cluster.get_by_text("All collectives use the library").is_visible()
 
 
-def test_a_line_of_code_finds_its_source_and_back(show: Show) -> None:
+def test_a_line_of_code_marks_its_source_and_back(show: Show) -> None:
     page = show(report())
     left, right = page.locator("#code .lines").first, page.locator("#code .lines").last
     left.locator(".line").nth(7).click()
@@ -202,12 +202,12 @@ def test_hostile_names_are_text(show: Show) -> None:
 
 
 @pytest.mark.parametrize("width", [360, 768, 1920])
-def test_no_width_scrolls_sideways(show: Show, width: int) -> None:
+def test_the_page_never_scrolls_horizontally(show: Show, width: int) -> None:
     page = show(report(measured=True), viewport={"width": width, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
-def test_light_dark_and_paper(show: Show) -> None:
+def test_themes_and_print(show: Show) -> None:
     page = show(report(), color_scheme="dark")
     background = "getComputedStyle(document.body).backgroundColor"
     dark = page.evaluate(background)
@@ -224,7 +224,7 @@ def test_light_dark_and_paper(show: Show) -> None:
     assert not page.locator("#contents").is_visible()
 
 
-def test_the_keyboard_reaches_what_the_mouse_does(show: Show) -> None:
+def test_everything_is_reachable_by_keyboard(show: Show) -> None:
     page = show(report(measured=True))
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent") == "Skip to the report"
@@ -243,10 +243,10 @@ def test_the_keyboard_reaches_what_the_mouse_does(show: Show) -> None:
     assert all(b - a <= 1 for a, b in pairwise(levels))
 
 
-def test_links_stay_within_a_notebook(browser: Any) -> None:
+def test_links_stay_within_the_frame_of_a_notebook(browser: Any) -> None:
     page = browser.new_page()
     errors: list[str] = []
-    page.on("console", lambda said: errors.append(said.text))
+    page.on("console", lambda message: errors.append(message.text))
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.set_content(f"<h1>notebook</h1>{frame(render(report()), height=500)}")
     inside = page.frame_locator("iframe")

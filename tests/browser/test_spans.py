@@ -1,4 +1,4 @@
-"""Spans are found, and drawn a few per pixel, whatever their number, order and overlap."""
+"""Spans are located and drawn a few per pixel for any number, order and overlap."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ CHECK = """
   const random = () => (seed = (seed * 16807) % 2147483647) / 2147483647;
   const wrong = [];
   for (let round = 0; round < 60; round++) {
-    const many = 1 + Math.floor(random() * 400);
+    const count = 1 + Math.floor(random() * 400);
     const overlap = round % 3 === 0;
     const start = [], end = [], kind = [], critical = [];
     let now = 0;
-    for (let i = 0; i < many; i++) {
+    for (let i = 0; i < count; i++) {
       now += random() < 0.3 ? random() * 20 : 0;
       const long = random() < 0.1 ? 200 * random() : random();
       start.push(now); end.push(now + long); kind.push(0); critical.push(i % 2);
@@ -27,11 +27,11 @@ CHECK = """
     const spans = new Spans({ start, end, kind, critical });
     for (let i = 0; i < 50; i++) {
       const time = random() * now;
-      const found = spans.at(time);
-      const there = start.some((s, j) => s <= time && time < end[j]);
-      if (there !== found >= 0) wrong.push(["at", round, time, found]);
-      const inside = found >= 0 && spans.start[found] <= time && time < spans.end[found];
-      if (found >= 0 && !inside) wrong.push(["not in", round]);
+      const index = spans.at(time);
+      const exists = start.some((s, j) => s <= time && time < end[j]);
+      if (exists !== index >= 0) wrong.push(["at", round, time, index]);
+      const inside = index >= 0 && spans.start[index] <= time && time < spans.end[index];
+      if (index >= 0 && !inside) wrong.push(["not in", round]);
     }
     const [width, from, to] = [300, now * 0.1, now * 0.9];
     const view = { from, to, scale: width / (to - from) };
@@ -48,7 +48,7 @@ CHECK = """
 """
 
 
-def test_spans_are_found_and_drawn(browser: Any) -> None:
+def test_spans_are_located_and_drawn(browser: Any) -> None:
     module = (files("shardwise.reports") / "page" / "spans.js").read_text(encoding="utf-8")
     page = browser.new_page()
     script = module.replace("export class", "class")

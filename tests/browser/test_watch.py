@@ -1,4 +1,4 @@
-"""The live page in chromium: updates arrive, names are text, values are read by keyboard."""
+"""The live page in chromium: updates arrive, names are plain text, keys read values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOSTILE = (
 
 @pytest.fixture
 def watch(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Serves a run and opens its page; at the end, nothing may have gone wrong in it."""
+    """Serve runs and open their pages, and check at the end that they had no errors."""
     opened: list[tuple[Opened, WatchServer]] = []
 
     def open_(folder: Path, **options: Any) -> Any:
@@ -39,15 +39,15 @@ def watch(browser: Any) -> Iterator[Callable[..., Any]]:
         return page
 
     yield open_
-    for each, server in opened:
-        assert each.errors == []
-        assert [u for u in each.requests if not u.startswith((server.url, "data:"))] == []
-        assert each.page.evaluate("window.hacked") is None
-        each.page.close()
+    for page, server in opened:
+        assert page.errors == []
+        assert [u for u in page.requests if not u.startswith((server.url, "data:"))] == []
+        assert page.page.evaluate("window.hacked") is None
+        page.page.close()
         server.close()
 
 
-def test_updates_arrive_and_a_cut_run_starts_anew(watch: Any, tmp_path: Path) -> None:
+def test_updates_arrive_and_a_truncated_run_starts_over(watch: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path, 20)
     page = watch(run)
     expect(page.locator("#progress-text")).to_contain_text("step 20 of 1,000")
@@ -68,14 +68,14 @@ def test_updates_arrive_and_a_cut_run_starts_anew(watch: Any, tmp_path: Path) ->
     )
 
 
-def test_hostile_names_are_text(watch: Any, tmp_path: Path) -> None:
+def test_hostile_names_are_plain_text(watch: Any, tmp_path: Path) -> None:
     page = watch(make_run(tmp_path, 3, model=HOSTILE, plan=HOSTILE))
     assert "<script>window.hacked=1</script>" in page.locator("#title").inner_text()
     assert page.locator("main script, main img").count() == 0
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_charts_are_read_by_keyboard_and_pointer(watch: Any, tmp_path: Path) -> None:
+def test_charts_show_values_by_keyboard_and_pointer(watch: Any, tmp_path: Path) -> None:
     page = watch(make_run(tmp_path, 20))
     chart = page.locator("figure[data-name=loss] svg")
     assert "now" in chart.get_attribute("aria-label")
@@ -89,7 +89,7 @@ def test_charts_are_read_by_keyboard_and_pointer(watch: Any, tmp_path: Path) -> 
     expect(page.locator("figure[data-name=step_s] output")).to_contain_text("ms")
 
 
-def test_long_runs_come_in_little(watch: Any, tmp_path: Path) -> None:
+def test_updates_of_long_runs_are_small(watch: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path, 0)
     add_rows(run, range(1, 20_001))
     page = watch(run)
@@ -101,10 +101,10 @@ def test_long_runs_come_in_little(watch: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_it_fits_narrow_screens_in_both_colours(watch: Any, tmp_path: Path, theme: str) -> None:
+def test_it_fits_narrow_screens_in_both_themes(watch: Any, tmp_path: Path, theme: str) -> None:
     run = make_run(tmp_path, 200)
     (run / "ranks.jsonl").write_text(json.dumps(ranks_line(200, [0.05] * 63 + [0.07])) + "\n")
     page = watch(run, viewport={"width": 360, "height": 740}, color_scheme=theme)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    page.get_by_role("button", name="Colours").click()
+    page.get_by_role("button", name="Theme").click()
     assert page.locator("html").get_attribute("data-theme") == "light"

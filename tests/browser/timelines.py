@@ -1,7 +1,4 @@
-"""The timelines of reports made by hand: predicted, as a schedule, and recorded.
-
-Enters: sizes. Leaves: the JSON of each in the form of `shardwise.reports.document`.
-"""
+"""Build the JSON of timelines: predicted, as a schedule, and recorded."""
 
 from __future__ import annotations
 
@@ -15,28 +12,28 @@ PASS = {"F": 0, "B": 1, "I": 1, "W": 2}
 
 
 def label(i: int, ranks: int, classes: int) -> str:
-    many = ranks // classes
-    return f"ranks {i * many}-{(i + 1) * many - 1}"
+    size = ranks // classes
+    return f"ranks {i * size}-{(i + 1) * size - 1}"
 
 
-def played(
+def simulated(
     classes: int, num_microbatches: int
 ) -> tuple[list[list[tuple[str, float, float]]], float]:
-    """Actions of a zero-bubble schedule, each a unit long, in the order of what they wait for."""
-    made = make(
+    """Return the actions of a schedule with their times, and the end of the last one."""
+    schedule = make(
         "zb_h1" if classes <= 8 else "1f1b", num_groups=classes, num_microbatches=num_microbatches
     )
     unit = 1e-3
     done: dict[tuple[str, int, int], float] = {}
-    lists = [list(actions) for actions in made.actions]
-    found: list[list[tuple[str, float, float]]] = [[] for _ in lists]
+    lists = [list(actions) for actions in schedule.actions]
+    times: list[list[tuple[str, float, float]]] = [[] for _ in lists]
     free = [0.0] * len(lists)
-    moved = True
-    while moved:
-        moved = False
+    progresses = True
+    while progresses:
+        progresses = False
         for g, actions in enumerate(lists):
-            while len(found[g]) < len(actions):
-                action = actions[len(found[g])]
+            while len(times[g]) < len(actions):
+                action = actions[len(times[g])]
                 s, m = action.stage, action.microbatch
                 wait = {"F": ("F", s - 1, m) if s else None, "W": ("B", s, m)}.get(
                     action.kind, ("B", s + 1, m) if s + 1 < classes else ("F", s, m)
@@ -46,13 +43,13 @@ def played(
                 start = max(free[g], done[wait] if wait else 0.0)
                 end = start + unit * {"F": 1.0, "B": 2.0}.get(action.kind, 1.0)
                 done["B" if action.kind in "BI" else action.kind, s, m] = free[g] = end
-                found[g].append((str(action), start, end))
-                moved = True
-    return found, max(free)
+                times[g].append((str(action), start, end))
+                progresses = True
+    return times, max(free)
 
 
 def timeline(classes: int, ranks: int, num_microbatches: int, spans: int) -> Json:
-    actions, ends = played(classes, num_microbatches)
+    actions, ends = simulated(classes, num_microbatches)
     step = ends * 1.06
     names: list[str] = []
     index: dict[str, int] = {}
@@ -64,21 +61,21 @@ def timeline(classes: int, ranks: int, num_microbatches: int, spans: int) -> Jso
         return index[name]
 
     rows = []
-    for g, mine in enumerate(actions):
+    for g, own in enumerate(actions):
         compute: Json = {key: [] for key in ("start", "end", "kind", "name", "critical")}
         communication: Json = {key: [] for key in ("start", "end", "kind", "name", "critical")}
-        for name, start, end in mine:
+        for name, start, end in own:
             kind = next(PASS[c] for c in name if c in PASS)
             parts = max(1, spans // (2 * sum(map(len, actions))))
             for k in range(parts):
-                wide = (end - start) / parts
-                compute["start"].append(start + k * wide)
-                compute["end"].append(start + (k + 0.9) * wide)
+                width = (end - start) / parts
+                compute["start"].append(start + k * width)
+                compute["end"].append(start + (k + 0.9) * width)
                 compute["kind"].append(kind)
                 compute["name"].append(number(name))
                 compute["critical"].append(int(g == classes - 1 or start < 1e-3 * g))
-                communication["start"].append(start + (k + 0.7) * wide)
-                communication["end"].append(start + (k + 1.0) * wide)
+                communication["start"].append(start + (k + 0.7) * width)
+                communication["end"].append(start + (k + 1.0) * width)
                 communication["kind"].append(5 if kind == 0 else 4)
                 communication["name"].append(number(f"send {name}"))
                 communication["critical"].append(0)
@@ -106,7 +103,7 @@ def timeline(classes: int, ranks: int, num_microbatches: int, spans: int) -> Jso
         "names": names,
         "rows": rows,
         "critical": {
-            "text": "through the forwards of all stages, then the last stage.",
+            "text": "the forward passes of all stages, then the last stage.",
             "seconds": {"compute": 0.8 * step, "communication": 0.1 * step, "waiting": 0.1 * step},
         },
         "folded": None,
@@ -114,18 +111,18 @@ def timeline(classes: int, ranks: int, num_microbatches: int, spans: int) -> Jso
 
 
 def schedule(classes: int, ranks: int, num_microbatches: int) -> Json:
-    actions, _ = played(classes, num_microbatches)
+    actions, _ = simulated(classes, num_microbatches)
     rows = []
-    for g, mine in enumerate(actions):
-        letters = [next(c for c in name if c in PASS) for name, _, _ in mine]
+    for g, own in enumerate(actions):
+        letters = [next(c for c in name if c in PASS) for name, _, _ in own]
         rows.append(
             {
                 "label": label(g, ranks, classes),
-                "start": [s for _, s, _ in mine],
-                "end": [e for _, _, e in mine],
+                "start": [s for _, s, _ in own],
+                "end": [e for _, _, e in own],
                 "kind": letters,
-                "stage": [g] * len(mine),
-                "microbatch": [int(n.split(c)[1]) for (n, _, _), c in zip(mine, letters)],  # noqa: B905
+                "stage": [g] * len(own),
+                "microbatch": [int(n.split(c)[1]) for (n, _, _), c in zip(own, letters)],  # noqa: B905
             }
         )
     return {
@@ -138,7 +135,7 @@ def schedule(classes: int, ranks: int, num_microbatches: int) -> Json:
 
 
 def recorded(rows: Json, step: float) -> Json:
-    """A run that takes 1.07 times as long, with sums of gradients that take thrice as long."""
+    """Return a run that takes 1.07 times as long, mostly for reducing gradients."""
 
     def stretched(lane: Json) -> Json:
         return lane | {key: [t * 1.07 for t in lane[key]] for key in ("start", "end")}
@@ -150,7 +147,7 @@ def recorded(rows: Json, step: float) -> Json:
             for row in rows["rows"]
         ],
     }
-    pairs = [("compute", "computing", 0.46, 0.48), ("gradients", "summing gradients", 0.04, 0.09)]
+    pairs = [("compute", "computing", 0.46, 0.48), ("gradients", "reducing gradients", 0.04, 0.09)]
     return {
         "file": "run.json",
         "steps": 3,
@@ -180,7 +177,7 @@ def recorded(rows: Json, step: float) -> Json:
                 "measured_s": 0.09 * step,
                 "difference_s": 0.05 * step,
                 "share": 0.05,
-                "text": "summing gradients took 2.3 times what was predicted",
+                "text": "reducing gradients took 2.3 times as long as predicted",
                 "advice": "shardwise profile measures the links of this machine",
             },
             {

@@ -1,1 +1,1 @@
-"""Reports: what a plan does and why, whether reality followed it, and how two plans differ."""
+"""Reports: explain a plan, compare a recorded run with it, and compare two plans."""

@@ -1,6 +1,6 @@
-"""`report(plan)`: what a plan does, why it was chosen, and whether a recorded run followed it.
+"""`report(plan)`: what a plan does, why it was chosen, and how a recorded run compares with it.
 
-Nothing of the user's code runs: all figures are stored in the plan.
+The user's code does not run: all figures are stored in the plan.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ if TYPE_CHECKING:
     from shardwise.ir import Graph
     from shardwise.reports.recorded import Recording
 
-STATE = ("parameters", "optimizer")  # parts of memory that stay between steps
-MAX_RANKS = 12  # of a device, listed one by one
-ANEW = "shardwise report plan.json MODULE.py:FUNCTION --cluster c.yaml"
+STATE = ("parameters", "optimizer")  # parts of memory that persist between steps
+MAX_RANKS = 12  # listed for a device
+SIMULATE = "shardwise report plan.json MODULE.py:FUNCTION --cluster c.yaml"
 MISSING = {
-    "modules": f"The plan file has no modules. {ANEW}",
-    "cluster": f"The plan file has no cluster. {ANEW}",
-    "what_if": f"No other clusters were simulated. {ANEW}",
+    "modules": f"The plan file has no modules. {SIMULATE}",
+    "cluster": f"The plan file has no cluster. {SIMULATE}",
+    "what_if": f"No other clusters were simulated. {SIMULATE}",
     "code": "The plan file has no generated code. shardwise report plan.json MODULE.py:FUNCTION",
-    "plans": "The plan was not searched for, so there are no others to compare it with. "
+    "plans": "The plan is not the result of a search, so there are no others to compare. "
     "shardwise plan MODULE.py:FUNCTION --cluster c.yaml",
     "measured": "No run was recorded. shardwise report plan.json --trace run.json",
 }
@@ -72,9 +72,8 @@ def report(
     """Describe what a plan does and why, as a page: `report(plan).save("report.html")`.
 
     A plan of `sw.plan` has all figures; with a `graph`, the generated code is shown, too. A named
-    or edited plan is simulated, which needs a `graph` and a `cluster`. `trace` is a recorded run,
-    a file or what was read from one, which is compared with the prediction; `table` has measured
-    times of operators.
+    or edited plan is simulated, which needs a `graph` and a `cluster`. `trace` is a recorded run, a
+    file or a `Recording`, to compare with the prediction; `table` has measured times of operators.
     """
     plan = with_figures(plan, graph, cluster, table)
     if graph is not None:
@@ -82,31 +81,31 @@ def report(
 
         plan = with_code(plan, graph)
     estimate = stored_estimate(plan)
-    made = _build(plan, estimate)
+    result = _build(plan, estimate)
     if trace is not None:
-        made = _measured(made, trace, plan, estimate)
-    made.verify()
-    return made
+        result = _with_recording(result, trace, plan, estimate)
+    result.verify()
+    return result
 
 
 def with_figures(
     plan: Plan, graph: Graph | None, cluster: Cluster | None, table: OpTable | None = None
 ) -> Plan:
-    """Return the plan with figures of its own, simulated if it has none."""
-    has_own = plan.search is not None and not plan.is_edited
-    if has_own and cluster is None and table is None:
+    """Return the plan with figures, simulated if it has none that apply."""
+    has_figures = plan.search is not None and not plan.is_edited
+    if has_figures and cluster is None and table is None:
         return plan
     if graph is None or cluster is None:
-        why = "was changed after it was made" if plan.search else "has no figures"
-        why = "is to be simulated on another cluster" if has_own else why
+        why = "was changed after its search" if plan.search else "has no figures"
+        why = "must be simulated on another cluster" if has_figures else why
         raise PlanError(
             f"the plan {plan.name!r} {why}: a new simulation needs the model and a cluster",
-            hint=f"{ANEW}, or sw.report(plan, graph, cluster)",
+            hint=f"{SIMULATE}, or sw.report(plan, graph, cluster)",
         )
     from shardwise.planner.figures import with_figures as simulated
 
     plan.check(graph)
-    if has_own and table is None and plan.figures.cluster.fingerprint == cluster.fingerprint:
+    if has_figures and table is None and plan.figures.cluster.fingerprint == cluster.fingerprint:
         return plan
     return simulated(graph, plan, cluster, table)
 
@@ -158,8 +157,8 @@ def _verdict(plan: Plan, estimate: Estimate) -> Verdict:
     time, memory = estimate.step_time_s, best.memory
     price = None
     if cluster.price_per_hour:
-        each = cluster.price_per_hour / 3600 * time / batch.rows * 1e6
-        price = {"per_hour": cluster.price_per_hour, "per_million_rows": each}
+        per_million = cluster.price_per_hour / 3600 * time / batch.rows * 1e6
+        price = {"per_hour": cluster.price_per_hour, "per_million_rows": per_million}
     return Verdict(
         model=plan.model,
         plan_name=plan.name,
@@ -182,10 +181,10 @@ def _verdict(plan: Plan, estimate: Estimate) -> Verdict:
     )
 
 
-def _measured(
-    made: Report, trace: Recording | str | Path, plan: Plan, estimate: Estimate
+def _with_recording(
+    result: Report, trace: Recording | str | Path, plan: Plan, estimate: Estimate
 ) -> Report:
-    """Return the report with a recorded run beside the prediction."""
+    """Return the report with a recorded run next to the prediction."""
     from shardwise.reports.measured import compare
 
     measured = compare(trace, plan, estimate)
@@ -193,10 +192,10 @@ def _measured(
     text = f"a recorded run takes {abs(excess):.1%} {'longer' if excess >= 0 else 'less'}"
     summary = {"step_time_s": measured.step_time_s, "difference": excess, "text": text}
     return replace(
-        made,
-        measured=measured.to_json({group.id: group.class_ for group in made.groups}),
-        verdict=replace(made.verdict, measured=summary),
-        missing={k: v for k, v in made.missing.items() if k != "measured"},
+        result,
+        measured=measured.to_json({group.id: group.class_ for group in result.groups}),
+        verdict=replace(result.verdict, measured=summary),
+        missing={k: v for k, v in result.missing.items() if k != "measured"},
     )
 
 
@@ -204,7 +203,7 @@ def _measured(
 
 
 def plans_of(search: SearchResult) -> tuple[Compared, ...] | None:
-    """Return the chosen plan, then its runners-up; None for a plan that no search made."""
+    """Return the chosen plan and its runners-up, or None if there was no search."""
     if search.gap is None:
         return None
     best = search.best
@@ -236,7 +235,7 @@ def _row(best: SimulatedConfig, other: SimulatedConfig) -> Compared:
 
 
 def modules_of(details: PlanDetails) -> Modules | None:
-    """Return the module tree, if the plan has one; numbers of texts become the texts again."""
+    """Return the module tree, if the plan has one, with numbers replaced by their texts."""
     modules = details.modules
     if modules is None:
         return None
@@ -272,25 +271,25 @@ def machines_of(details: PlanDetails, plan: Plan, estimate: Estimate) -> Machine
     if not details.cluster:
         return None
     cluster = Cluster.from_yaml(json.dumps(details.cluster), "search.details.cluster")
-    home = {rank: number for number, ranks in enumerate(plan.groups) for rank in ranks}
+    group_of = {rank: number for number, ranks in enumerate(plan.groups) for rank in ranks}
     return Machines(
         name=cluster.name,
-        nodes=tuple(_nodes(cluster, home, estimate.memory)),
+        nodes=tuple(_nodes(cluster, group_of, estimate.memory)),
         links=details.links,
     )
 
 
 def _nodes(
-    cluster: Cluster, home: Mapping[int, int], memory: Sequence[MemoryUse]
+    cluster: Cluster, group_of: Mapping[int, int], memory: Sequence[MemoryUse]
 ) -> Iterator[dict[str, Any]]:
-    """Yield an entry for equal nodes, whose devices have the ranks of all copies."""
+    """Yield an entry for each kind of node; its devices have the ranks of all copies."""
     first = 0
     for node in cluster.nodes:
         machines = range(node.copies)
         devices = []
         for local, device in enumerate(node.devices):
             ranks = [first + machine * node.count + local for machine in machines]
-            groups = sorted({home[rank] for rank in ranks if rank in home})
+            groups = sorted({group_of[rank] for rank in ranks if rank in group_of})
             fullest = max(groups, key=lambda g: memory[g].peak_bytes, default=None)
             devices.append(
                 {
@@ -311,19 +310,19 @@ def _nodes(
             "kind": node.device.name,
             "first": first,
             "devices": devices,
-            "groups": _groups_by_machine(node.copies, node.count, first, home),
+            "groups": _groups_by_machine(node.copies, node.count, first, group_of),
         }
         first += node.copies * node.count
 
 
 def _groups_by_machine(
-    copies: int, count: int, first: int, home: Mapping[int, int]
+    copies: int, count: int, first: int, group_of: Mapping[int, int]
 ) -> list[dict[str, Any]]:
-    """Return which copies of a node run which groups, copies with the same groups once."""
+    """Return the groups that the copies of a node run, once for copies with the same groups."""
     by_groups: dict[tuple[int, ...], list[int]] = {}
     for machine in range(copies):
         begin = first + machine * count
-        groups = {home[rank] for rank in range(begin, begin + count) if rank in home}
+        groups = {group_of[rank] for rank in range(begin, begin + count) if rank in group_of}
         by_groups.setdefault(tuple(sorted(groups)), []).append(machine)
     return [
         {"machines": format_ranks(tuple(machines)), "groups": list(groups)}
@@ -332,7 +331,7 @@ def _groups_by_machine(
 
 
 def listed_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks one by one, or the first few of many.
+    """List ranks, or only the first few and the last of many.
 
     >>> listed_ranks([0, 8]), listed_ranks(range(0, 160, 8))
     ('0, 8', '0, 8, 16, … 152; 20 in all')
@@ -349,7 +348,7 @@ def _collective(choice: CollectiveChoice) -> CollectiveRow:
         num_groups=len(choice.groups),
         group_ranks=len(choice.groups[0]),
         uses=choice.uses,
-        way=choice.summary,
+        implementation=choice.summary,
         min_bytes=choice.min_bytes,
         reference_bytes=REFERENCE_BYTES,
         predicted_s=dict(choice.predicted_s),
@@ -363,19 +362,19 @@ def _collective(choice: CollectiveChoice) -> CollectiveRow:
 def memory_of(
     search: SearchResult, estimate: Estimate, classes: Sequence[RankClass]
 ) -> tuple[MemoryBar, ...]:
-    """Return a bar for every class, with its memory over the step."""
+    """Return the memory of every class, with its course over the step."""
     curves = {curve.group: curve for curve in search.details.memory}
     bars = []
-    for one in classes:
-        use, data = estimate.memory[one.shown], search.memory[one.shown]
-        curve = curves.get(one.shown)
+    for rank_class in classes:
+        use, data = estimate.memory[rank_class.shown], search.memory[rank_class.shown]
+        curve = curves.get(rank_class.shown)
         moments = (list(curve.times), list(curve.bytes)) if curve else _moments(use, estimate)
         times, sizes = _from_zero(*moments, data.parts)
         bars.append(
             MemoryBar(
-                class_=one.id,
-                group=one.shown,
-                ranks=one.label,
+                class_=rank_class.id,
+                group=rank_class.shown,
+                ranks=rank_class.label,
                 peak_bytes=data.peak_bytes,
                 limit_bytes=data.limit_bytes,
                 when=data.when,
@@ -392,7 +391,7 @@ def memory_of(
 def _from_zero(
     times: Sequence[float], sizes: Sequence[float], parts: Mapping[str, float]
 ) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the curve from time zero on: a group that begins later has its state until then."""
+    """Start the curve at time zero: a group that begins later stores its state before."""
     if not times or times[0] <= 0:
         return times, sizes
     state = sum(parts.get(name, 0.0) for name in STATE)
@@ -400,7 +399,7 @@ def _from_zero(
 
 
 def _moments(use: MemoryUse, estimate: Estimate) -> tuple[list[float], list[float]]:
-    """Return the start of each moment (of the first action that it stands for) and its bytes."""
+    """Return the start of each moment (of its first action) and its bytes."""
     timeline = estimate.timeline
     counts = [len(actions) for actions in timeline.schedule.actions]
     begin = sum(counts[: use.group])

@@ -1,4 +1,4 @@
-"""Compare two plans: which decisions changed, and what that costs."""
+"""Compare two plans: their decisions, and the cost of the differences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ABSENT = "absent"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A decision that differs; `name` is the parameter, node or other thing of its `kind`."""
+    """A decision that differs; `name` is the parameter, node or other item of its `kind`."""
 
     kind: str
     name: str
@@ -33,7 +33,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """A figure of both plans: seconds or bytes."""
+    """A figure of both plans, in seconds or bytes."""
 
     kind: str  # "time", "memory" or "traffic"
     name: str
@@ -43,18 +43,18 @@ class Cost:
 
     @property
     def difference(self) -> float:
-        """By how much the figure grows."""
+        """The increase of the figure."""
         return self.after - self.before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The differences of two plans; `notes` say what could not be compared, and why."""
+    """The differences of two plans; `notes` explain what could not be compared."""
 
     changes: tuple[Change, ...]
     step_time_s: tuple[float, float] | None
     samples_per_s: tuple[float, float] | None
-    memory_bytes: tuple[float, float] | None  # of the rank nearest to its limit
+    memory_bytes: tuple[float, float] | None  # of the rank closest to its limit
     costs: tuple[Cost, ...]
     notes: tuple[str, ...]
 
@@ -79,12 +79,12 @@ def _pair_json(pair: tuple[float, float] | None) -> dict[str, float] | None:
 
 
 def diff(before: Plan, after: Plan) -> Difference:
-    """Return what `after` decides differently from `before`, and what that costs."""
+    """Return the decisions in which `after` differs from `before`, and their cost."""
     notes: list[str] = []
     if before.fingerprint != after.fingerprint:
         notes.append(
             f"different models: {before.model} ({before.fingerprint}) and {after.model} "
-            f"({after.fingerprint}); times and bytes are those of each model"
+            f"({after.fingerprint}); each has its own times and bytes"
         )
     first, second = (_estimate(plan, notes) for plan in (before, after))
     both = (first, second) if first is not None and second is not None else None
@@ -112,12 +112,12 @@ def _estimate(plan: Plan, notes: list[str]) -> Estimate | None:
     if plan.search is None:
         why = "has no figures"
     elif plan.is_edited:
-        why = "was changed after it was made, so its figures do not apply"
+        why = "was changed after its search, so its figures do not apply"
     else:
         return stored_estimate(plan)
     notes.append(
-        f"the plan {plan.name!r} {why}: shardwise report PLAN.json MODULE.py:FUNCTION "
-        "--cluster c.yaml --plan-out PLAN.json adds them"
+        f"the plan {plan.name!r} {why}; to add them: shardwise report PLAN.json "
+        "MODULE.py:FUNCTION --cluster c.yaml --plan-out PLAN.json"
     )
     return None
 
@@ -127,9 +127,9 @@ def _estimate(plan: Plan, notes: list[str]) -> Estimate | None:
 
 def _changes(before: Plan, after: Plan) -> Iterator[Change]:
     """Yield all decisions that differ, in the order of a plan file."""
-    for kind, (one, other) in _single(before, after).items():
-        if one != other:
-            yield Change(kind=kind, name="", before=one, after=other)
+    for kind, (old, new) in _single(before, after).items():
+        if old != new:
+            yield Change(kind=kind, name="", before=old, after=new)
     yield from _stages(before, after)
     names = dict.fromkeys((*before.parameters, *after.parameters))
     yield from _by_name("parameters", _parameters(before, names), _parameters(after, names))
@@ -141,11 +141,11 @@ def _changes(before: Plan, after: Plan) -> Iterator[Change]:
 
 
 def _single(before: Plan, after: Plan) -> dict[str, tuple[str, str]]:
-    """Return the decisions that a plan makes once, of both plans."""
-    both = (before, after)
+    """Return the decisions that a plan makes only once, as texts of both plans."""
+    plans = (before, after)
 
     def pair(text: Any) -> tuple[str, str]:
-        return str(text(both[0])), str(text(both[1]))
+        return str(text(plans[0])), str(text(plans[1]))
 
     named = {
         "model": pair(lambda p: p.model),
@@ -162,12 +162,12 @@ def _single(before: Plan, after: Plan) -> dict[str, tuple[str, str]]:
         "recompute": pair(lambda p: _listed(p.recompute)),
         "offload": pair(lambda p: _listed(p.offload) or "none"),
         "precision": pair(lambda p: _listed(f"{k} {v}" for k, v in p.precision.to_json().items())
-                          or "that of the model"),
+                          or "as in the model"),
         "units": pair(lambda p: _listed(p.units) or "none"),
         "random numbers": pair(lambda p: f"{p.rng}, seed {p.seed}"),
     }  # fmt: skip
-    others = [f.name for f in fields(Plan) if f.name not in SHOWN]
-    return named | {name.replace("_", " "): pair(attrgetter(name)) for name in others}
+    remaining = [f.name for f in fields(Plan) if f.name not in SHOWN]
+    return named | {name.replace("_", " "): pair(attrgetter(name)) for name in remaining}
 
 
 def _cluster(plan: Plan) -> str:
@@ -179,7 +179,7 @@ def _cluster(plan: Plan) -> str:
 def _schedule(plan: Plan) -> str:
     if isinstance(plan.schedule, str):
         return plan.schedule or "none"
-    return "own lists: " + "; ".join(" ".join(actions) for actions in plan.schedule)
+    return "custom: " + "; ".join(" ".join(actions) for actions in plan.schedule)
 
 
 def _zero(plan: Plan) -> str:
@@ -196,7 +196,7 @@ def _mesh(mesh: Any) -> str:
 
 
 def _stages(before: Plan, after: Plan) -> Iterator[Change]:
-    both = [
+    stages = [
         {
             str(at): f"ranks {format_ranks(s.ranks)} ({_mesh(s.mesh)}) from "
             f"{s.first or 'the first node'}"
@@ -204,11 +204,11 @@ def _stages(before: Plan, after: Plan) -> Iterator[Change]:
         }
         for plan in (before, after)
     ]
-    yield from _by_name("stage", *both)
+    yield from _by_name("stage", *stages)
 
 
 def _parameters(plan: Plan, names: Iterable[str]) -> dict[str, str]:
-    """Return the entries of a plan for names and globs, also if other names or globs give them.
+    """Return the entries of a plan for names and globs, including entries of other globs.
 
     >>> from shardwise import Mesh
     >>> one, two = ParameterEntry(layout={"tp": "0"}), ParameterEntry(layout={"tp": "1"})
@@ -216,7 +216,7 @@ def _parameters(plan: Plan, names: Iterable[str]) -> dict[str, str]:
     ...             roles={"tp": "parameters"},
     ...             parameters={"up.*": one, "down.0": one, "down.1": two})
     >>> _parameters(plan, ["up.0", "down.*", "head"])
-    {'up.0': 'tp: 0', 'down.*': 'one by one'}
+    {'up.0': 'tp: 0', 'down.*': 'various'}
     """
     texts = {}
     for name in names:
@@ -227,7 +227,7 @@ def _parameters(plan: Plan, names: Iterable[str]) -> dict[str, str]:
         else:
             entries = {_entry(e) for part, e in plan.parameters.items() if fnmatchcase(part, name)}
         if entries:
-            texts[name] = entries.pop() if len(entries) == 1 else "one by one"
+            texts[name] = entries.pop() if len(entries) == 1 else "various"
     return texts
 
 
@@ -253,9 +253,9 @@ def _collectives(plan: Plan) -> dict[str, str]:
 
 def _by_name(kind: str, before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[Change]:
     for name in dict.fromkeys((*before, *after)):
-        one, other = before.get(name, ABSENT), after.get(name, ABSENT)
-        if one != other:
-            yield Change(kind=kind, name=name, before=one, after=other)
+        old, new = before.get(name, ABSENT), after.get(name, ABSENT)
+        if old != new:
+            yield Change(kind=kind, name=name, before=old, after=new)
 
 
 # ------------------------------------------------------------ costs
@@ -281,7 +281,7 @@ def _figures(
 
 
 def _traffic(plan: Plan) -> dict[str, float]:
-    """Return the bytes over the busiest link of each kind, by purpose."""
+    """Return the bytes over the busiest link of each kind."""
     traffic: dict[str, float] = {}
     for link in plan.figures.details.links:
         traffic[link.name] = traffic.get(link.name, 0.0) + link.traffic_bytes
@@ -292,15 +292,15 @@ def _traffic(plan: Plan) -> dict[str, float]:
 
 
 def side_by_side(plans: list[tuple[str, Plan, Estimate]]) -> dict[str, Any]:
-    """Return one trace of several predicted steps with their names."""
+    """Return a trace with several named predicted steps."""
     events: list[dict[str, Any]] = []
     first = 0
     for name, plan, estimate in plans:
         for event in estimate.timeline.trace()["traceEvents"]:  # type: ignore[attr-defined]
-            moved = {**event, "pid": first + event["pid"]}
+            copy = {**event, "pid": first + event["pid"]}
             if event["name"] == "process_name":
                 label = ranks_label(plan.groups[event["pid"]])
-                moved["args"] = {"name": f"{name}: {label}"}
-            events.append(moved)
+                copy["args"] = {"name": f"{name}: {label}"}
+            events.append(copy)
         first += len(plan.groups)
     return {"traceEvents": events, "displayTimeUnit": "ms"}

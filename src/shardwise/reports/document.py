@@ -1,4 +1,4 @@
-"""A report as data: everything that its page shows, and nothing that the page computes.
+"""The data of a report: everything that its page shows, without what the page computes itself.
 
 Texts are plain text; seconds and bytes are numbers. Tables with many rows are stored by column.
 """
@@ -55,7 +55,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Seconds of the ranks that end last, by cause."""
+    """The time of a cause on the slowest ranks."""
 
     name: str
     text: str
@@ -65,7 +65,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Modules:
-    """The module tree in preorder, its parameters, its nodes, and the user's lines."""
+    """The module tree in preorder, with its parameters, nodes and lines of the user's code."""
 
     rows: tuple[Mapping[str, Any], ...]
     parameters: tuple[Mapping[str, Any], ...]
@@ -93,13 +93,13 @@ class RankClass:
     label: str
     groups: tuple[int, ...]
     num_ranks: int
-    shown: int  # the group whose figures stand for all
+    shown: int  # the group whose figures represent all
     more: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machines:
-    """The cluster with ranks on its devices, and the traffic on its links."""
+    """The cluster with the ranks of its devices and the traffic of its links."""
 
     name: str
     nodes: tuple[Mapping[str, Any], ...]
@@ -108,7 +108,7 @@ class Machines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBar:
-    """Memory of a class of ranks: its parts, its limit, and its course over the step."""
+    """The memory of a class of ranks: its parts, its limit and its course over the step."""
 
     class_: int
     group: int
@@ -125,7 +125,7 @@ class MemoryBar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineRow:
-    """What a class of ranks does over the step: columns of spans, by lane."""
+    """The actions of a class of ranks over the step, as columns of spans by lane."""
 
     class_: int
     group: int
@@ -150,7 +150,7 @@ class TimelineChart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleGrid:
-    """The pipeline's actions, group by group."""
+    """The actions of the pipeline by group."""
 
     name: str
     stages: int
@@ -162,7 +162,7 @@ class ScheduleGrid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A simulated plan beside the chosen one."""
+    """A simulated plan compared with the chosen one."""
 
     what: str
     chosen: bool
@@ -172,7 +172,9 @@ class Compared:
     peak_bytes: float
     limit_bytes: float
     changed: Mapping[str, Any]
-    words: Mapping[str, tuple[str, ...]]  # changed options, of the chosen plan and of this one
+    words: Mapping[
+        str, tuple[str, ...]
+    ]  # texts of changed options, of the chosen plan and of this one
     differences_s: Mapping[str, float]
     memory_difference_bytes: float
     text: str
@@ -180,14 +182,14 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveRow:
-    """The implementation of a collective that is not the library's, and the deciding times."""
+    """A collective with another implementation than the library's, and its predicted times."""
 
     operation: str
     groups: str
     num_groups: int
     group_ranks: int
     uses: str
-    way: str
+    implementation: str
     min_bytes: int
     reference_bytes: int
     predicted_s: Mapping[str, float]  # by implementation, for data of the reference size
@@ -196,7 +198,7 @@ class CollectiveRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeFile:
-    """A generated file, with the number of the user's line behind every line, or -1."""
+    """A generated file, with the index of the user's line behind each of its lines, or -1."""
 
     name: str
     ranks: str
@@ -206,7 +208,7 @@ class CodeFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """The generated files, and the user's lines."""
+    """The generated files and the lines of the user's code behind them."""
 
     files: tuple[CodeFile, ...]
     sources: tuple[Mapping[str, Any], ...]
@@ -214,7 +216,7 @@ class Code:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The report of a plan; `missing` says why a section is None, and which command adds it."""
+    """The report of a plan; `missing` explains why a section is None, and how to add it."""
 
     title: str
     verdict: Verdict
@@ -242,23 +244,23 @@ class Report:
         return {"format": data.pop("format"), "version": data.pop("version"), **data}
 
     def verify(self) -> None:
-        """Raise unless every number is finite, every reference exists and sums agree."""
+        """Check that every number is finite, every reference exists and all sums agree."""
         for problem in (*_numbers(self.to_json(), "report"), *_references(self), *_sums(self)):
             raise PlanError(
-                f"the figures do not agree with each other: {problem}",
+                f"the figures are inconsistent: {problem}",
                 where="search",
-                hint="shardwise plan computes them anew",
+                hint="run shardwise plan again",
             )
 
     @property
     def html(self) -> str:
-        """The page: a single file without references to others."""
+        """The page: a single self-contained file."""
         from shardwise.reports.render import render
 
         return render(self)
 
     def save(self, path: str | Path) -> None:
-        """Write the page; an earlier file stays until the new one is complete."""
+        """Write the page atomically."""
         write_text(path, self.html)
 
     def _repr_html_(self) -> str:
@@ -268,10 +270,11 @@ class Report:
 
 
 def source_row(source: str, text: str) -> dict[str, Any]:
-    """Return `model.py:41` as file and line, with the text of the line."""
+    """Split `model.py:41` into file and line, and add the text of the line."""
     file, _, line = source.rpartition(":")
-    known = bool(file) and line.isdigit()
-    return {"file": file if known else source, "line": int(line) if known else 0, "text": text}
+    has_line = bool(file) and line.isdigit()
+    number = int(line) if has_line else 0
+    return {"file": file if has_line else source, "line": number, "text": text}
 
 
 def _plain(value: Any) -> Any:
@@ -301,34 +304,34 @@ def _references(report: Report) -> Iterator[str]:
     groups, classes = len(report.groups), len(report.classes)
     for group in report.groups:
         if not 0 <= group.class_ < classes:
-            yield f"group {group.id} is of class {group.class_}, there are {classes}"
+            yield f"group {group.id} is of class {group.class_} of {classes}"
     for bar in report.memory:
         if not 0 <= bar.group < groups or len(bar.times) != len(bar.over_time):
-            yield f"the memory of group {bar.group}"
+            yield f"invalid memory of group {bar.group}"
     for row in report.timeline.rows:
         for lane, columns in row.lanes.items():
             if len({len(column) for column in columns.values()}) > 1:
                 yield f"columns of {lane} of {row.label} differ in length"
             if any(not 0 <= kind < len(report.timeline.kinds) for kind in columns["kind"]):
-                yield f"a kind of {row.label}"
+                yield f"invalid kind of span of {row.label}"
     if report.modules is not None:
         count = len(report.modules.rows)
         sources = len(report.modules.sources)
         if len({len(column) for column in report.modules.nodes.values()}) > 1:
             yield "columns of nodes differ in length"
         if not all(isinstance(row["name"], str) for row in report.modules.rows):
-            yield "the name of a module is not a text"
+            yield "the name of a module is not text"
         if any(not 0 <= module < count for module in report.modules.nodes["module"]):
-            yield "a node of no module"
+            yield "a node without a module"
         if any(not -1 <= source < sources for source in report.modules.nodes["source"]):
-            yield "a node's source"
+            yield "invalid source of a node"
         if any(not 0 <= p["module"] < count for p in report.modules.parameters):
-            yield "a parameter of no module"
+            yield "a parameter without a module"
     if report.code is not None:
-        known = len(report.code.sources)
+        num_sources = len(report.code.sources)
         for file in report.code.files:
-            if len(file.lines) != len(file.sources) or max(file.sources, default=-1) >= known:
-                yield f"the sources of {file.name}"
+            if len(file.lines) != len(file.sources) or max(file.sources, default=-1) >= num_sources:
+                yield f"invalid sources of {file.name}"
 
 
 def _sums(report: Report) -> Iterator[str]:

@@ -31,22 +31,22 @@ from shardwise.simulation import Estimate
 __all__ = ["CAUSES", "Cause", "Disagreement", "Measured", "both_traces", "compare", "disagreements"]
 
 MAX_DISAGREEMENTS = 8
-MIN_SHARE = 0.02  # of the step: smaller differences are not reported
-SLOW = 1.1  # times the work of the others of its group
+MIN_SHARE = 0.02  # of the step, for differences to be reported
+SLOW = 1.1  # times the work of the other ranks of a group
 LATE_SHARE = 0.05
 PROFILE = "shardwise profile measures this machine as a cluster file"
 SUBJECTS = {
-    "forward": "forwards take",
-    "backward": "backwards take",
+    "forward": "forward passes take",
+    "backward": "backward passes take",
     "weight": "weight gradients take",
     "recompute": "recomputing activations takes",
     "collectives": "waits for collectives take",
     "parameters": "waits for gathered parameters take",
     "bubble": "waits for other stages take",
     "gradients": "waits for reduced gradients take",
-    "optimizer": "the optimizer's step takes",
+    "optimizer": "the optimizer step takes",
     "update": "gathering new parameters takes",
-    "other": "work that is not simulated takes",
+    "other": "work that the simulation does not include takes",
 }
 COMPUTING = ("forward", "backward", "weight", "recompute", "optimizer")
 COMMUNICATING = ("collectives", "parameters", "gradients", "update")
@@ -54,7 +54,7 @@ COMMUNICATING = ("collectives", "parameters", "gradients", "update")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disagreement:
-    """A cause at some ranks whose predicted and measured times differ."""
+    """A cause whose predicted and measured times differ on some ranks."""
 
     cause: str
     where: str
@@ -66,7 +66,7 @@ class Disagreement:
 
     @property
     def difference_s(self) -> float:
-        """By how much the measured time is longer."""
+        """The measured time minus the predicted one."""
         return self.measured_s - self.predicted_s
 
     def to_json(self) -> dict[str, Any]:
@@ -80,17 +80,17 @@ def disagreements(
     predicted: Sequence[Mapping[str, float]],
     estimate: Estimate,
 ) -> tuple[Disagreement, ...]:
-    """Return the largest, one per cause at most, and ranks slower than others of their group."""
+    """Return the largest disagreement of each cause, and ranks slower than their group."""
     slow = [item for ranks in groups for item in _slow(step, ranks)]
     largest: dict[str, Disagreement] = {}
     for number, ranks in enumerate(groups):
         for item in _of_group(step, number, ranks, predicted[number], estimate, bool(slow)):
-            known = largest.get(item.cause)
-            if known is None or abs(item.difference_s) > abs(known.difference_s):
+            other = largest.setdefault(item.cause, item)
+            if abs(item.difference_s) > abs(other.difference_s):
                 largest[item.cause] = item
-    every = [*slow[:MAX_DISAGREEMENTS], *_late(step), *largest.values()]
-    every.sort(key=lambda item: -abs(item.difference_s))
-    return tuple(every[:MAX_DISAGREEMENTS])
+    items = [*slow[:MAX_DISAGREEMENTS], *_late(step), *largest.values()]
+    items.sort(key=lambda item: -abs(item.difference_s))
+    return tuple(items[:MAX_DISAGREEMENTS])
 
 
 def _of_group(
@@ -124,7 +124,7 @@ def _comparable(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return measured and predicted seconds by cause.
 
-    Recomputation that no recorded block shows is a part of backward in both.
+    Recomputation that was not recorded separately counts as backward in both.
     """
     measured, expected = dict(rank.causes), dict(predicted)
     if expected.get("recompute") and not measured["recompute"]:
@@ -134,7 +134,7 @@ def _comparable(
 
 
 def _stage(cause: str, rank: RankStep, group: int, estimate: Estimate) -> int | None:
-    """Return the group's only stage, or the one whose passes differ most."""
+    """Return the group's only stage, or the stage whose passes differ most."""
     placement = estimate.timeline.schedule.placement
     stages = [stage for stage, of in enumerate(placement) if of == group]
     if len(placement) == 1:
@@ -148,9 +148,9 @@ def _stage(cause: str, rank: RankStep, group: int, estimate: Estimate) -> int | 
 
 
 def _compared(before: float, now: float) -> str:
-    """Return how a measured time compares with the predicted one."""
+    """Describe a measured time compared with the predicted one."""
     if before <= 0:
-        return f"{short_seconds(now)}, none was predicted"
+        return f"{short_seconds(now)}, nothing was predicted"
     if now < before / 20:
         return f"{short_seconds(now)}, {short_seconds(before)} were predicted"
     ratio = digits(now / before, 2)
@@ -159,30 +159,32 @@ def _compared(before: float, now: float) -> str:
 
 def _advice(cause: str, before: float, now: float, step: RecordedStep, some_are_slow: bool) -> str:
     if cause == "optimizer" and not step.has_optimizer:
-        return "the optimizer's step was not recorded: sw.optimizer(pm, …).step() before pm.trace()"
+        return (
+            "the optimizer step was not recorded: call sw.optimizer(pm, …).step() before pm.trace()"
+        )
     slower = now > before
     if cause in COMPUTING:
         if slower:
             return (
-                "this machine is slower than in its cluster file, or busy with something else: "
+                "this machine is slower than its cluster file says, or busy with other work: "
                 f"{PROFILE}; shardwise tune measures operators"
             )
-        return f"this machine is faster than in its cluster file: {PROFILE}"
+        return f"this machine is faster than its cluster file says: {PROFILE}"
     if cause in COMMUNICATING:
         if slower and some_are_slow:
-            return "part of it is waiting for the slow ranks that are listed here"
+            return "part of it is waiting for the slow ranks listed here"
         if slower:
-            return f"links are slower than in the cluster file, or ranks arrive late: {PROFILE}"
-        return f"links are faster than in the cluster file: {PROFILE}"
+            return f"links are slower than the cluster file says, or ranks arrive late: {PROFILE}"
+        return f"links are faster than the cluster file says: {PROFILE}"
     if cause == "bubble":
         if slower:
             return "stages are less balanced than predicted: plan again with measured times"
         return "other stages finished earlier than predicted"
-    return "larger batches or fewer micro-batches, compile: true, less frequent clipping and logs"
+    return "try larger batches or fewer micro-batches, compile: true, or less frequent logging"
 
 
 def _slow(step: RecordedStep, ranks: Sequence[int]) -> Iterator[Disagreement]:
-    """Yield ranks that work longer than others with the same work."""
+    """Yield ranks that take longer than others for the same work."""
     if len(ranks) < 2:
         return
     by_work = sorted(ranks, key=lambda rank: -step.ranks[rank].work)
@@ -202,12 +204,12 @@ def _slow(step: RecordedStep, ranks: Sequence[int]) -> Iterator[Disagreement]:
             text=f"rank {rank} works {digits(work / usual, 2)} times as long as {others} of "
             f"ranks {format_ranks(tuple(ranks))}: {short_seconds(work)}, "
             f"not {short_seconds(usual)}",
-            advice=f"what else runs there? {PROFILE}; a plan for unequal devices gives it less",
+            advice=f"check for other processes; {PROFILE}, and a plan for it balances the work",
         )
 
 
 def _late(step: RecordedStep) -> Iterator[Disagreement]:
-    """Yield the last rank to enter the step, if that is much later than the first."""
+    """Yield the last rank to enter the step if it is much later than the first."""
     rank = max(step.ranks, key=lambda rank: rank.start)
     if rank.start >= LATE_SHARE * step.seconds:
         yield Disagreement(
@@ -217,7 +219,7 @@ def _late(step: RecordedStep) -> Iterator[Disagreement]:
             measured_s=rank.start,
             share=rank.start / step.seconds,
             text=f"rank {rank.rank} enters the step {short_seconds(rank.start)} after the first",
-            advice="its batches come late: data.workers, data.prefetch; or its clock is wrong",
+            advice="its data is late (see data.workers, data.prefetch), or its clock is wrong",
         )
 
 
@@ -225,7 +227,7 @@ def _late(step: RecordedStep) -> Iterator[Disagreement]:
 
 
 def predicted_causes(estimate: Estimate, group: int) -> dict[str, float]:
-    """Return the predicted seconds of a group by cause, computing split by pass."""
+    """Return the predicted seconds of a group by cause, with computing split by pass."""
     causes = dict(estimate.timeline.by_group[group])
     passes = dict.fromkeys(("forward", "backward", "weight"), 0.0)
     for (kind, _), seconds in predicted_passes(estimate, group).items():
@@ -236,7 +238,7 @@ def predicted_causes(estimate: Estimate, group: int) -> dict[str, float]:
 
 
 def predicted_passes(estimate: Estimate, group: int) -> dict[tuple[str, int], float]:
-    """Return the predicted seconds of computing by kind of pass and stage."""
+    """Return the predicted seconds of computing by pass and stage."""
     passes: dict[tuple[str, int], float] = {}
     timeline = estimate.timeline
     computing = timeline.ends - timeline.starts - timeline.waits
@@ -253,13 +255,13 @@ def predicted_passes(estimate: Estimate, group: int) -> dict[tuple[str, int], fl
 
 MAX_ROWS = 32
 ROUNDING = 1e-6  # of a step
-MAX_SPANS = 2000  # of a lane, the longest
+MAX_SPANS = 2000  # the longest of a lane
 CAUSES = {
     "forward": "computing forward",
     "backward": "computing backward",
     "weight": "computing weight gradients",
     **{name: text for name, text in PREDICTED.items() if name != "compute"},
-    "other": "not simulated: the host between actions, clipping",
+    "other": "not simulated: host time between actions, clipping",
 }
 KINDS = (
     "forward", "backward", "weight", "optimizer", "clipping", "reduce", "gather", "collective",
@@ -270,7 +272,7 @@ COMMUNICATION = {"gradients": "reduce", "parameters": "gather", "update": "gathe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Predicted and measured seconds of a cause, of the same ranks."""
+    """The predicted and measured seconds of a cause on the same ranks."""
 
     name: str
     predicted_s: float
@@ -291,13 +293,13 @@ class Cause:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A recorded run beside its prediction."""
+    """A recorded run compared with its prediction."""
 
     file: str
     step: RecordedStep = field(repr=False)
     predicted_step_time_s: float
-    causes: tuple[Cause, ...]  # of the median rank of the group predicted to end last
-    where: str  # which rank that is
+    causes: tuple[Cause, ...]  # of the median rank of the group with the longest predicted step
+    where: str  # the rank of `causes`
     disagreements: tuple[Disagreement, ...]
     rows: tuple[tuple[int, int, str], ...] = field(repr=False)  # group, rank, label
     aggregated: str | None
@@ -311,12 +313,12 @@ class Measured:
 
     @property
     def ratio(self) -> float:
-        """Measured over predicted."""
+        """The measured step time divided by the predicted one."""
         predicted = self.predicted_step_time_s
         return self.step.seconds / predicted if predicted else 0.0
 
     def to_json(self, class_of: Mapping[int, int] | None = None) -> dict[str, Any]:
-        """Return `measured` of a report; `class_of` maps groups to the report's classes."""
+        """Return the data for a report; `class_of` maps groups to the report's classes."""
         return {
             "file": self.file,
             "steps": self.step.steps,
@@ -337,13 +339,13 @@ class Measured:
 
     def _timeline(self, class_of: Mapping[int, int]) -> dict[str, Any]:
         names: dict[str, int] = {}
-        rows, left_out = [], 0
+        rows, num_omitted = [], 0
         for group, rank, label in self.rows:
             done = self.step.ranks[rank]
             lanes = {}
             for lane, spans, kinds in _lanes(done):
                 shown = _longest(spans)
-                left_out += len(spans.names) - len(shown)
+                num_omitted += len(spans.names) - len(shown)
                 lanes[lane] = _columns(spans, kinds, shown, names)
             rows.append(
                 {
@@ -369,17 +371,17 @@ class Measured:
                 f"{self.step_time_s * 1e3:.2f} ms",
                 "seconds": {"compute": slow.work, "communication": slow.exposed, "waiting": waits},
             },
-            "folded": f"{left_out:,} short spans are left out" if left_out else None,
+            "folded": f"{num_omitted:,} short spans are omitted" if num_omitted else None,
         }
 
 
 def compare(trace: Recording | str | os.PathLike[str], plan: Plan, estimate: Estimate) -> Measured:
-    """Compare a recorded run, a file or what was read from one, with its plan's prediction."""
+    """Compare a recorded run (a file or a recording) with the prediction of its plan."""
     recording = trace if isinstance(trace, Recording) else read_trace(trace)
     _check(recording, plan)
     schedule, groups = estimate.timeline.schedule, plan.groups
     group_of = {rank: number for number, ranks in enumerate(groups) for rank in ranks}
-    actions = [list(map(str, each)) for each in schedule.actions]
+    actions = [list(map(str, row)) for row in schedule.actions]
     step = recorded_step(
         recording,
         [actions[group_of[rank]] for rank in range(recording.num_ranks)],
@@ -391,9 +393,9 @@ def compare(trace: Recording | str | os.PathLike[str], plan: Plan, estimate: Est
     shown, notes = step.median(groups[last]), []
     measured, expected = _comparable(shown, predicted[last])
     if predicted[last]["recompute"] and not measured["recompute"]:
-        notes.append("recomputation is a part of backward: the recording does not show its blocks")
+        notes.append("recomputation counts as backward: the recording does not show its blocks")
     if not step.has_optimizer:
-        notes.append("the optimizer's step was not recorded")
+        notes.append("the optimizer step was not recorded")
     rows, aggregated = _rows(step, groups, slowest)
     return Measured(
         file=recording.file,
@@ -419,14 +421,14 @@ def _check(recording: Recording, plan: Plan) -> None:
     labels = trace_labels(plan)
     if recording.num_ranks != plan.num_ranks:
         raise TraceError(
-            f"was recorded on {recording.num_ranks} ranks, the plan {plan.name!r} is for "
+            f"was recorded on {recording.num_ranks} ranks, but the plan {plan.name!r} is for "
             f"{plan.num_ranks}",
             where=recording.file,
         )
     if recording.about["fingerprint"] != labels["fingerprint"]:
         model = recording.about["model"][:80] or "another model"
         raise TraceError(
-            f"was recorded with {model}, the plan {plan.name!r} is for {plan.model}"
+            f"was recorded with {model}, but the plan {plan.name!r} is for {plan.model}"
             + (" with other parameters" if model == plan.model else ""),
             where=recording.file,
             hint=RECORDED_PLAN,
@@ -442,7 +444,7 @@ def _check(recording: Recording, plan: Plan) -> None:
 def _rows(
     step: RecordedStep, groups: Sequence[Sequence[int]], slowest: int
 ) -> tuple[tuple[tuple[int, int, str], ...], str | None]:
-    """Return the displayed ranks: all, or the slowest and some that represent the others."""
+    """Return the displayed ranks: all of them, or the slowest and a sample of the others."""
     group_of = {rank: number for number, ranks in enumerate(groups) for rank in ranks}
     count = len(step.ranks)
     by_work = sorted(range(count), key=lambda rank: (-step.ranks[rank].work, rank))
@@ -451,12 +453,12 @@ def _rows(
         aggregated = None
     else:
         half = MAX_ROWS // 2
-        rest = by_work[half:]
-        spread = [rest[round(i * (len(rest) - 1) / (half - 1))] for i in range(half)]
-        chosen = {rank: f"rank {rank}" for rank in sorted({*by_work[:half], *spread})}
+        faster = by_work[half:]
+        sample = [faster[round(i * (len(faster) - 1) / (half - 1))] for i in range(half)]
+        chosen = {rank: f"rank {rank}" for rank in sorted({*by_work[:half], *sample})}
         aggregated = (
-            f"of {count:,} ranks, the {half} slowest and {len(chosen) - half} that represent "
-            "the others, from the next slowest to the fastest"
+            f"the {half} slowest of {count:,} ranks and a sample of {len(chosen) - half} of the "
+            "others"
         )
     if count > 1:
         chosen[slowest] = f"rank {slowest} (slowest of {count:,})"
@@ -472,10 +474,10 @@ def _lanes(rank: RankStep) -> list[tuple[str, Spans, list[str]]]:
         end=np.concatenate([actions.end, tail.end]),
     )
     passes = [next(PASSES[c] for c in "FBIW" if c in name) for name in actions.names]
-    sent = [_communication_kind(name) for name in rank.communication.names]
+    kinds = [_communication_kind(name) for name in rank.communication.names]
     return [
         ("compute", compute, [*passes, *tail.names]),
-        ("communication", rank.communication, sent),
+        ("communication", rank.communication, kinds),
     ]
 
 
@@ -486,11 +488,8 @@ def _communication_kind(name: str) -> str:
 
 def _longest(spans: Spans) -> list[int]:
     """Return the positions of the longest spans, in order."""
-    every = range(len(spans.names))
-    if len(every) <= MAX_SPANS:
-        return list(every)
     seconds = spans.seconds
-    return sorted(sorted(every, key=lambda i: -seconds[i])[:MAX_SPANS])
+    return sorted(sorted(range(len(seconds)), key=lambda i: -seconds[i])[:MAX_SPANS])
 
 
 def _columns(
@@ -512,7 +511,7 @@ FORMAT = "shardwise-timelines"
 
 
 def both_traces(plan: Plan, estimate: Estimate, measured: Measured | None) -> dict[str, Any]:
-    """Return one trace of the predicted and the recorded step, which both begin at zero."""
+    """Return a trace with the predicted and the recorded step, both starting at zero."""
     events = list(_predicted(plan, estimate))
     first = len(plan.groups)
     about: dict[str, Any] = {"format": FORMAT, "version": 1, "plan": plan.name, "model": plan.model}
@@ -554,10 +553,9 @@ def _recorded(pid: int, rank: RankStep) -> Iterator[dict[str, Any]]:
 
 
 def _without_overlap(spans: Spans) -> Iterator[tuple[int, str, float, float]]:
-    """Yield spans with the first row in which they do not overlap another."""
+    """Yield spans with the first row in which they overlap no other."""
     ends: list[float] = []
-    order = np.argsort(spans.start, kind="stable")
-    for at in order.tolist():
+    for at in np.argsort(spans.start, kind="stable").tolist():
         start, end = float(spans.start[at]), float(spans.end[at])
         row = next((r for r, reached in enumerate(ends) if reached <= start), len(ends))
         ends[row : row + 1] = [end]
@@ -571,5 +569,5 @@ def _process(pid: int, name: str) -> list[dict[str, Any]]:
     ]
 
 
-def _label(what: str, pid: int, tid: int, key: str, value: str | int) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {key: value}}
+def _label(name: str, pid: int, tid: int, key: str, value: str | int) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": {key: value}}

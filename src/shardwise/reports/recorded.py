@@ -1,7 +1,7 @@
-"""Read a recorded trace: the events of all ranks, as columns.
+"""Read a recorded trace as columns of the events of all ranks.
 
-The file is decoded event by event, and only numbers of each event are stored, so that memory does
-not grow with the size of the text.
+The file is decoded event by event and only the numbers of each event are stored, which takes much
+less memory than the text.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ MAX_NAMES = 100_000
 MAX_VALUE = 16 << 20  # characters of one value
 CHUNK = 1 << 20
 MAX_NAME = 200
-KNOWN = ("X", "M", "s", "f")  # spans, labels, and the ends of arrows
+PHASES = ("X", "M", "s", "f")  # spans, labels, and the ends of arrows
 HINT = 'pm = sw.parallelize(…, record=True); pm.trace("run.json"), or in a config trace: {steps: …}'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What all ranks did and when: a column for each figure, in seconds of one clock.
+    """The events of all ranks as columns, in seconds of one clock.
 
-    Events are in the order of ranks, lanes and starts.
+    Events are sorted by rank, lane and start.
     """
 
     file: str
@@ -48,7 +48,7 @@ class Recording:
     name: NDArray[np.int32] = field(repr=False)  # of `names`
     start: NDArray[np.float64] = field(repr=False)
     end: NDArray[np.float64] = field(repr=False)
-    step: NDArray[np.int64] = field(repr=False)  # of events of the lane "step"; others have -1
+    step: NDArray[np.int64] = field(repr=False)  # number of an event of the lane "step", or -1
 
     def of(self, rank: int, lane: str) -> slice:
         """Return the events of a rank's lane."""
@@ -58,13 +58,13 @@ class Recording:
 
 
 def read_trace(path: str | os.PathLike[str]) -> Recording:
-    """Return the recording in a file."""
+    """Read the recording in a file."""
     where = Path(path)
     try:
         size = where.stat().st_size
         if size > MAX_BYTES:
             raise TraceError(
-                f"{size / 2**30:.1f} GiB are more than the limit of {MAX_BYTES >> 30} GiB",
+                f"{size / 2**30:.1f} GiB exceed the limit of {MAX_BYTES >> 30} GiB",
                 where=str(where),
                 hint="record fewer steps: two or three are enough",
             )
@@ -81,7 +81,7 @@ def read_trace(path: str | os.PathLike[str]) -> Recording:
 def _read(file: TextIO, where: str) -> Recording:
     text = _Text(file, where)
     if text.peek() != "{":
-        raise TraceError("is not a trace: a JSON object was expected", where=where, hint=HINT)
+        raise TraceError("is not a trace: expected a JSON object", where=where, hint=HINT)
     about: dict[str, Any] = {}
     columns: _Columns | None = None
     for key in text.names():
@@ -89,30 +89,28 @@ def _read(file: TextIO, where: str) -> Recording:
             value = text.value()
             about = value if key == "otherData" and isinstance(value, dict) else about
             continue
-        num_ranks = _checked(about, text.seen, where)
+        num_ranks = _checked(about, text.keys, where)
         columns = _Columns(num_ranks, where)
         for number, event in enumerate(text.items()):
             columns.add(event, number)
     if text.peek():
         raise text.error("data after the end of the trace")
     if columns is None:
-        raise TraceError("holds no events", where=where, hint=HINT)
+        raise TraceError("has no events", where=where, hint=HINT)
     return columns.recording(where, about)
 
 
-def _checked(about: Mapping[str, Any], seen: list[str], where: str) -> int:
-    """Return the number of ranks of a trace that Shardwise recorded."""
+def _checked(about: Mapping[str, Any], keys: list[str], where: str) -> int:
+    """Check that Shardwise recorded the trace, and return its number of ranks."""
     if about.get("format") != FORMAT:
-        foreign = {"schemaVersion", "deviceProperties"} & set(seen)
-        what = "a trace of torch.profiler" if foreign else "a trace of something else"
+        is_profile = {"schemaVersion", "deviceProperties"} & set(keys)
+        origin = "torch.profiler" if is_profile else "another program"
         raise TraceError(
-            f"is {what}, not a recording of Shardwise",
-            where=where,
-            hint=HINT,
+            f"is a trace of {origin}, not a recording of Shardwise", where=where, hint=HINT
         )
     if about.get("version") != VERSION:
         raise TraceError(
-            f"is a recording of version {about.get('version')!r}, not {VERSION}", where=where
+            f"is a recording of version {about.get('version')!r}, expected {VERSION}", where=where
         )
     ranks = about.get("num_ranks")
     if not isinstance(ranks, int) or isinstance(ranks, bool) or not 1 <= ranks <= 1_000_000:
@@ -123,14 +121,14 @@ def _checked(about: Mapping[str, Any], seen: list[str], where: str) -> int:
 
 
 class _Text:
-    """JSON that is decoded value by value while it is read."""
+    """Decode JSON value by value while reading it."""
 
     def __init__(self, file: TextIO, where: str) -> None:
         self._file, self._where = file, where
         self._text, self._at, self._before = "", 0, 0
         self._ended = False
         self._decoder = json.JSONDecoder()
-        self.seen: list[str] = []
+        self.keys: list[str] = []
 
     def peek(self) -> str:
         """Return the next character that is not a space, or "" at the end."""
@@ -143,13 +141,13 @@ class _Text:
                 return ""
 
     def names(self) -> Iterator[str]:
-        """Yield the keys of an object; whoever iterates takes the values."""
+        """Yield the keys of an object; the caller must read each value."""
         for _ in self._between("{", "}"):
             key = self.value()
             if not isinstance(key, str):
                 raise self.error(f"{key!r} is not a key")
             self._take(":")
-            self.seen.append(key)
+            self.keys.append(key)
             yield key
 
     def items(self) -> Iterator[Any]:
@@ -190,7 +188,7 @@ class _Text:
         character = self.peek()
         if character != expected:
             raise self.error(
-                f"{expected!r} was expected" + (f", not {character!r}" if character else "")
+                f"expected {expected!r}" + (f", got {character!r}" if character else "")
             )
         self._at += 1
 
@@ -198,8 +196,7 @@ class _Text:
         """Read more text; return whether there was any."""
         if self._ended:
             return False
-        rest = len(self._text) - self._at
-        if rest > MAX_VALUE:
+        if len(self._text) - self._at > MAX_VALUE:
             raise self.error(f"a value of more than {MAX_VALUE >> 20} MiB")
         piece = self._file.read(CHUNK)
         self._ended = not piece
@@ -208,15 +205,15 @@ class _Text:
         return bool(piece)
 
     def error(self, reason: str) -> TraceError:
-        """Return the error for a fault at this place."""
+        """Return an error about the current position."""
         at = self._before + self._at
         if self._ended and self._at >= len(self._text.rstrip()):
-            reason = f"the file ends in the middle ({reason})"
+            reason = f"unexpected end of file ({reason})"
         return TraceError(f"is corrupt at character {at:,}: {reason}", where=self._where, hint=HINT)
 
 
 class _Columns:
-    """Collects and checks events."""
+    """Check and collect events."""
 
     def __init__(self, num_ranks: int, where: str) -> None:
         self._num_ranks, self._where = num_ranks, where
@@ -226,8 +223,8 @@ class _Columns:
         self._start, self._end, self._step = array("d"), array("d"), array("q")
 
     def add(self, event: Any, number: int) -> None:
-        """Add an event; only spans of known lanes are stored."""
-        if not isinstance(event, dict) or event.get("ph") not in KNOWN:
+        """Add an event; store only spans of known lanes."""
+        if not isinstance(event, dict) or event.get("ph") not in PHASES:
             raise self._wrong(number, "is not an event of a recording")
         if event["ph"] != "X":
             return
@@ -235,7 +232,9 @@ class _Columns:
         start, length = (_number(event.get(key)) for key in ("ts", "dur"))
         rank, name = event.get("pid"), event.get("name")
         if start is None or length is None or length < 0:
-            raise self._wrong(number, f"lasts from {event.get('ts')!r} for {event.get('dur')!r} us")
+            raise self._wrong(
+                number, f"starts at {event.get('ts')!r} and lasts {event.get('dur')!r} us"
+            )
         if not isinstance(rank, int) or not 0 <= rank < self._num_ranks:
             raise self._wrong(number, f"is of rank {rank!r} of {self._num_ranks}")
         if not isinstance(name, str):
@@ -259,7 +258,7 @@ class _Columns:
         short = name if len(name) <= MAX_NAME else name[: MAX_NAME - 1] + "…"
         place = self._names.setdefault(short, len(self._names))
         if place >= MAX_NAMES:
-            raise self._wrong(number, f"has one of more than {MAX_NAMES:,} names")
+            raise self._wrong(number, f"exceeds the limit of {MAX_NAMES:,} names")
         return place
 
     def _step_of(self, event: Mapping[str, Any], number: int) -> int:
@@ -269,13 +268,13 @@ class _Columns:
             raise self._wrong(number, f"is a step with the number {step!r}")
         return step
 
-    def _wrong(self, number: int, what: str) -> TraceError:
+    def _wrong(self, number: int, problem: str) -> TraceError:
         return TraceError(
-            f"event {number:,} {what}", where=f"{self._where}: traceEvents", hint=HINT
+            f"event {number:,} {problem}", where=f"{self._where}: traceEvents", hint=HINT
         )
 
     def recording(self, where: str, about: Mapping[str, Any]) -> Recording:
-        """Return what was collected; every rank must have recorded something."""
+        """Return the collected events; every rank must have recorded some."""
         ranks = np.array(self._rank, dtype=np.int32)
         silent = np.flatnonzero(np.bincount(ranks, minlength=self._num_ranks) == 0)
         if silent.size:

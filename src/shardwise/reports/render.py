@@ -2,7 +2,7 @@
 
 The files of `page/` are plain HTML, CSS and ES modules without a build step. They are joined here
 into one style and one script; the page's security policy allows these two by their hash and nothing
-else, not even the network. The data is JSON in which no text can end its element.
+else, not even network access. The data is JSON in which no text can end its element.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwise.plans import Plan
 from shardwise.plans.search_result import GeneratedCode, GeneratedFile, PlanDetails
 from shardwise.reports.document import Code, CodeFile, source_row
 
-FIRST = "main"  # the module that imports all others
+MAIN = "main"  # the module that imports all others
 STYLES = ("base", "parts", "sections", "print")
 UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 HEIGHT = 760  # pixels of a report in a notebook
@@ -36,7 +36,7 @@ _PLACE = re.compile(r"<!--\s*(\w+)\s*-->")
 
 
 class Document(Protocol):
-    """An object that can be written as JSON."""
+    """An object that can be converted to JSON."""
 
     def to_json(self) -> Mapping[str, Any]: ...
 
@@ -57,7 +57,7 @@ def render(document: Document | Mapping[str, Any]) -> str:
 
 
 def frame(page: str, height: int = HEIGHT) -> str:
-    """Return the page as an element of a notebook, isolated from the notebook's own page."""
+    """Return the page as an element for a notebook, isolated from the rest of the notebook."""
     return (
         f'<iframe title="Shardwise report" sandbox="allow-scripts allow-modals" '
         f'style="width:100%;height:{height}px;border:0" srcdoc="{html.escape(page)}"></iframe>'
@@ -65,13 +65,13 @@ def frame(page: str, height: int = HEIGHT) -> str:
 
 
 def embedded(data: Mapping[str, Any]) -> str:
-    r"""Return JSON for a script element, in which no character has a meaning in HTML.
+    r"""Return JSON for a script element, without characters that have a meaning in HTML.
 
     >>> print(embedded({"name": "</script>"}))
     {"name":"\u003c/script\u003e"}
     """
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # A lone surrogate has no UTF-8 form, so that the file could not be written.
+    # Unpaired surrogates cannot be encoded as UTF-8.
     text = re.sub(r"[\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text)
     return text.translate(UNSAFE)
 
@@ -100,22 +100,22 @@ def _style() -> str:
 @cache
 def _script() -> str:
     """Join all modules into one script, each as a function that returns its exports."""
-    parts = [_module(name) for name in _ordered(FIRST, ())]
+    parts = [_module(name) for name in _ordered(MAIN, ())]
     script = "\n".join(['"use strict";', "(() => {", *parts, "})();"])
     assert "</script" not in script.lower()
     assert "<!--" not in script
     return script
 
 
-def _ordered(name: str, above: tuple[str, ...], seen: set[str] | None = None) -> Iterator[str]:
-    """Yield a module after everything that it imports."""
+def _ordered(name: str, above: tuple[str, ...], done: set[str] | None = None) -> Iterator[str]:
+    """Yield a module after all modules that it imports."""
     assert name not in above, f"{name}.js imports itself through {above}"
-    seen = set() if seen is None else seen
-    if name in seen:
+    done = set() if done is None else done
+    if name in done:
         return
     for _, other in _IMPORT.findall(_read(f"{name}.js")):
-        yield from _ordered(other, (*above, name), seen)
-    seen.add(name)
+        yield from _ordered(other, (*above, name), done)
+    done.add(name)
     yield name
 
 
@@ -129,40 +129,41 @@ def _module(name: str) -> str:
 
 # ------------------------------------------------------------ generated code
 
-# Comments in generated files name the user's line behind a group of statements: it holds for every
-# line below, until the next comment or the end of the function.
+# A comment in a generated file names the user's line behind all statements below it, up to the next
+# comment or the end of the function.
 
 
-MAX_NODES = 3_000  # of a graph whose code is generated within a few seconds
+MAX_NODES = 3_000  # of a graph whose code is generated in a few seconds
 MAX_CHARACTERS = 400_000  # of code in a plan file
 COMMENT = re.compile(r"^\s*# .*\((?P<source>[^()]+:\d+)\)\s*$")
 DOCSTRING = re.compile(r'^\s*""".*\((?P<source>[^()]+:\d+)\)\."""\s*$')
 
 
 def with_code(plan: Plan, graph: Graph) -> Plan:
-    """Return the plan with its generated code among the details of its figures."""
+    """Return the plan with its generated code in the details of its figures."""
     code = generated_code(graph, plan.with_(search=None))
     details = replace(plan.figures.details, code=code, code_missing="")
     return plan.with_(search=replace(plan.figures, details=details))
 
 
 def with_code_if_quick(plan: Plan, graph: Graph, target: str) -> Plan:
-    """Return the plan with its code if that is fast and small, or with the command that adds it."""
+    """Add the code to a plan if that is fast and small, or else the command that adds it."""
     if plan.search is None:
         return plan
-    why = f"{len(graph.nodes):,} nodes take a while to compile"
+    why = f"Compiling {len(graph.nodes):,} nodes takes a while"
     if len(graph.nodes) <= MAX_NODES:
         try:
-            made = with_code(plan, graph)
+            result = with_code(plan, graph)
         except ShardwiseError as error:  # the plan itself is fine
             why = f"The code could not be generated ({error.message})"
         else:
-            files = made.figures.details.code.files if made.figures.details.code else ()
+            code = result.figures.details.code
+            files = code.files if code else ()
             length = sum(len(file.text) for file in files)
             if length <= MAX_CHARACTERS:
-                return made
-            why = f"{len(files)} generated files of {length:,} characters are left out"
-    reason = f"{why} here. shardwise report plan.json {target}"
+                return result
+            why = f"The {len(files)} generated files of {length:,} characters are too large"
+    reason = f"{why}. To add the code: shardwise report plan.json {target}"
     details = replace(plan.search.details, code_missing=reason)
     return plan.with_(search=replace(plan.search, details=details))
 
@@ -170,7 +171,7 @@ def with_code_if_quick(plan: Plan, graph: Graph, target: str) -> Plan:
 def generated_code(graph: Graph, plan: Plan) -> GeneratedCode:
     """Return the generated files, and the text of every source line that they mention.
 
-    Files of equal text, such as those of equal stages, are one.
+    Files with equal text, such as those of equal stages, are merged.
     """
     from shardwise.api.compile import compile
 
@@ -188,7 +189,7 @@ def generated_code(graph: Graph, plan: Plan) -> GeneratedCode:
 
 
 def read_code(details: PlanDetails) -> Code | None:
-    """Return the code that a plan contains, if any."""
+    """Return the code in the details of a plan, if any."""
     code = details.code
     if code is None:
         return None
@@ -215,7 +216,7 @@ def read_code(details: PlanDetails) -> Code | None:
 
 
 def _sources(lines: Iterable[str]) -> list[str]:
-    """Return the user's line behind every line, or ""."""
+    """Return the user's line behind every generated line, or ""."""
     sources, current, depth = [], "", 0
     for line in lines:
         match = COMMENT.match(line) or DOCSTRING.match(line)

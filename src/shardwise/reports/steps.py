@@ -1,7 +1,7 @@
-"""The steps of a recording: which are complete, which one represents all, and its time by cause.
+"""Find the complete steps of a recording, select one, and measure its time by cause.
 
-A step begins when the rank that acts first enters it, and ends when the last rank has its new
-parameters. Waits within an action do not count as computing; time outside of all spans is "other".
+A step begins when the first rank to act enters it, and ends when the last rank has its new
+parameters. Waits within an action do not count as computing; time outside all spans is "other".
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 PASSES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
 TAIL = ("optimizer", "clipping")
 TICK_S = 2e-6  # resolution of a GPU's events
-RECORDED_PLAN = "the plan that was recorded: a trainer writes it as plan.json to its folder"
+RECORDED_PLAN = "the plan of the recorded run, which a trainer writes to its folder as plan.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spans:
-    """Some spans of one rank: names, starts and ends."""
+    """Names, starts and ends of some spans of one rank."""
 
     names: tuple[str, ...]
     start: Floats = field(repr=False)
@@ -37,26 +37,26 @@ class Spans:
 
     @property
     def seconds(self) -> Floats:
-        """The length of each."""
+        """The length of each span."""
         return self.end - self.start
 
     def only(self, keep: Sequence[bool] | NDArray[np.bool_]) -> Spans:
-        """Return the spans that are to be kept."""
+        """Return the selected spans."""
         chosen = np.flatnonzero(np.asarray(keep, dtype=bool))
         names = tuple(self.names[i] for i in chosen)
         return Spans(names=names, start=self.start[chosen], end=self.end[chosen])
 
     def named(self, name: str) -> Spans:
-        """Return the spans of a name."""
-        return self.only([each == name for each in self.names])
+        """Return the spans with a name."""
+        return self.only([other == name for other in self.names])
 
     def of_pass(self, kind: str) -> Spans:
-        """Return the actions of a kind of pass, such as "backward"."""
+        """Return the actions of a pass, such as "backward"."""
         return self.only([_kind(name) == kind for name in self.names])
 
 
 class _Cover:
-    """The union of some spans, which may overlap."""
+    """The union of spans that may overlap."""
 
     def __init__(self, spans: Spans) -> None:
         points, values, total, reached = [0.0], [0.0], 0.0, -np.inf
@@ -71,14 +71,14 @@ class _Cover:
         self._points, self._values = np.array(points[1:] or [0.0]), np.array(values[1:] or [0.0])
 
     def within(self, start: Floats | float, end: Floats | float) -> float:
-        """Return the covered seconds inside of windows that do not overlap."""
+        """Return the covered seconds within disjoint windows."""
         covered = np.interp(end, self._points, self._values)
         return float(np.sum(covered - np.interp(start, self._points, self._values)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStep:
-    """What one rank did in a step, in seconds from the start of the step."""
+    """The spans of one rank in a step, in seconds from the start of the step."""
 
     rank: int
     start: float  # when it entered the step
@@ -87,12 +87,12 @@ class RankStep:
     tail: Spans = field(repr=False)  # clipping and the optimizer
     waiting: Spans = field(repr=False)
     communication: Spans = field(repr=False)
-    recomputed: Spans = field(repr=False)  # forwards inside of backwards
-    in_stages: bool  # whether gaps between actions are those of a pipeline
+    recomputed: Spans = field(repr=False)  # forward passes within backward passes
+    in_stages: bool  # whether gaps between actions are pipeline bubbles
 
     @cached_property
     def causes(self) -> dict[str, float]:
-        """Seconds by cause, which add up to the rank's step."""
+        """Seconds by cause, which sum to the step of the rank."""
         actions, waiting = self.actions, _Cover(self.waiting)
         waits = {
             cause: _Cover(self.waiting.named(cause))
@@ -115,18 +115,18 @@ class RankStep:
 
     @property
     def work(self) -> float:
-        """Seconds in which it did not wait for others."""
+        """Seconds in which the rank did not wait for others."""
         causes = self.causes
         return sum(causes[c] for c in ("forward", "backward", "weight", "recompute", "optimizer"))
 
     @property
     def exposed(self) -> float:
-        """Seconds in which it waited for communication."""
+        """Seconds in which the rank waited for communication."""
         causes = self.causes
         return sum(causes[c] for c in ("collectives", "parameters", "gradients", "update"))
 
     def by_stage(self, cause: str) -> dict[int, float]:
-        """Return the seconds of a kind of pass by stage, without waits."""
+        """Return the seconds of a pass by stage, without waits."""
         waiting, by_stage = _Cover(self.waiting), dict[int, float]()
         passes = self.actions.of_pass(cause)
         for name, start, end in zip(passes.names, passes.start, passes.end, strict=True):
@@ -142,7 +142,7 @@ class RankStep:
         return max(0.0, covered - waits.within(outermost.start, outermost.end))
 
     def _bubble_s(self, waits: _Cover) -> float:
-        """Return the time before and between actions without waits for the rank's own group."""
+        """Return the time before and between actions, without waits within the rank's group."""
         actions = self.actions
         last = float(actions.end.max(initial=0.0))
         inside = waits.within(actions.start, actions.end)
@@ -159,7 +159,7 @@ def _kind(name: str) -> str:
 
 
 def _outermost(spans: Spans) -> Spans:
-    """Return the spans that do not lie inside of others."""
+    """Return the spans that are not inside others."""
     keep, reached = [], -np.inf
     for start, end in zip(spans.start, spans.end, strict=True):
         keep.append(bool(start >= reached))
@@ -169,18 +169,18 @@ def _outermost(spans: Spans) -> Spans:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """The step that represents a recording."""
+    """The selected step of a recording."""
 
     number: int
-    steps: int  # complete ones in the recording
-    chosen: str  # how it was chosen, in words
+    steps: int  # number of complete steps in the recording
+    chosen: str  # why this step was selected
     seconds: float
     origin: float  # its start on the recording's clock
     ranks: tuple[RankStep, ...] = field(repr=False)
     has_optimizer: bool
 
     def median(self, ranks: Sequence[int]) -> RankStep:
-        """Return the rank whose work is the median of these."""
+        """Return the rank with the median work."""
         by_work = sorted((self.ranks[rank] for rank in ranks), key=lambda rank: rank.work)
         return by_work[len(by_work) // 2]
 
@@ -188,7 +188,7 @@ class RecordedStep:
 def recorded_step(
     recording: Recording, actions: Sequence[Sequence[str]], *, in_stages: bool
 ) -> RecordedStep:
-    """Return the median of the complete steps, or the later one of two.
+    """Return the complete step of median length, or the later one of two.
 
     `actions` are the expected actions of every rank.
     """
@@ -198,19 +198,19 @@ def recorded_step(
         raise TraceError(
             "no step is complete on all ranks",
             where=recording.file,
-            hint="pm.trace() after a complete step, on all ranks",
+            hint="call pm.trace() after a complete step, on all ranks",
         )
     with_optimizer = {n for n in numbers if all(r.has_optimizer(n) for r in ranks)}
     complete = sorted(with_optimizer or numbers)
     spans = {number: _extent(ranks, number) for number in complete}
     by_length = sorted(complete, key=lambda n: spans[n][1] - spans[n][0])
     chosen = by_length[(len(complete) - 1) // 2] if len(complete) > 2 else complete[-1]
-    words = {1: "the only complete step", 2: "the later of two steps"}
+    reasons = {1: "the only complete step", 2: "the later of two steps"}
     begin, end = spans[chosen]
     return RecordedStep(
         number=chosen,
         steps=len(complete),
-        chosen=words.get(len(complete), f"the median of {len(complete)} steps")
+        chosen=reasons.get(len(complete), f"the median of {len(complete)} steps")
         + f": step {chosen}",
         seconds=end - begin,
         origin=begin,
@@ -220,26 +220,26 @@ def recorded_step(
 
 
 def _extent(ranks: Sequence[_Rank], number: int) -> tuple[float, float]:
-    """Return when the rank that acts first enters the step, and when the last one leaves it."""
+    """Return when the first rank to act enters the step, and when the last rank leaves it."""
     first = min(ranks, key=lambda rank: rank.first_action(number))
     return first.steps[number][0], max(rank.end(number) for rank in ranks)
 
 
 class _Rank:
-    """One rank's recording, split into steps."""
+    """The recording of one rank, split into steps."""
 
     def __init__(self, recording: Recording, rank: int, expected: Sequence[str]) -> None:
         self.recording, self.rank = recording, rank
         self._lanes: dict[str, Spans] = {}
         events = recording.of(rank, "step")
         columns = (recording.step, recording.start, recording.end)
-        every: Mapping[int, tuple[float, float]] = {
+        steps: Mapping[int, tuple[float, float]] = {
             number: (start, end)
             for number, start, end in zip(*(c[events].tolist() for c in columns), strict=True)
         }
-        starts = sorted(start for start, _ in every.values())
+        starts = sorted(start for start, _ in steps.values())
         self._next = dict.fromkeys(starts, math.inf) | dict(pairwise(starts))
-        self.steps = {n: times for n, times in every.items() if self._is_complete(*times, expected)}
+        self.steps = {n: times for n, times in steps.items() if self._is_complete(*times, expected)}
 
     def lane(self, name: str) -> Spans:
         """Return all spans of a lane."""
@@ -251,25 +251,25 @@ class _Rank:
         return self._lanes[name]
 
     def _is_complete(self, start: float, end: float, expected: Sequence[str]) -> bool:
-        """Return whether all actions of the plan are there; others belong to another plan."""
+        """Return whether the step has all actions of the plan; raise if it has others."""
         inside = _between(self.lane("compute"), start, end)
         actions = [name for name in inside.names if ACTION.fullmatch(name)]
         unknown = sorted(set(actions) - set(expected))
         if unknown:
             raise TraceError(
-                f"rank {self.rank} did {unknown[0]}, which is not an action of this plan",
+                f"rank {self.rank} ran {unknown[0]}, which is not an action of this plan",
                 where=self.recording.file,
                 hint=RECORDED_PLAN,
             )
         return sorted(actions) == sorted(expected)
 
     def first_action(self, number: int) -> float:
-        """Return when the rank began to compute."""
+        """Return when the rank started to compute."""
         inside = _between(self.lane("compute"), *self.steps[number])
         return float(inside.start.min(initial=self.steps[number][1]))
 
     def has_optimizer(self, number: int) -> bool:
-        """Return whether an optimizer's step followed."""
+        """Return whether an optimizer step followed."""
         return "optimizer" in self._tail(number).names
 
     def _tail(self, number: int) -> Spans:
@@ -284,7 +284,7 @@ class _Rank:
         return float(max([end, *self._tail(number).end.tolist(), *update.end.tolist()]))
 
     def step(self, number: int, origin: float, *, in_stages: bool) -> RankStep:
-        """Return everything of a step, on the step's clock."""
+        """Return the spans of a step, relative to `origin`."""
         start, end = self.steps[number]
         stop = self.end(number)
         compute = _between(self.lane("compute"), start, end)
@@ -311,7 +311,7 @@ class _Rank:
 
 
 def _between(spans: Spans, start: float, end: float) -> Spans:
-    """Return the spans that begin in a window, within the resolution of the clock."""
+    """Return the spans that begin in a window, up to the resolution of the clock."""
     first, last = np.searchsorted(spans.start, (start - TICK_S, end - TICK_S))
     return Spans(
         names=spans.names[first:last], start=spans.start[first:last], end=spans.end[first:last]
@@ -319,6 +319,6 @@ def _between(spans: Spans, start: float, end: float) -> Spans:
 
 
 def _shifted(spans: Spans, origin: float) -> Spans:
-    """Return the spans on the step's clock, without what was before its start."""
+    """Return the spans relative to `origin`, without their parts before it."""
     start = np.maximum(spans.start - origin, 0.0)
     return Spans(names=spans.names, start=start, end=np.maximum(spans.end - origin, start))

@@ -1,6 +1,6 @@
 """The predicted step as lanes of spans, its critical path, and the pipeline schedule as a grid.
 
-Of a step with many actions the first and the last are shown, and the others become one span.
+Of a step with many actions, only the first and last are shown; the others become one span.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from shardwise.simulation.step import KINDS, Span
 
 MAX_CLASSES = 32
 EDGES = 8  # groups at either end that are always shown
-NEAR = 1e-9  # of the step: an action waited for what ended this shortly before it
-MAX_SPANS = 16_000  # of actions, in all rows together
+NEAR = 1e-9  # of the step; an action that starts this soon after another waited for it
+MAX_SPANS = 16_000  # actions of all rows
 SPAN_KINDS = ("forward", "backward", "weight", "optimizer", "sync", "gather", "send", "more")
 DIGITS = 9
 COLUMNS = ("start", "end", "kind", "name", "critical")
@@ -39,9 +39,9 @@ COLUMNS = ("start", "end", "kind", "name", "critical")
 
 # ------------------------------------------------------------ classes of ranks
 
-# All ranks of a group run the same program in the same time, so a group is a class. Of many groups
-# the first, the last, the slowest and the fullest are classes; the slowest of the others represents
-# the rest.
+# All ranks of a group run the same program in the same time, so a group is a class. Of many groups,
+# the first, the last, the slowest and those with the least free memory are classes; the slowest of
+# the others represents them.
 
 
 def classes_of(plan: Plan, estimate: Estimate) -> tuple[RankClass, ...]:
@@ -49,16 +49,16 @@ def classes_of(plan: Plan, estimate: Estimate) -> tuple[RankClass, ...]:
     groups = plan.groups
     if len(groups) <= MAX_CLASSES:
         return tuple(_class(number, (number,), number, plan) for number in range(len(groups)))
-    shown = _own_classes(estimate, len(groups))
-    rest = tuple(number for number in range(len(groups)) if number not in shown)
+    shown = _separate_groups(estimate, len(groups))
+    merged = tuple(number for number in range(len(groups)) if number not in shown)
     busy = estimate.timeline.busy
-    slowest = max(rest, key=lambda number: busy[number])
+    slowest = max(merged, key=lambda number: busy[number])
     classes = [_class(at, (number,), number, plan) for at, number in enumerate(sorted(shown))]
-    return (*classes, _class(len(classes), rest, slowest, plan))
+    return (*classes, _class(len(classes), merged, slowest, plan))
 
 
-def _own_classes(estimate: Estimate, count: int) -> set[int]:
-    """Return the groups that are classes of their own."""
+def _separate_groups(estimate: Estimate, count: int) -> set[int]:
+    """Return the groups that are separate classes."""
     busy, memory = estimate.timeline.busy, estimate.memory
     order = [*range(EDGES), *range(count - EDGES, count)]
     slow = sorted(range(count), key=lambda number: -busy[number])
@@ -88,7 +88,7 @@ def ranks_label(ranks: tuple[int, ...]) -> str:
 
 def groups_of(plan: Plan, classes: tuple[RankClass, ...]) -> tuple[RankGroup, ...]:
     """Return the groups with their stages and meshes."""
-    class_of = {number: each.id for each in classes for number in each.groups}
+    class_of = {number: c.id for c in classes for number in c.groups}
     stages = plan.all_stages
     groups = []
     for number, ranks in enumerate(plan.groups):
@@ -109,8 +109,8 @@ def groups_of(plan: Plan, classes: tuple[RankClass, ...]) -> tuple[RankGroup, ..
 
 # ------------------------------------------------------------ the critical path
 
-# It is followed from the last end backwards: an action began when its predecessor in the group
-# ended, or when a result of another group arrived, whichever was later.
+# The path is followed backward from the end of the step: an action starts when its predecessor in
+# the group ends or when a result of another group arrives, whichever is later.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,33 +128,28 @@ class Chain:
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds of the step by what they are spent on."""
-        rest = self.step_time_s - self.compute_s - self.communication_s
+        remaining = self.step_time_s - self.compute_s - self.communication_s
         return {
             "compute": self.compute_s,
             "communication": self.communication_s,
-            "waiting": max(0.0, rest) if rest > NEAR * self.step_time_s else 0.0,
+            "waiting": max(0.0, remaining) if remaining > NEAR * self.step_time_s else 0.0,
         }
 
     @property
     def text(self) -> str:
-        """The path in a sentence."""
+        """The path as a sentence."""
         spent = self.seconds
-        across = f" of {len(self.groups)} groups of ranks" if len(self.groups) > 1 else ""
-        sent = f", {len(self.messages):,} messages between stages" if self.messages else ""
+        groups = f" of {len(self.groups)} groups of ranks" if len(self.groups) > 1 else ""
+        messages = f", {len(self.messages):,} messages between stages" if self.messages else ""
         parts = [f"{seconds(spent['compute'])} computing"]
         parts.append(f"{seconds(spent['communication'])} of exposed communication")
         if spent["waiting"]:
             parts.append(f"{seconds(spent['waiting'])} waiting")
-        return f"{len(self.actions):,} actions{across}{sent}: {', '.join(parts)}"
+        return f"{len(self.actions):,} actions{groups}{messages}: {', '.join(parts)}"
 
 
-def critical_path(estimate: Estimate) -> Chain:
-    """Return the critical path of a step."""
-    return _CriticalPath(estimate).chain()
-
-
-class _CriticalPath:
-    """Follows the critical path of a step backwards."""
+class CriticalPath:
+    """Find the critical path of a step by following it backward."""
 
     def __init__(self, estimate: Estimate) -> None:
         self.timeline = estimate.timeline
@@ -164,6 +159,7 @@ class _CriticalPath:
         self.path = Chain(step_time_s=self.timeline.step_time_s)
 
     def chain(self) -> Chain:
+        """Return the critical path."""
         at, group = self._tail()
         action = self._action_at(group, at)
         while action is not None:
@@ -172,7 +168,7 @@ class _CriticalPath:
         return self.path
 
     def _tail(self) -> tuple[float, int]:
-        """Take the final spans of the group that ends last; return their start and the group."""
+        """Add the final spans of the last group; return their start and the group."""
         after = self.timeline.after
         ends = [(span.end, -span.group) for span in after]
         last = max(range(len(after)), key=lambda i: ends[i], default=None)
@@ -199,13 +195,13 @@ class _CriticalPath:
             self.path.communication_s += span.end - span.start
 
     def _action_at(self, group: int, now: float) -> int | None:
-        """Return the action of a group that ends at that time, or the last before it."""
+        """Return the last action of a group that has ended at a time."""
         own = [i for i in range(len(self.ends)) if self.levels.group[i] == group]
         before = [i for i in own if self.ends[i] <= now + self.near]
         return max(before, key=lambda i: self.ends[i], default=None)
 
     def _take(self, action: int) -> None:
-        """Count an action: waiting for collectives and parameters is communication."""
+        """Add an action; waiting for collectives and parameters counts as communication."""
         exposed = float(self.timeline.collectives[action] + self.timeline.waits[action])
         spent = self.ends[action] - self.starts[action]
         exposed = min(exposed, spent)
@@ -224,7 +220,7 @@ class _CriticalPath:
         needs = [int(n) for n in self.levels.needs[action] if n >= 0]
         needs = [n for n in needs if group[n] != group[action]]
         latest = max(needs, key=lambda n: self.ends[n], default=None)
-        if latest is None:  # parameters that the group gathers before its first action
+        if latest is None:  # the group gathers parameters before its first action
             self.path.communication_s += max(0.0, start)
             return None
         self.path.messages.add((latest, action))
@@ -236,21 +232,21 @@ class _CriticalPath:
 
 
 class Step:
-    """The actions of a step as arrays, and which of them are shown."""
+    """The actions of a step as arrays, and a mask of the displayed ones."""
 
     def __init__(self, plan: Plan, estimate: Estimate, classes: Sequence[RankClass]) -> None:
         self.plan, self.estimate, self.classes = plan, estimate, classes
         self.timeline = estimate.timeline
         self.levels = levels_of(self.timeline.schedule)
-        self.actions = [action for each in self.timeline.schedule.actions for action in each]
-        self.chain = critical_path(estimate)
+        self.actions = [action for row in self.timeline.schedule.actions for action in row]
+        self.chain = CriticalPath(estimate).chain()
         self.senders = {sender for sender, _ in self.chain.messages}
         self.names: dict[str, int] = {}
         self.shown, self.folded = self._shown()
 
     def _shown(self) -> tuple[NDArray[np.bool_], str | None]:
-        """Return which actions are shown: all, or those that end early or begin late."""
-        in_row = np.isin(self.levels.group, [each.shown for each in self.classes])
+        """Return a mask of the displayed actions: all, or those that end early or begin late."""
+        in_row = np.isin(self.levels.group, [rank_class.shown for rank_class in self.classes])
         count = int(in_row.sum())
         if count <= MAX_SPANS:
             return np.ones(len(self.actions), dtype=bool), None
@@ -259,19 +255,19 @@ class Step:
             starts >= np.sort(starts[in_row])[-half]
         )
         return is_shown, (
-            f"of {count:,} actions, the first and the last {int((is_shown & in_row).sum()):,} are "
-            "shown; shardwise simulate --perfetto writes all"
+            f"the first and last {int((is_shown & in_row).sum()):,} of {count:,} actions; "
+            "shardwise simulate --perfetto writes all of them"
         )
 
     def name(self, text: str) -> int:
-        """Return a text's number."""
+        """Return the index of a text."""
         return self.names.setdefault(text, len(self.names))
 
     # ------------------------------------------------------------ the timeline
 
     def chart(self) -> TimelineChart:
         """Return the lanes of every class."""
-        rows = tuple(self._row(each) for each in self.classes)
+        rows = tuple(self._row(rank_class) for rank_class in self.classes)
         return TimelineChart(
             step_time_s=self.timeline.step_time_s,
             kinds=SPAN_KINDS,
@@ -281,8 +277,8 @@ class Step:
             folded=self.folded,
         )
 
-    def _row(self, each: RankClass) -> TimelineRow:
-        group = each.shown
+    def _row(self, rank_class: RankClass) -> TimelineRow:
+        group = rank_class.shown
         actions = np.flatnonzero(self.levels.group == group).tolist()
         compute, communication = _Spans(), _Spans()
         starts, ends = self.timeline.starts, self.timeline.ends
@@ -303,9 +299,9 @@ class Step:
                 lane.add(span.start, span.end, span.kind, self.name(span.name), critical)
         busy = self.timeline.busy[group]
         return TimelineRow(
-            class_=each.id,
+            class_=rank_class.id,
             group=group,
-            label=each.label,
+            label=rank_class.label,
             lanes={"compute": compute.columns(), "communication": communication.columns()},
             busy_s=busy,
             idle_s=self.timeline.step_time_s - busy,
@@ -313,7 +309,7 @@ class Step:
         )
 
     def _with_gaps(self, actions: Sequence[int]) -> list[int | list[int]]:
-        """Return the shown actions of a group; those between them as one list."""
+        """Return the displayed actions of a group, with lists of the others between them."""
         parts: list[int | list[int]] = []
         for at in actions:
             if self.shown[at]:
@@ -325,20 +321,20 @@ class Step:
         return parts
 
     def _add_send(self, at: int, lane: _Spans) -> None:
-        """Add the message that carries the result of an action to another group."""
+        """Add the message that sends the result of an action to another group."""
         action, group = self.actions[at], self.levels.group[at]
         if action.kind == "W":
             return
         stage = action.stage if action.kind == "F" else action.stage - 1
-        there = action.stage + 1 if action.kind == "F" else action.stage - 1
+        target = action.stage + 1 if action.kind == "F" else action.stage - 1
         placement = self.timeline.schedule.placement
-        if not 0 <= there < len(placement) or placement[there] == group:
+        if not 0 <= target < len(placement) or placement[target] == group:
             return
         seconds = self.timeline.times.stages[stage].send_s
         if seconds:
             end = float(self.timeline.ends[at])
             critical = at in self.senders
-            lane.add(end, end + seconds, "send", self.name(f"{action} to stage {there}"), critical)
+            lane.add(end, end + seconds, "send", self.name(f"{action} to stage {target}"), critical)
 
     def _exposed(self, actions: Sequence[int], group: int) -> float:
         """Return the exposed communication of a group, during its actions and after them."""
@@ -356,20 +352,20 @@ class Step:
         if not self.plan.is_scheduled:
             return None
         schedule = self.timeline.schedule
-        name = self.plan.schedule if isinstance(self.plan.schedule, str) else "own lists"
+        name = self.plan.schedule if isinstance(self.plan.schedule, str) else "custom"
         return ScheduleGrid(
             name=name or schedule.name,
             stages=schedule.num_stages,
             num_microbatches=schedule.num_microbatches,
             bubble_fraction=self.timeline.bubble_fraction,
-            rows=tuple(self._grid_row(each) for each in self.classes),
+            rows=tuple(self._grid_row(rank_class) for rank_class in self.classes),
             folded=self.folded,
         )
 
-    def _grid_row(self, each: RankClass) -> Mapping[str, Any]:
-        actions = np.flatnonzero((self.levels.group == each.shown) & self.shown)
+    def _grid_row(self, rank_class: RankClass) -> Mapping[str, Any]:
+        actions = np.flatnonzero((self.levels.group == rank_class.shown) & self.shown)
         return {
-            "label": each.label,
+            "label": rank_class.label,
             "start": [short(v) for v in self.timeline.starts[actions].tolist()],
             "end": [short(v) for v in self.timeline.ends[actions].tolist()],
             "kind": [LETTERS[kind] for kind in self.levels.kind[actions].tolist()],
@@ -379,7 +375,7 @@ class Step:
 
 
 class _Spans:
-    """Columns of one lane."""
+    """The spans of one lane."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[float, float, int, int, int]] = []
@@ -390,11 +386,11 @@ class _Spans:
         self.rows.append(row)
 
     def columns(self) -> dict[str, list[Any]]:
-        """Return all spans as columns, in order."""
+        """Return all spans as sorted columns."""
         rows = sorted(self.rows)
         return {name: [row[at] for row in rows] for at, name in enumerate(COLUMNS)}
 
 
 def short(value: float) -> float:
-    """Return a moment with as many digits as a page can show."""
+    """Round a time to the digits that a page can show."""
     return float(f"{value:.{DIGITS}g}")

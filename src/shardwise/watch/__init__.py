@@ -1,3 +1,4 @@
-"""Follow a training run while it runs: `shardwise watch RUN`, in a terminal or as a local page. It
-only reads the run's folder; the run is not aware of it.
+"""`shardwise watch RUN`: follow a training run in a terminal or on a local page.
+
+Watching only reads the folder of the run and does not affect it.
 """

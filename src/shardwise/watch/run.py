@@ -1,5 +1,6 @@
-"""The current state of a run: what it is, its progress, its metrics, and which ranks are slow. A
-`Run` reads `metrics.jsonl` and, if present, `run.json` and `ranks.jsonl`; `poll` updates it.
+"""Follow the state of a run: its progress, its metrics and its slow ranks.
+
+A `Run` reads `metrics.jsonl` and, if present, `run.json` and `ranks.jsonl`; `poll` updates it.
 """
 
 from __future__ import annotations
@@ -17,23 +18,24 @@ from typing import Any
 
 from shardwise.errors import WatchError
 from shardwise.files import read_json
+from shardwise.formatting import counted
 
-__all__ = ["ENDED", "MOST", "History", "Run", "Tail", "find_run"]
+__all__ = ["ENDED", "MAX_BUCKETS", "History", "Run", "Tail", "find_run"]
 
 
-# Keep metrics over all steps in bounded memory.
+# ------------------------------------------------------------ metrics in bounded memory
 #
-# Rows are collected in at most `MOST` buckets of neighbouring rows with the mean, minimum and
-# maximum of every metric. When there are too many, neighbours are merged pairwise, so a run of any
-# length has the same number of points, and new ones are always at the end.
+# Rows are collected in at most `MAX_BUCKETS` buckets of adjacent rows, with the mean, minimum and
+# maximum of every metric. When the buckets are full, adjacent ones are merged pairwise, so that a
+# run of any length has about the same number of points and new ones are always at the end.
 
 
-MOST = 240  # about as many as a chart can resolve
+MAX_BUCKETS = 240  # about as many as a chart can resolve
 LARGEST = 1e100  # sums and squares of smaller values are finite
 
 
 class _Bucket:
-    """Some neighbouring rows."""
+    """Adjacent rows."""
 
     __slots__ = ("figures", "rows", "step")
 
@@ -74,16 +76,16 @@ class History:
     [3.0, 2.0, 1.0]
     """
 
-    def __init__(self, names: tuple[str, ...], most: int = MOST) -> None:
-        self.names, self._most = names, most
+    def __init__(self, names: tuple[str, ...], max_buckets: int = MAX_BUCKETS) -> None:
+        self.names, self._max_buckets = names, max_buckets
         self._buckets: list[_Bucket] = []
         self.width = 1  # rows per bucket
         self.rows = 0
 
     def add(self, step: int, row: Mapping[str, Any]) -> None:
-        """Add one row; values that are not finite numbers are left out."""
+        """Add a row without the values that are not finite numbers."""
         if not self._buckets or self._buckets[-1].rows >= self.width:
-            if len(self._buckets) >= self._most:
+            if len(self._buckets) >= self._max_buckets:
                 self._halve()
             if not self._buckets or self._buckets[-1].rows >= self.width:
                 self._buckets.append(_Bucket(step))
@@ -108,7 +110,7 @@ class History:
         return [_mean(bucket, name) for bucket in self._buckets]
 
     def to_json(self, first: int = 0) -> dict[str, Any]:
-        """Return columns from a bucket on; metrics that never appeared are left out."""
+        """Return columns from a bucket on, without metrics that never occurred."""
         buckets = self._buckets[first:]
         columns = {
             name: {
@@ -145,20 +147,20 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float) and -LARGEST < value < LARGEST
 
 
-# Follow a growing file of JSON lines: each call returns the new rows.
-#
-# The last line may be incomplete; it is left for later. A file that became shorter, or was replaced
-# by another of the same name (a resumed run drops the steps that it repeats), is read from the
-# beginning.
+# ------------------------------------------------------------ growing files
 
 
 CHUNK = 1 << 20
-LONGEST_LINE = 1 << 20
+MAX_LINE = 1 << 20
 HEAD = 256  # bytes that identify a file
 
 
 class Tail:
-    """Follows one file."""
+    """Follow a growing file of JSON lines.
+
+    An incomplete last line is read later. A file that became shorter or was replaced (a resumed run
+    drops the steps that it repeats) is read from the beginning.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -167,9 +169,7 @@ class Tail:
         self._offset = self._lines = 0
 
     def restarted(self) -> bool:
-        """Return whether the file was replaced or truncated,
-        so that earlier rows no longer count.
-        """
+        """Return whether the file was replaced or truncated, which invalidates earlier rows."""
         if self._identity is None:
             return False
         try:
@@ -188,7 +188,7 @@ class Tail:
         return True
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield new rows whose lines are complete."""
+        """Yield the new rows with complete lines."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
@@ -206,10 +206,10 @@ class Tail:
                     yield row
 
     def _complete(self, file: Any) -> Iterator[bytes]:
-        rest = b""
+        unfinished = b""
         while piece := file.read(CHUNK):
-            *lines, rest = (rest + piece).split(b"\n")
-            if len(rest) > LONGEST_LINE:
+            *lines, unfinished = (unfinished + piece).split(b"\n")
+            if len(unfinished) > MAX_LINE:
                 raise self._foreign(f"line {self._lines + len(lines) + 1} does not end")
             for line in lines:
                 self._offset += len(line) + 1
@@ -218,9 +218,7 @@ class Tail:
                     yield line
 
     def _row(self, line: bytes) -> dict[str, Any] | None:
-        """Return a row, or None for a line truncated by a crash;
-        raise for a file that has no rows.
-        """
+        """Return a row, or None for a line truncated by a crash; raise if no line is a row."""
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
@@ -244,6 +242,9 @@ def _is_step(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
 
 
+# ------------------------------------------------------------ runs
+
+
 FIGURES = (
     "loss", "gradient_norm", "learning_rate", "step_s", "samples_per_s", "tokens_per_s", "mfu",
     "memory_bytes",
@@ -251,14 +252,14 @@ FIGURES = (
 ENDED = {
     "finished": "finished",
     "callback": "stopped early",
-    "signal": "stopped by a signal; the same command continues it",
+    "signal": "stopped by a signal; run the same command to continue",
     "failed": "failed",
     "gone": "ended unexpectedly: its process no longer exists",
 }
-RECENT = 50  # steps from which the remaining time is estimated
-SLOW = 1.1  # times the median: a rank worth mentioning
-LARGEST_FILE = 1 << 20  # bytes of run.json
-LONGEST_TEXT = 500
+RECENT = 50  # steps for the estimate of the remaining time
+SLOW = 1.1  # times the median of all ranks
+MAX_FILE = 1 << 20  # bytes of run.json
+MAX_TEXT = 500
 FILES = ("metrics.jsonl", "ranks.jsonl", "run.json", "plan.json", "config.json", "trace.json")
 HINT = "the folder of a run: shardwise train CONFIG.yaml writes runs/CONFIG"
 
@@ -266,7 +267,7 @@ HINT = "the folder of a run: shardwise train CONFIG.yaml writes runs/CONFIG"
 def find_run(folder: Path) -> Path | None:
     """Return the folder if it contains a run, None if a run may still appear, else raise.
 
-    One of a run's files stands for its folder.
+    A file of a run may be given instead of its folder.
     """
     try:
         return _find_run(folder)
@@ -297,7 +298,7 @@ def _find_run(folder: Path) -> Path | None:
 
 
 class Run:
-    """One run that is being followed."""
+    """A run that is being followed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -318,7 +319,7 @@ class Run:
         self.ranks: dict[str, Any] | None = None
 
     def poll(self) -> bool:
-        """Read what is new; return whether there was anything."""
+        """Read new data; return whether there was any."""
         before = (self.generation, self.history.rows, self.evaluations.rows, self.state)
         if self._metrics.restarted():
             self.generation += 1
@@ -354,14 +355,14 @@ class Run:
         path = self.folder / "run.json"
         if not path.is_file():
             return
-        about = read_json(path, WatchError, what="file of a run", hint=HINT, max_bytes=LARGEST_FILE)
+        about = read_json(path, WatchError, what="file of a run", hint=HINT, max_bytes=MAX_FILE)
         if not isinstance(about, dict) or about.get("format") != "shardwise-run":
-            raise WatchError("is not a file of a run", where=str(path), hint=HINT)
+            raise WatchError("does not describe a run", where=str(path), hint=HINT)
         self.about = about
         state = str(about.get("state"))
         self.state = "gone" if state == "running" and _is_gone(about) else state
 
-    # --- what follows from it ------------------------------------------------------------
+    # ------------------------------------------------------------ derived figures
 
     @property
     def ended(self) -> bool:
@@ -374,7 +375,7 @@ class Run:
 
     @property
     def step_s(self) -> float | None:
-        """The typical time of a step now."""
+        """The median time of recent steps."""
         return median(self._recent) if self._recent else None
 
     @property
@@ -389,7 +390,7 @@ class Run:
 
     @property
     def slow_ranks(self) -> list[dict[str, Any]]:
-        """Ranks that work longer than their peers, the slowest first."""
+        """Ranks that work longer than the others, the slowest first."""
         rows = self.ranks["slowest"] if self.ranks is not None else []
         return [row for row in rows if row["ratio"] >= SLOW]
 
@@ -397,8 +398,8 @@ class Run:
     def title(self) -> str:
         model, plan = (printable(self.about.get(key, "")) for key in ("model", "plan"))
         ranks = self.about.get("ranks")
-        many = f"{ranks:,} rank{'s' * (ranks != 1)}" if isinstance(ranks, int) else ""
-        parts = [model, f"plan {plan}" if plan else "", many]
+        count = counted(ranks, "rank") if isinstance(ranks, int) else ""
+        parts = [model, f"plan {plan}" if plan else "", count]
         return ", ".join(p for p in parts if p) or printable(self.folder.name)
 
     @property
@@ -410,15 +411,13 @@ class Run:
         if not self.history.rows:
             return "waiting for the first step"
         quiet = time.monotonic() - self.changed_at
-        usual = 10 * (self.step_s or 1.0) + 30
-        return f"running, but nothing new for {quiet:.0f} s" if quiet > usual else "running"
+        limit = 10 * (self.step_s or 1.0) + 30
+        return f"running, but no new data for {quiet:.0f} s" if quiet > limit else "running"
 
     def to_json(self, generation: int = -1, width: int = 0, first: int = 0) -> dict[str, Any]:
-        """Return everything a page shows; of the history,
-        what is new since the given generation.
-        """
-        known = generation == self.generation and width == self.history.width
-        since = min(max(0, first), len(self.history)) if known else 0
+        """Return the data of a page; of the history, only what it does not have yet."""
+        is_current = generation == self.generation and width == self.history.width
+        since = min(max(0, first), len(self.history)) if is_current else 0
         return {
             "title": self.title,
             "folder": printable(str(self.folder)),
@@ -443,13 +442,13 @@ class Run:
 
 
 def printable(value: object) -> str:
-    """Return text without characters that would move the cursor or reverse lines.
+    """Return text without characters that control the terminal or reverse text.
 
     >>> printable("a" + chr(27) + "[2J")
     'a�[2J'
     """
     text = str(value)
-    text = text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"
+    text = text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
@@ -458,17 +457,17 @@ def _number(value: Any) -> float | None:
 
 
 def _ranks_row(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what is shown of a line of `ranks.jsonl`, or None for another line."""
+    """Return the displayed figures of a line of `ranks.jsonl`, or None if it is malformed."""
     spread = {name: row.get(name) for name in ("own_s", "step_s", "memory_bytes")}
     slowest, count = row.get("slowest"), row.get("ranks")
     if not is_number(count) or not isinstance(slowest, list):
         return None
-    if not all(_has(each, "min", "median", "max") for each in spread.values()):
+    if not all(_has(figure, "min", "median", "max") for figure in spread.values()):
         return None
-    if not all(_has(each, "rank", "own_s", "ratio", "memory_bytes") for each in slowest):
+    if not all(_has(rank, "rank", "own_s", "ratio", "memory_bytes") for rank in slowest):
         return None
-    each = row.get("each") if isinstance(row.get("each"), dict) else {}
-    lists = {name: values for name, values in (each or {}).items() if _are_numbers(values)}
+    by_rank = row.get("each") if isinstance(row.get("each"), dict) else {}
+    lists = {name: values for name, values in (by_rank or {}).items() if _are_numbers(values)}
     names = ("rank", "group", "own_s", "ratio", "memory_bytes")
     return {
         "step": row["step"],
@@ -492,7 +491,7 @@ def _are_numbers(values: Any) -> bool:
 
 
 def _is_gone(about: Mapping[str, Any]) -> bool:
-    """Return whether the process that wrote this, on this machine, no longer exists."""
+    """Return whether the process of the run was on this machine and no longer exists."""
     pid = about.get("pid")
     if about.get("host") != platform.node() or not isinstance(pid, int) or pid <= 0:
         return False

@@ -1,8 +1,8 @@
 """Serve a run as a local page: three static files and one data endpoint.
 
-The server listens on loopback unless another address is given. It answers only GET, for known
-names; nothing of a request becomes a path. The Host header must be this server's, so that no page
-of another site can read it through a DNS name that resolves here.
+The server listens on the loopback interface unless another address is given. It answers only GET
+requests for known names; no part of a request becomes a path. The Host header must name this
+server, so that no page of another site can read the data through a DNS name that resolves here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TIMEOUT_S = 10.0
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address is this machine's loopback.
+    """Return whether an address is on the loopback interface.
 
     >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0")
     (True, True, False)
@@ -51,7 +51,7 @@ def is_loopback(host: str) -> bool:
 
 
 class WatchServer:
-    """Serves one run until it is closed."""
+    """Serve a run until closed."""
 
     def __init__(self, run: Run, host: str = "127.0.0.1", port: int = 0) -> None:
         self.run, self.host = run, host
@@ -65,8 +65,8 @@ class WatchServer:
 
     @property
     def url(self) -> str:
-        here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://{f'[{here}]' if ':' in here else here}:{self.port}/"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/"
 
     def serve(self) -> None:
         """Answer requests until `close`."""
@@ -78,9 +78,7 @@ class WatchServer:
         self._server.server_close()
 
     def knows(self, host: str) -> bool:
-        """Return whether a Host header names this server,
-        not just a DNS name that resolves here.
-        """
+        """Return whether a Host header names this server, not any DNS name that resolves here."""
         name, port = _split_host(host)
         if name is None or (80 if port is None else port) != self.port:
             return False
@@ -88,7 +86,7 @@ class WatchServer:
             return True
         if is_loopback(self.host):
             return False
-        try:  # unlike a name, nobody else can point an address here
+        try:  # unlike a name, an address cannot be pointed here by others
             ipaddress.ip_address(name)
         except ValueError:
             return name == platform.node().lower()
@@ -99,10 +97,10 @@ class WatchServer:
         return self._pages.get(path)
 
     def data(self, query: str) -> bytes:
-        """Return what is new since the state that a query names."""
-        asked = parse_qs(query, max_num_fields=8)
+        """Return the data that is new since the state in a query."""
+        fields = parse_qs(query, max_num_fields=8)
         generation, width, first = (
-            _whole(asked.get(name, [""])[0]) for name in ("generation", "width", "from")
+            _parse_int(fields.get(name, [""])[0]) for name in ("generation", "width", "from")
         )
         with self._lock:
             if time.monotonic() - self._read_at >= FRESH_S:
@@ -112,7 +110,7 @@ class WatchServer:
         return json.dumps(state, allow_nan=False).encode()
 
 
-def _whole(text: str) -> int:
+def _parse_int(text: str) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 12 else -1
 
 
@@ -141,12 +139,12 @@ def _listen(owner: WatchServer, host: str, port: int) -> ThreadingHTTPServer:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise WatchError(
-            f"cannot serve at {host} port {port}: {reason}", hint="--port 0 takes a free one"
+            f"cannot serve at {host} port {port}: {reason}", hint="--port 0 picks a free port"
         ) from None
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Handles one connection."""
+    """Handle a connection."""
 
     watch: WatchServer
     timeout = TIMEOUT_S
@@ -169,17 +167,17 @@ class _Handler(BaseHTTPRequestHandler):
             return
         page = self.watch.page(address.path)
         if page is None:
-            self._answer(HTTPStatus.NOT_FOUND, b"nothing here\n", "text/plain")
+            self._answer(HTTPStatus.NOT_FOUND, b"not found\n", "text/plain")
         else:
             self._answer(HTTPStatus.OK, *page)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer a malformed request, or one of another method."""
+        """Answer a malformed request, or one with another method."""
         self.close_connection = True
-        other = code == HTTPStatus.NOT_IMPLEMENTED
-        status = HTTPStatus.METHOD_NOT_ALLOWED if other else HTTPStatus(code)
+        is_method = code == HTTPStatus.NOT_IMPLEMENTED
+        status = HTTPStatus.METHOD_NOT_ALLOWED if is_method else HTTPStatus(code)
         self._answer(
-            status, b"only GET is supported\n" if other else b"invalid request\n", "text/plain"
+            status, b"only GET is supported\n" if is_method else b"invalid request\n", "text/plain"
         )
 
     def _answer(self, status: HTTPStatus, body: bytes, kind: str) -> None:

@@ -1,5 +1,6 @@
-"""Show a run in a terminal: a panel that is redrawn, or plain lines if the output is not a
-terminal. Names are plain text; nothing in them is interpreted as markup.
+"""Show a run in a terminal as a live panel, or as plain lines if the output is not a terminal.
+
+Names are plain text and never interpreted as markup.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SLOWEST = 3
 
 
 def panel(run: Run, width: int) -> RenderableType:
-    """Return the run as a box of the terminal's width."""
+    """Return the run as a panel of the given width."""
     table = Table.grid(padding=(0, 1))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -37,7 +38,7 @@ def panel(run: Run, width: int) -> RenderableType:
     style = "red" if run.state in ("failed", "gone") else "green" if run.ended else "cyan"
     return Panel(
         Group(Text(progress_text(run)), table),
-        title=Text(_cut(run.title, width - 6)),
+        title=Text(_shorten(run.title, width - 6)),
         title_align="left",
         border_style=style,
     )
@@ -51,7 +52,7 @@ def progress_text(run: Run) -> str:
 
 
 def _rows(run: Run, width: int) -> list[tuple[str, str]]:
-    """Return what is known, as label and text."""
+    """Return the available figures as labels and texts."""
     now = run.latest
     rows: list[tuple[str, str | None]] = [
         ("loss", _loss(run, width)),
@@ -72,7 +73,7 @@ def _figure(value: float | None, form: str) -> str | None:
 
 
 def _digits(loss: float | None) -> str | None:
-    """Return a loss as text; of a huge one, only its first digits."""
+    """Format a loss; of a huge one, only the first digits."""
     return None if loss is None else f"{loss:.4f}" if abs(loss) < 1e6 else f"{loss:.4g}"
 
 
@@ -103,21 +104,16 @@ def _step_time(run: Run) -> str | None:
     text = short_seconds(run.step_s)
     predicted = run.predicted_step_s
     if predicted:
-        guess = (
-            ", an estimate for an unknown cluster"
-            if run.about.get("known_machines") is False
-            else ""
-        )
-        text += (
-            f", {run.step_s / predicted:.2f} times the predicted {short_seconds(predicted)}{guess}"
-        )
+        is_guess = run.about.get("known_machines") is False
+        text += f", {run.step_s / predicted:.2f} times the predicted {short_seconds(predicted)}"
+        text += ", an estimate for an unknown cluster" if is_guess else ""
     return text
 
 
 def _memory(run: Run) -> str | None:
     if run.ranks is not None and run.ranks["ranks"] > 1:
         spread = run.ranks["memory_bytes"]
-        return f"{spread['min'] / GIB:.2f} to {spread['max'] / GIB:.2f} GiB on a rank"
+        return f"{spread['min'] / GIB:.2f} to {spread['max'] / GIB:.2f} GiB per rank"
     value = run.latest.get("memory_bytes")
     return None if value is None else f"{value / GIB:.2f} GiB"
 
@@ -126,13 +122,13 @@ def _ranks(run: Run) -> str | None:
     if run.ranks is None or run.ranks["ranks"] < 2:
         return None
     own = run.ranks["own_s"]
-    text = f"work {short_seconds(own['min'])} to {short_seconds(own['max'])} of a step"
+    text = f"work {short_seconds(own['min'])} to {short_seconds(own['max'])} per step"
     slow = [f"rank {s['rank']} {s['ratio']:.2f}x" for s in run.slow_ranks[:SLOWEST]]
     return f"{text}; slow: {', '.join(slow)}" if slow else f"{text}; no rank is slow"
 
 
 def line(run: Run) -> str:
-    """Return the run as one line, for logs."""
+    """Return the run as one line for logs."""
     parts = [progress_text(run)]
     for name, text in _rows(run, 0):
         if name in ("loss", "throughput", "step time", "memory"):
@@ -152,27 +148,27 @@ def summary(run: Run, width: int) -> str:
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """Return values as block characters, the newest to the right; missing values are gaps.
+    """Draw values as block characters, the newest on the right; missing values are gaps.
 
     >>> sparkline([4.0, 3.0, None, 1.0], 4)
     '█▆ ▁'
     """
     if width < 1 or not values:
         return ""
-    each = max(1.0, len(values) / width)
+    step = max(1.0, len(values) / width)
     count = min(width, len(values))
     cells = [
-        values[int(i * each) : max(int(i * each) + 1, int((i + 1) * each))] for i in range(count)
+        values[int(i * step) : max(int(i * step) + 1, int((i + 1) * step))] for i in range(count)
     ]
     means = [sum(k) / len(k) if (k := [v for v in c if v is not None]) else None for c in cells]
-    known = [m for m in means if m is not None]
-    if not known:
+    finite = [m for m in means if m is not None]
+    if not finite:
         return ""
-    low, high = min(known), max(known)
+    low, high = min(finite), max(finite)
     spread = (high - low) or 1.0
     top = len(BLOCKS) - 1
     return "".join(" " if m is None else BLOCKS[round((m - low) / spread * top)] for m in means)
 
 
-def _cut(text: str, width: int) -> str:
+def _shorten(text: str, width: int) -> str:
     return text if len(text) <= width else text[: max(0, width - 1)] + "…"

@@ -1,4 +1,4 @@
-"""Plans of a small model that was searched for: on one group of ranks, and with stages."""
+"""Searched plans of a small model, with one group of ranks and with stages."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def cluster() -> sw.Cluster:
 
 @pytest.fixture(scope="session")
 def staged(graph: sw.Graph, cluster: sw.Cluster) -> sw.Plan:
-    """dp=2, tp=2, pp=2 with four micro-batches."""
+    """Return a plan with dp=2, tp=2, pp=2 and four micro-batches."""
     with unpolished():
         return sw.plan(graph, cluster, progress=False, dp=2, tp=2, pp=2, num_microbatches=4)
 
 
 @pytest.fixture(scope="session")
 def flat(graph: sw.Graph) -> sw.Plan:
-    """Data parallelism alone, parameters sharded."""
-    four = sw.Cluster.preset("h100", nodes=1, devices_per_node=4)
+    """Return a plan with only data parallelism and sharded parameters."""
+    cluster = sw.Cluster.preset("h100", nodes=1, devices_per_node=4)
     with unpolished():
-        return sw.plan(graph, four, progress=False, dp=4, zero=3, num_microbatches=1)
+        return sw.plan(graph, cluster, progress=False, dp=4, zero=3, num_microbatches=1)

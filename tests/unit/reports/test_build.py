@@ -1,4 +1,4 @@
-"""A report holds the figures of the plan's file, all of them, and agrees with the other verbs."""
+"""A report contains all figures of the plan file and agrees with the other verbs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.errors import PlanError
 from shardwise.planner.figures import with_figures
 from shardwise.plans.text import explain_json, explain_plan
 from shardwise.reports.render import with_code
-from shardwise.reports.timeline import critical_path
+from shardwise.reports.timeline import CriticalPath
 from shardwise.simulation import stored_estimate
 from tests.support.reported import HOSTILE, LAYERS
 
@@ -27,8 +27,8 @@ PLANS = ("staged", "flat")
 
 @pytest.fixture(params=PLANS)
 def plan(request: pytest.FixtureRequest) -> sw.Plan:
-    found: sw.Plan = request.getfixturevalue(request.param)
-    return found
+    plan: sw.Plan = request.getfixturevalue(request.param)
+    return plan
 
 
 def saved(plan: sw.Plan, tmp_path: Path) -> sw.Plan:
@@ -36,41 +36,41 @@ def saved(plan: sw.Plan, tmp_path: Path) -> sw.Plan:
     return sw.Plan.load(tmp_path / "plan.json")
 
 
-def test_every_section_comes_from_the_file_alone(plan: sw.Plan, tmp_path: Path) -> None:
-    made = sw.report(saved(plan, tmp_path))
-    assert set(made.missing) == {"code", "measured"}
-    data = json.loads(json.dumps(made.to_json(), allow_nan=False))
+def test_a_report_needs_only_the_plan_file(plan: sw.Plan, tmp_path: Path) -> None:
+    report = sw.report(saved(plan, tmp_path))
+    assert set(report.missing) == {"code", "measured"}
+    data = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert data["format"] == "shardwise-report"
     for name in ("modules", "cluster", "what_if", "plans", "memory", "timeline"):
         assert data[name], name
     assert (data["schedule"] is not None) == plan.is_scheduled
 
 
-def test_figures_equal_those_of_explain_and_simulate(plan: sw.Plan, tmp_path: Path) -> None:
+def test_figures_equal_explain_and_simulate(plan: sw.Plan, tmp_path: Path) -> None:
     plan = saved(plan, tmp_path)
-    data, told = sw.report(plan).to_json(), explain_json(plan)
-    again = json.loads(json.dumps(stored_estimate(plan).to_json()))
-    verdict, best = data["verdict"], told["best"]
-    assert verdict["step_time_s"] == best["step_time_s"] == again["step_time_s"]
-    assert verdict["rows_per_s"] == again["rows_per_s"]
+    data, explained = sw.report(plan).to_json(), explain_json(plan)
+    estimate = json.loads(json.dumps(stored_estimate(plan).to_json()))
+    verdict, best = data["verdict"], explained["best"]
+    assert verdict["step_time_s"] == best["step_time_s"] == estimate["step_time_s"]
+    assert verdict["rows_per_s"] == estimate["rows_per_s"]
     causes = {row["name"]: row["seconds"] for row in data["causes"]}
-    assert causes == best["causes"] == again["timeline"]["causes"]
+    assert causes == best["causes"] == estimate["timeline"]["causes"]
     for name in ("peak_bytes", "limit_bytes"):
         assert verdict["memory"][name] == best["memory"][name]
-        assert [bar[name] for bar in data["memory"]] == [use[name] for use in told["memory"]]
-        assert [bar[name] for bar in data["memory"]] == [use[name] for use in again["memory"]]
-    assert [bar["parts"] for bar in data["memory"]] == [use["parts"] for use in again["memory"]]
-    assert [row["busy_s"] for row in data["timeline"]["rows"]] == again["timeline"]["busy_s"]
+        assert [bar[name] for bar in data["memory"]] == [use[name] for use in explained["memory"]]
+        assert [bar[name] for bar in data["memory"]] == [use[name] for use in estimate["memory"]]
+    assert [bar["parts"] for bar in data["memory"]] == [use["parts"] for use in estimate["memory"]]
+    assert [row["busy_s"] for row in data["timeline"]["rows"]] == estimate["timeline"]["busy_s"]
     shown = [row["step_time_s"] for row in data["plans"]]
-    others = [row["step_time_s"] for row in told["runners_up"]]
-    assert shown == [best["step_time_s"], *others]
+    runners_up = [row["step_time_s"] for row in explained["runners_up"]]
+    assert shown == [best["step_time_s"], *runners_up]
     assert [row["differences_s"] for row in data["plans"][1:]] == [
-        row["differences"]["causes_s"] for row in told["runners_up"]
+        row["differences"]["causes_s"] for row in explained["runners_up"]
     ]
-    assert data["gap"] == told["gap"]
+    assert data["gap"] == explained["gap"]
 
 
-def test_modules_sum_up_to_the_layers_of_explain(plan: sw.Plan) -> None:
+def test_modules_sum_to_the_layers_of_explain(plan: sw.Plan) -> None:
     layers = plan.search.layers
     root = sw.report(plan).to_json()["modules"]["rows"][0]
     for name in ("forward_s", "backward_s", "communication_s", "parameters", "activation_bytes"):
@@ -89,7 +89,7 @@ def test_parents_are_the_sum_of_their_children_and_nodes(plan: sw.Plan) -> None:
         assert row["forward_s"] == pytest.approx(total, rel=1e-5, abs=1e-12)
 
 
-def test_equal_layers_are_one_row(plan: sw.Plan) -> None:
+def test_equal_layers_share_a_row(plan: sw.Plan) -> None:
     modules = sw.report(plan).to_json()["modules"]
     blocks = [row for row in modules["rows"] if row["kind"] == "Block"]
     assert sum(row["count"] for row in blocks) == LAYERS
@@ -99,26 +99,26 @@ def test_equal_layers_are_one_row(plan: sw.Plan) -> None:
     assert any(source["text"].startswith("x = self.words") for source in modules["sources"])
 
 
-def test_a_hostile_name_is_data(staged: sw.Plan) -> None:
-    made = sw.report(staged)
-    assert any(row["name"] == HOSTILE for row in made.to_json()["modules"]["rows"])
-    assert HOSTILE not in made.html
-    assert "<script>&quot;" not in made.html
+def test_a_hostile_name_is_not_markup(staged: sw.Plan) -> None:
+    report = sw.report(staged)
+    assert any(row["name"] == HOSTILE for row in report.to_json()["modules"]["rows"])
+    assert HOSTILE not in report.html
+    assert "<script>&quot;" not in report.html
 
 
-def test_a_very_long_name_is_kept_whole(cluster: sw.Cluster) -> None:
+def test_a_very_long_name_is_not_shortened(cluster: sw.Cluster) -> None:
     long = "n" * 10_000
     model = torch.nn.Sequential()
     model.add_module(long, torch.nn.Linear(4, 4))
     graph = sw.capture(model, (torch.zeros(8, 4),), lambda out, batch: out.sum())
-    made = sw.report(sw.strategies.ddp(graph, cluster), graph, cluster)
-    assert long in [row["name"] for row in made.to_json()["modules"]["rows"]]
-    assert long in made.html
+    report = sw.report(sw.strategies.ddp(graph, cluster), graph, cluster)
+    assert long in [row["name"] for row in report.to_json()["modules"]["rows"]]
+    assert long in report.html
 
 
-def test_the_critical_path_is_a_chain_as_long_as_the_step(plan: sw.Plan) -> None:
+def test_the_critical_path_covers_the_step_without_gaps(plan: sw.Plan) -> None:
     estimate = stored_estimate(plan)
-    chain = critical_path(estimate)
+    chain = CriticalPath(estimate).chain()
     seconds = chain.seconds
     assert sum(seconds.values()) == pytest.approx(estimate.step_time_s, rel=1e-6)
     assert seconds["waiting"] == 0
@@ -134,16 +134,16 @@ def test_the_critical_path_is_a_chain_as_long_as_the_step(plan: sw.Plan) -> None
         assert start == pytest.approx(end, rel=1e-6, abs=1e-9)
 
 
-def test_memory_has_the_times_of_its_moments(plan: sw.Plan) -> None:
-    made = sw.report(plan)
-    for bar in made.memory:
+def test_memory_over_time_is_sorted_and_reaches_the_peak(plan: sw.Plan) -> None:
+    report = sw.report(plan)
+    for bar in report.memory:
         assert list(bar.times) == sorted(bar.times)
-        assert bar.times[-1] <= made.verdict.step_time_s
+        assert bar.times[-1] <= report.verdict.step_time_s
         assert max(bar.over_time) == pytest.approx(bar.peak_bytes, rel=1e-3)
         assert len(bar.over_time) >= 8
 
 
-def test_every_rank_has_its_place(staged: sw.Plan) -> None:
+def test_every_rank_has_a_device(staged: sw.Plan) -> None:
     data = sw.report(staged).to_json()
     (node,) = data["cluster"]["nodes"]
     ranks = {int(r) for device in node["devices"] for r in device["ranks"].split(", ")}
@@ -154,23 +154,23 @@ def test_every_rank_has_its_place(staged: sw.Plan) -> None:
         assert sum(link["what"].values()) == pytest.approx(link["traffic_bytes"])
 
 
-def test_memory_over_time_is_that_of_the_whole_step(plan: sw.Plan) -> None:
-    made = sw.report(plan)
-    for bar in made.memory:
-        assert bar.times[0] == 0  # a later stage holds its parameters while it waits, too
+def test_memory_over_time_starts_with_the_step(plan: sw.Plan) -> None:
+    report = sw.report(plan)
+    for bar in report.memory:
+        assert bar.times[0] == 0  # a waiting stage stores its parameters, too
         state = bar.parts["parameters"] + bar.parts["optimizer"]
         assert bar.over_time[0] == pytest.approx(state) or bar.group == 0
-        # A file keeps four digits of every moment.
+        # A file has four digits of every moment.
         assert max(bar.over_time) == pytest.approx(bar.peak_bytes, rel=1e-3)
 
 
-def test_no_size_of_a_what_if_is_rounded_to_nothing(plan: sw.Plan) -> None:
+def test_sizes_of_what_ifs_are_not_rounded_to_zero(plan: sw.Plan) -> None:
     notes = [row.note for row in sw.report(plan).what_if or ()]
     assert any("GiB" in note for note in notes)
     assert not any(re.search(r"\b0\.0 (of|GiB)", note) for note in notes)
 
 
-def test_ways_of_collectives_are_those_of_the_plan(graph: sw.Graph) -> None:
+def test_implementations_of_collectives_are_those_of_the_plan(graph: sw.Graph) -> None:
     cluster = sw.Cluster.from_yaml("""
 version: 2
 name: two
@@ -183,27 +183,28 @@ nodes:
 network: {latency_us: 5}
 """)
     plan = sw.collectives.choose(sw.strategies.zero2(graph, cluster), cluster, use="hierarchical")
-    made = sw.report(plan, graph, cluster)
-    assert made.collectives
-    for way, choice in zip(made.collectives, plan.collectives, strict=True):
-        assert (way.operation, way.uses, way.way) == (choice.operation, choice.uses, choice.summary)
-        assert way.predicted_s == choice.predicted_s
-        assert way.saved_share == choice.gain
+    report = sw.report(plan, graph, cluster)
+    assert report.collectives
+    for row, choice in zip(report.collectives, plan.collectives, strict=True):
+        assert (row.operation, row.uses) == (choice.operation, choice.uses)
+        assert row.implementation == choice.summary
+        assert row.predicted_s == choice.predicted_s
+        assert row.saved_share == choice.gain
     assert sw.report(plan.with_(collectives=()), graph, cluster).collectives is None
 
 
-def test_what_if_speaks_of_memory_links_compute_and_devices(plan: sw.Plan) -> None:
+def test_what_ifs_vary_memory_links_compute_and_devices(plan: sw.Plan) -> None:
     rows = sw.report(plan).what_if or ()
     assert {row.kind for row in rows} == {"memory", "bandwidth", "compute", "devices"}
     slower = next(row for row in rows if row.change == "links half as fast")
-    quicker = next(row for row in rows if row.change == "links twice as fast")
+    faster = next(row for row in rows if row.change == "links twice as fast")
     assert slower.step_time_s is not None
-    assert quicker.step_time_s is not None
-    assert quicker.step_time_s <= sw.report(plan).verdict.step_time_s <= slower.step_time_s
+    assert faster.step_time_s is not None
+    assert faster.step_time_s <= sw.report(plan).verdict.step_time_s <= slower.step_time_s
     assert all(row.feasible == (row.step_time_s is not None) for row in rows)
 
 
-def test_code_has_the_users_lines(staged: sw.Plan, graph: sw.Graph, tmp_path: Path) -> None:
+def test_code_refers_to_the_users_lines(staged: sw.Plan, graph: sw.Graph, tmp_path: Path) -> None:
     plan = saved(with_code(staged, graph), tmp_path)
     code = sw.report(plan).code
     assert code is not None
@@ -218,7 +219,7 @@ def test_code_has_the_users_lines(staged: sw.Plan, graph: sw.Graph, tmp_path: Pa
     assert sw.report(staged, graph).code == code
 
 
-def test_no_name_leaves_its_place_in_the_code(flat: sw.Plan, graph: sw.Graph) -> None:
+def test_a_hostile_plan_name_is_not_code(flat: sw.Plan, graph: sw.Graph) -> None:
     hostile = flat.with_(name='"""\nraise SystemExit\n"""\\', search=None)
     for source in sw.compile(graph, hostile).sources:
         body = ast.parse(source).body
@@ -232,48 +233,48 @@ def test_a_named_plan_is_simulated_with_model_and_cluster(
     plan = sw.strategies.hybrid(graph, cluster, dp=2, tp=2, pp=2, num_microbatches=4)
     with pytest.raises(PlanError, match=r"no figures(.|\n)*--cluster"):
         sw.report(plan)
-    made = sw.report(plan, graph, cluster)
+    report = sw.report(plan, graph, cluster)
     estimate = sw.simulate(graph, plan, cluster)
-    assert made.verdict.step_time_s == estimate.step_time_s
-    assert [bar.peak_bytes for bar in made.memory] == [u.peak_bytes for u in estimate.memory]
-    assert made.modules is not None
-    assert made.plans is None
-    assert "plans" in made.missing
-    told = explain_plan(with_figures(graph, plan, cluster), 80)
-    assert "time by cause" in told
-    assert "what would change" not in told
+    assert report.verdict.step_time_s == estimate.step_time_s
+    assert [bar.peak_bytes for bar in report.memory] == [u.peak_bytes for u in estimate.memory]
+    assert report.modules is not None
+    assert report.plans is None
+    assert "plans" in report.missing
+    text = explain_plan(with_figures(graph, plan, cluster), 80)
+    assert "time by cause" in text
+    assert "what would change" not in text
 
 
-def test_an_edited_plan_is_simulated_anew(
+def test_an_edited_plan_is_simulated_again(
     staged: sw.Plan, graph: sw.Graph, cluster: sw.Cluster
 ) -> None:
     edited = staged.with_(recompute="full")
     with pytest.raises(PlanError, match="was changed"):
         sw.report(edited)
-    made = sw.report(edited, graph, cluster)
-    assert made.verdict.step_time_s > staged.search.best.step_time_s
+    report = sw.report(edited, graph, cluster)
+    assert report.verdict.step_time_s > staged.search.best.step_time_s
 
 
-def test_a_notebook_gets_a_frame_or_text(flat: sw.Plan) -> None:
+def test_notebooks_show_a_frame_or_text(flat: sw.Plan) -> None:
     assert "<iframe" in flat._repr_html_()
     assert "srcdoc" in sw.report(flat)._repr_html_()
     assert flat.with_(search=None)._repr_html_().startswith("<pre>")
 
 
-DAMAGE: dict[str, Any] = {
+CORRUPTION: dict[str, Any] = {
     "no memory": lambda search: search.pop("memory"),
     "text for a number": lambda s: s["details"]["links"][0].update(busy_s="soon"),
     "not finite": lambda s: s["details"]["links"][0].update(share=float("nan")),
     "a node of no module": lambda s: s["details"]["modules"]["nodes"]["module"].__setitem__(0, 999),
-    "columns of other lengths": lambda s: s["details"]["modules"]["rows"]["name"].pop(),
+    "columns of different lengths": lambda s: s["details"]["modules"]["rows"]["name"].pop(),
     "no cluster": lambda s: s["details"].update(cluster={"version": 1, "name": "x"}),
-    "parts that are not the whole": lambda s: s["memory"][0]["parts"].update(other=1e12),
+    "parts that do not sum to the peak": lambda s: s["memory"][0]["parts"].update(other=1e12),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_damaged_figures_are_one_clear_error(staged: sw.Plan, damage: Any) -> None:
+@pytest.mark.parametrize("corrupt", CORRUPTION.values(), ids=CORRUPTION.keys())
+def test_corrupt_figures_are_reported(staged: sw.Plan, corrupt: Any) -> None:
     data = json.loads(json.dumps(staged.to_json()))
-    damage(data["search"])
+    corrupt(data["search"])
     with pytest.raises(sw.errors.ShardwiseError, match=r"search"):
         sw.report(sw.Plan.from_json(data))

@@ -1,4 +1,4 @@
-"""Whatever two configurations of a search may differ in, the report has words for it."""
+"""The report describes every difference between two configurations of a search."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OTHERS = {
 
 
 def simulated(config: ParallelConfig) -> SimulatedConfig:
-    """A configuration with made-up figures."""
+    """Return a configuration with arbitrary figures."""
     return SimulatedConfig(
         what=str(config),
         config=config,
@@ -66,17 +66,17 @@ def searched(best: SimulatedConfig, other: SimulatedConfig) -> SearchResult:
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(ParallelConfig)])
-def test_every_decision_has_words(name: str) -> None:
+def test_every_decision_is_described(name: str) -> None:
     for value in OTHERS[name]:
         other = replace(BEST, **{name: value})
         for one, two in ((BEST, other), (other, BEST)):
-            best, found = simulated(one), simulated(two)
-            result = searched(best, found)
+            best, runner_up = simulated(one), simulated(two)
+            result = searched(best, runner_up)
             rows = plans_of(result)
             assert rows is not None
-            own, its = rows[1].words[name]
-            assert own.strip()
-            assert its.strip()
-            assert own != its
-            assert f"{its} instead of {own}" in why_not(best, found)
+            chosen, changed = rows[1].words[name]
+            assert chosen.strip()
+            assert changed.strip()
+            assert chosen != changed
+            assert f"{changed} instead of {chosen}" in why_not(best, runner_up)
             assert SearchResult.from_json(result.to_json()) == result

@@ -1,4 +1,4 @@
-"""Many ranks, stages and actions: classes, folded timelines, files that stay small."""
+"""Reports of many ranks, stages and actions: classes, folded timelines and small files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from shardwise.reports.timeline import MAX_CLASSES, Step, classes_of
 from shardwise.simulation import stored_estimate
 
 
-def test_a_long_step_keeps_its_ends(staged: sw.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_step_shows_its_beginning_and_end(
+    staged: sw.Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     estimate = stored_estimate(staged)
     monkeypatch.setattr(timeline, "MAX_SPANS", 8)
     classes = classes_of(staged, estimate)
@@ -34,7 +36,7 @@ def test_a_long_step_keeps_its_ends(staged: sw.Plan, monkeypatch: pytest.MonkeyP
         assert len(kinds) < len(estimate.timeline.schedule.actions[row.group])
 
 
-def test_at_most_so_many_classes_with_the_slowest(staged: sw.Plan) -> None:
+def test_the_number_of_classes_is_limited_and_includes_the_slowest(staged: sw.Plan) -> None:
     stages = 40
     slow = 21
     plan = sw.Plan(
@@ -54,7 +56,7 @@ def test_at_most_so_many_classes_with_the_slowest(staged: sw.Plan) -> None:
         for i in range(stages)
         for kind, last in (("F", False), ("B", False), ("B", True))
     )
-    found = replace(
+    search = replace(
         staged.search,
         step=StepTimes(
             passes=passes,
@@ -67,22 +69,22 @@ def test_at_most_so_many_classes_with_the_slowest(staged: sw.Plan) -> None:
         digest="",
         details=PlanDetails(),
     )
-    estimate = stored_estimate(plan.with_(search=found))
+    estimate = stored_estimate(plan.with_(search=search))
     best = replace(
-        found.best,
+        search.best,
         step_time_s=estimate.step_time_s,
         causes=estimate.timeline.causes,
         bubble_fraction=estimate.timeline.bubble_fraction,
     )
-    made = sw.report(plan.with_(search=replace(found, best=best)))
-    assert len(made.classes) == MAX_CLASSES
-    assert sum(found.num_ranks for found in made.classes) == stages
-    assert sum(found.more for found in made.classes) == stages - MAX_CLASSES
-    assert slow in {found.shown for found in made.classes if not found.more}
-    assert {group.class_ for group in made.groups} == set(range(MAX_CLASSES))
+    report = sw.report(plan.with_(search=replace(search, best=best)))
+    assert len(report.classes) == MAX_CLASSES
+    assert sum(c.num_ranks for c in report.classes) == stages
+    assert sum(c.more for c in report.classes) == stages - MAX_CLASSES
+    assert slow in {c.shown for c in report.classes if not c.more}
+    assert {group.class_ for group in report.groups} == set(range(MAX_CLASSES))
 
 
-def test_modules_fold_only_where_all_below_is_equal() -> None:
+def test_only_modules_with_equal_children_are_folded() -> None:
     root = Module("m", "")
     for layer in range(6):
         for name in ("a", "b"):

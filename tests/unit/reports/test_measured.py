@@ -1,4 +1,4 @@
-"""Traces are read or refused with the reason; a recorded step is told by cause, beside its plan."""
+"""Recorded traces are read or refused, and compared with their plan by cause."""
 
 from __future__ import annotations
 
@@ -60,31 +60,34 @@ def case(strategy: str, ranks: int) -> Case:
 
 
 def as_predicted(
-    made: Case,
+    subject: Case,
     steps: int = 3,
     slow: Callable[[int], float] = lambda rank: 1.0,
     sums: float = 1.0,
     optimizer: bool = True,
 ) -> list[list[Event]]:
-    """What every rank would record if all went as predicted, or so many times slower."""
-    timeline = made.estimate.timeline
-    found: list[list[Event]] = []
-    for group, ranks in enumerate(made.plan.groups):
-        mine = [s for s in timeline.spans if s.group == group]
-        stages = made.estimate.stages
-        talks = {"F": stages[0].forward_comm, "B": stages[0].backward_comm}
+    """Return the events of a run as predicted, or slower by the given factors."""
+    timeline = subject.estimate.timeline
+    by_rank: list[list[Event]] = []
+    for group, ranks in enumerate(subject.plan.groups):
+        spans = [s for s in timeline.spans if s.group == group]
+        stages = subject.estimate.stages
+        collectives = {"F": stages[0].forward_comm, "B": stages[0].backward_comm}
         for rank in ranks:
-            found.append([])
+            by_rank.append([])
             for step in range(steps):
                 begin = step * 2 * timeline.step_time_s
-                found[-1] += _one_step(mine, talks, step, begin, slow(rank), sums, optimizer)
-    order = [rank for ranks in made.plan.groups for rank in ranks]
-    return [events for _, events in sorted(zip(order, found, strict=True), key=lambda p: p[0])]
+                by_rank[-1] += _one_step(
+                    spans, collectives, step, begin, slow(rank), sums, optimizer
+                )
+    order = [rank for ranks in subject.plan.groups for rank in ranks]
+    pairs = zip(order, by_rank, strict=True)
+    return [events for _, events in sorted(pairs, key=lambda pair: pair[0])]
 
 
 def _one_step(
     spans: list[Any],
-    talks: dict[str, float],
+    collectives: dict[str, float],
     step: int,
     begin: float,
     slow: float,
@@ -104,9 +107,9 @@ def _one_step(
             waits = span.detail.get("waiting_s", 0.0)
             late += (slow - 1) * (seconds - waits)
             add("compute", span.name, start, span.end + late)
-            talk = next((talks[kind] for kind in talks if kind in span.name), 0.0)
-            if talk:
-                add("waiting", "collectives", start, start + talk)
+            seconds = next((collectives[k] for k in collectives if k in span.name), 0.0)
+            if seconds:
+                add("waiting", "collectives", start, start + seconds)
         elif span.kind == "sync":
             late += (sums - 1) * seconds
             add("waiting", "gradients", start, span.end + late)
@@ -121,80 +124,84 @@ def _one_step(
     return events
 
 
-def write(path: Path, made: Case, events: list[list[Event]], **about: str) -> Path:
-    write_trace(path, merge(events, None, {**trace_labels(made.plan), **about}))
+def write(path: Path, subject: Case, events: list[list[Event]], **about: str) -> Path:
+    write_trace(path, merge(events, None, {**trace_labels(subject.plan), **about}))
     return path
 
 
-def measured(path: Path, made: Case, **options: Any) -> Measured:
-    return compare(write(path, made, as_predicted(made, **options)), made.plan, made.estimate)
+def measured(path: Path, subject: Case, **options: Any) -> Measured:
+    return compare(
+        write(path, subject, as_predicted(subject, **options)), subject.plan, subject.estimate
+    )
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 4), ("pipeline", 2), ("zero1", 2)])
-def test_a_run_as_predicted_agrees(tmp_path: Path, strategy: str, ranks: int) -> None:
-    made = case(strategy, ranks)
-    found = measured(tmp_path / "run.json", made)
-    assert found.step.steps == 3
-    assert found.step_time_s == pytest.approx(made.estimate.step_time_s, rel=1e-3)
-    for cause in found.causes:
-        slack = 2e-3 * found.step_time_s
+def test_a_run_as_predicted_has_no_disagreements(tmp_path: Path, strategy: str, ranks: int) -> None:
+    subject = case(strategy, ranks)
+    comparison = measured(tmp_path / "run.json", subject)
+    assert comparison.step.steps == 3
+    assert comparison.step_time_s == pytest.approx(subject.estimate.step_time_s, rel=1e-3)
+    for cause in comparison.causes:
+        slack = 2e-3 * comparison.step_time_s
         assert cause.measured_s == pytest.approx(cause.predicted_s, abs=slack), cause
-    assert found.disagreements == ()
+    assert comparison.disagreements == ()
 
 
-def test_causes_of_every_group_add_up_to_its_step() -> None:
-    made = case("pipeline", 2)
-    timeline = made.estimate.timeline
+def test_causes_of_every_group_sum_to_its_step() -> None:
+    subject = case("pipeline", 2)
+    timeline = subject.estimate.timeline
     for group, causes in enumerate(timeline.by_group):
-        assert sum(predicted_causes(made.estimate, group).values()) == pytest.approx(
+        assert sum(predicted_causes(subject.estimate, group).values()) == pytest.approx(
             sum(causes.values())
         )
     assert max(sum(c.values()) for c in timeline.by_group) == pytest.approx(timeline.step_time_s)
 
 
 def test_a_slow_rank_is_named(tmp_path: Path) -> None:
-    made = case("ddp", 4)
-    found = measured(tmp_path / "run.json", made, slow=lambda rank: 2.0 if rank == 2 else 1.0)
-    assert found.slowest == 2
-    slow = next(d for d in found.disagreements if d.cause == "slow rank")
+    subject = case("ddp", 4)
+    comparison = measured(
+        tmp_path / "run.json", subject, slow=lambda rank: 2.0 if rank == 2 else 1.0
+    )
+    assert comparison.slowest == 2
+    slow = next(d for d in comparison.disagreements if d.cause == "slow rank")
     assert slow.where == "rank 2"
     assert "times as long as the others of ranks 0-3" in slow.text
     assert "shardwise profile" in slow.advice
-    assert any(label == "rank 2 (slowest of 4)" for _, _, label in found.rows)
+    assert any(label == "rank 2 (slowest of 4)" for _, _, label in comparison.rows)
 
 
-def test_slow_sums_of_gradients_are_named(tmp_path: Path) -> None:
-    made = case("ddp", 4)
-    found = measured(tmp_path / "run.json", made, sums=3.0)
-    largest = found.disagreements[0]
+def test_slow_gradient_reductions_are_named(tmp_path: Path) -> None:
+    subject = case("ddp", 4)
+    comparison = measured(tmp_path / "run.json", subject, sums=3.0)
+    largest = comparison.disagreements[0]
     assert largest.cause == "gradients"
     assert "3 times as long as predicted" in largest.text
     assert "cluster file" in largest.advice
     assert largest.difference_s > 0
 
 
-def test_an_optimizer_that_was_not_recorded_is_told(tmp_path: Path) -> None:
-    found = measured(tmp_path / "run.json", case("ddp", 4), optimizer=False)
-    assert "the optimizer's step was not recorded" in found.notes
+def test_a_missing_optimizer_step_is_noted(tmp_path: Path) -> None:
+    comparison = measured(tmp_path / "run.json", case("ddp", 4), optimizer=False)
+    assert "the optimizer step was not recorded" in comparison.notes
 
 
-def test_steps_that_are_not_whole_are_left_out(tmp_path: Path) -> None:
-    made = case("pipeline", 2)
-    events = as_predicted(made, steps=2)
+def test_incomplete_steps_are_ignored(tmp_path: Path) -> None:
+    subject = case("pipeline", 2)
+    events = as_predicted(subject, steps=2)
     events[1] = [e for e in events[1] if not (e.name == "1B3" and e.start_ns > 1e9 * 1e-12)][:-1]
     last = max(e.start_ns for e in events[0] if e.name == "step")
     events[0] = [e for e in events[0] if e.start_ns < last or e.name != "0F0"]
-    path = write(tmp_path / "run.json", made, events)
+    path = write(tmp_path / "run.json", subject, events)
     with pytest.raises(TraceError, match="no step"):
-        compare(path, made.plan, made.estimate)
+        compare(path, subject.plan, subject.estimate)
 
 
-def test_a_thousand_ranks_are_aggregated_with_the_slowest_kept(tmp_path: Path) -> None:
-    made = case("ddp", 1024)
-    found = measured(
-        tmp_path / "run.json", made, steps=1, slow=lambda rank: 2.0 if rank == 777 else 1.0
+def test_many_ranks_are_aggregated_but_include_the_slowest(tmp_path: Path) -> None:
+    subject = case("ddp", 1024)
+    comparison = measured(
+        tmp_path / "run.json", subject, steps=1, slow=lambda rank: 2.0 if rank == 777 else 1.0
     )
-    data = found.to_json()
+    data = comparison.to_json()
     assert len(data["timeline"]["rows"]) <= MAX_ROWS
     assert data["slowest"] == 777
     assert "rank 777 (slowest of 1,024)" in [r["label"] for r in data["timeline"]["rows"]]
@@ -202,36 +209,38 @@ def test_a_thousand_ranks_are_aggregated_with_the_slowest_kept(tmp_path: Path) -
     assert len(json.dumps(data)) < 1_000_000
 
 
-def test_both_timelines_begin_together(tmp_path: Path) -> None:
-    made = case("pipeline", 2)
-    both = both_traces(made.plan, made.estimate, measured(tmp_path / "run.json", made))
+def test_both_timelines_start_at_zero(tmp_path: Path) -> None:
+    subject = case("pipeline", 2)
+    both = both_traces(subject.plan, subject.estimate, measured(tmp_path / "run.json", subject))
     spans = [e for e in both["traceEvents"] if e["ph"] == "X"]
     for pids in ((0, 1), (2, 3)):
         assert min(e["ts"] for e in spans if e["pid"] in pids) == pytest.approx(0.0, abs=1.0)
     json.dumps(both, allow_nan=False)
-    assert both_traces(made.plan, made.estimate, None)["traceEvents"]
+    assert both_traces(subject.plan, subject.estimate, None)["traceEvents"]
 
 
-# ------------------------------------------------------------ what is refused
+# ------------------------------------------------------------ invalid recordings
 
 
-def test_recordings_of_others_are_refused(tmp_path: Path) -> None:
-    made, other = case("ddp", 4), case("zero1", 2)
-    path = write(tmp_path / "run.json", made, as_predicted(made))
-    with pytest.raises(TraceError, match="recorded on 4 ranks, the plan 'zero1' is for 2"):
+def test_recordings_of_other_plans_are_refused(tmp_path: Path) -> None:
+    subject, other = case("ddp", 4), case("zero1", 2)
+    path = write(tmp_path / "run.json", subject, as_predicted(subject))
+    with pytest.raises(TraceError, match="recorded on 4 ranks, but the plan 'zero1' is for 2"):
         compare(path, other.plan, other.estimate)
-    wrong = write(tmp_path / "wrong.json", made, as_predicted(made), fingerprint="x", model="BERT")
+    wrong = write(
+        tmp_path / "wrong.json", subject, as_predicted(subject), fingerprint="x", model="BERT"
+    )
     with pytest.raises(TraceError, match="recorded with BERT"):
-        compare(wrong, made.plan, made.estimate)
-    wrong = write(tmp_path / "wrong.json", made, as_predicted(made), plan="x")
+        compare(wrong, subject.plan, subject.estimate)
+    wrong = write(tmp_path / "wrong.json", subject, as_predicted(subject), plan="x")
     with pytest.raises(TraceError, match="another plan of Net"):
-        compare(wrong, made.plan, made.estimate)
-    silent = as_predicted(made)[:3]
+        compare(wrong, subject.plan, subject.estimate)
+    silent = as_predicted(subject)[:3]
     with pytest.raises(TraceError, match="rank 3 of 4 recorded nothing"):
-        compare(write(tmp_path / "s.json", made, [*silent, []]), made.plan, made.estimate)
+        compare(write(tmp_path / "s.json", subject, [*silent, []]), subject.plan, subject.estimate)
 
 
-def test_files_that_are_no_recordings_are_refused(tmp_path: Path) -> None:
+def test_files_other_than_recordings_are_refused(tmp_path: Path) -> None:
     with torch.profiler.profile() as profile:
         torch.ones(2) + 1
     path = tmp_path / "profile.json"
@@ -239,7 +248,7 @@ def test_files_that_are_no_recordings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"a trace of torch\.profiler"):
         read_trace(path)
     path.write_text(json.dumps(case("ddp", 4).estimate.timeline.trace()))
-    with pytest.raises(TraceError, match="a trace of something else"):
+    with pytest.raises(TraceError, match="a trace of another program"):
         read_trace(path)
     for text in ("", "[]", "null", "{}", "hello", '{"otherData": {}}', "[" * 100_000, "{" * 9):
         path.write_text(text)
@@ -259,9 +268,9 @@ def test_files_that_are_no_recordings_are_refused(tmp_path: Path) -> None:
         {"ph": "B"}, {"dur": 10**400}, {"ts": True},
     ],
 )  # fmt: skip
-def test_events_that_make_no_sense_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
-    made = case("pipeline", 2)
-    trace = merge(as_predicted(made), None, trace_labels(made.plan))
+def test_malformed_events_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    subject = case("pipeline", 2)
+    trace = merge(as_predicted(subject), None, trace_labels(subject.plan))
     place = next(i for i, e in enumerate(trace["traceEvents"]) if e["ph"] == "X")
     trace["traceEvents"][place] |= change
     path = tmp_path / "run.json"
@@ -272,16 +281,16 @@ def test_events_that_make_no_sense_are_refused(tmp_path: Path, change: dict[str,
 
 @cache
 def good_text() -> str:
-    made = case("pipeline", 2)
-    return json.dumps(merge(as_predicted(made, steps=1), None, trace_labels(made.plan)))
+    subject = case("pipeline", 2)
+    return json.dumps(merge(as_predicted(subject, steps=1), None, trace_labels(subject.plan)))
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(data=st.data())
-def test_a_cut_file_is_refused_and_a_changed_one_never_crashes(
+def test_truncated_files_are_refused_and_changed_files_never_crash(
     tmp_path: Path, data: st.DataObject
 ) -> None:
-    made, text, path = case("pipeline", 2), good_text(), tmp_path / "run.json"
+    subject, text, path = case("pipeline", 2), good_text(), tmp_path / "run.json"
     cut = data.draw(st.integers(0, len(text) - 1))
     path.write_text(text[:cut])
     with pytest.raises(TraceError):
@@ -289,10 +298,10 @@ def test_a_cut_file_is_refused_and_a_changed_one_never_crashes(
     changed = data.draw(st.sampled_from(list('{}[]",:0-eN \\x')))
     path.write_text(text[:cut] + changed + text[cut + 1 :])
     with contextlib.suppress(TraceError):
-        compare(path, made.plan, made.estimate)
+        compare(path, subject.plan, subject.estimate)
 
 
-def test_what_is_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_recordings_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.json"
     path.write_text(good_text())
     monkeypatch.setattr(recorded, "MAX_EVENTS", 5)
@@ -303,13 +312,13 @@ def test_what_is_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         read_trace(path)
 
 
-def test_a_file_is_read_in_pieces_of_any_size(
+def test_the_size_of_chunks_does_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.json"
     path.write_text(good_text())
-    whole = read_trace(path)
+    recording = read_trace(path)
     monkeypatch.setattr(recorded, "CHUNK", 7)
-    pieces = read_trace(path)
-    assert whole.names == pieces.names
-    assert (whole.start == pieces.start).all()
+    in_chunks = read_trace(path)
+    assert recording.names == in_chunks.names
+    assert (recording.start == in_chunks.start).all()

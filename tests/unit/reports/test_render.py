@@ -1,4 +1,4 @@
-"""The page of a report: nothing from outside, nothing that data could turn into markup."""
+"""The page of a report is self-contained, and data never becomes markup."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def _between(page: str, start: str, end: str) -> str:
 
 
 @given(NAMES)
-def test_any_text_comes_back_and_ends_nothing(text: str) -> None:
+def test_any_text_is_embedded_safely(text: str) -> None:
     page = render({"title": text, "name": text})
     data = _between(page, 'id="report-data">', "</script>")
     assert not set("<>&\u2028\u2029") & set(data)
     assert json.loads(data) == {"title": text, "name": text}
-    assert page.encode()  # a file can hold it
+    assert page.encode()  # it can be written to a file
     assert page.count("<title>") == page.count("</title>") == 1
 
 
-def test_the_policy_allows_the_one_script_and_style() -> None:
+def test_the_policy_allows_only_the_script_and_style() -> None:
     page = render({"title": "x"})
     policy = _between(page, 'Content-Security-Policy" content="', '"')
     for tag in ("script", "style"):
@@ -48,7 +48,7 @@ def test_the_policy_allows_the_one_script_and_style() -> None:
     assert "unsafe" not in policy
 
 
-def test_nothing_is_asked_of_the_network() -> None:
+def test_the_page_does_not_use_the_network() -> None:
     page = render({"title": "x"}).replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"https?://|@import|url\(|fetch\(|XMLHttpRequest|\.innerHTML|eval\(", page)
 
@@ -58,7 +58,7 @@ def test_infinite_figures_are_refused() -> None:
         embedded({"step_time_s": float("nan")})
 
 
-def test_a_notebook_gets_a_frame_of_its_own() -> None:
+def test_a_notebook_shows_the_page_in_a_sandboxed_frame() -> None:
     page = render({"title": 'a "quoted" title'})
     framed = frame(page)
     assert html.unescape(_between(framed, 'srcdoc="', '"')) == page

@@ -1,4 +1,4 @@
-"""`shardwise report`, as typed; files are whole or not there."""
+"""`shardwise report` on the command line; files are written atomically."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
-from shardwise import cli
 from shardwise.files import write_text
+from tests.support import command_line
+from tests.support.command_line import unwrapped
 
 SOURCE = """
 import torch
@@ -33,14 +34,12 @@ def build():
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as exit_:
-        cli.main([str(a) for a in arguments])
-    out, err = capsys.readouterr()
-    assert isinstance(exit_.value.code, int)
-    return exit_.value.code, out, err
+    return command_line.run(capsys, *map(str, arguments))
 
 
-def test_plan_report_and_named_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_of_searched_and_named_plans(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "net.py").write_text(SOURCE)
     target, plan, page = f"{tmp_path / 'net.py'}:build", tmp_path / "p.json", tmp_path / "r.html"
     code, _, err = run(capsys, "plan", target, "-c", "h100:1x2", "--no-progress", "-o", plan)
@@ -48,7 +47,7 @@ def test_plan_report_and_named_plans(tmp_path: Path, capsys: pytest.CaptureFixtu
     code, out, err = run(capsys, "report", plan, "-o", page)
     assert code == 0, err
     assert str(page) in out
-    assert "without" not in err  # the code is in the plan's file
+    assert "without" not in err  # the plan file has the code
     assert 'id="report-data"' in page.read_text()
     code, out, _ = run(capsys, "report", plan, "--json")
     data = json.loads(out)
@@ -61,8 +60,8 @@ def test_plan_report_and_named_plans(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "no figures" in err
     assert not (tmp_path / "no.html").exists()
     again = tmp_path / "again.json"
-    told = ("-c", "h100:1x2", "-o", page, "--plan-out", again, "--perfetto", tmp_path / "t.json")
-    code, _, err = run(capsys, "report", plan, target, *told)
+    options = ("-c", "h100:1x2", "-o", page, "--plan-out", again, "--perfetto", tmp_path / "t.json")
+    code, _, err = run(capsys, "report", plan, target, *options)
     assert code == 0, err
     assert sw.Plan.load(again).search.details.code
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
@@ -72,41 +71,41 @@ def test_plan_report_and_named_plans(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("not json", "not JSON"),
         ('{"traceEvents": []}', "unknown field"),
         ("[1, 2]", "mapping"),
         ('{"version": 1', "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ('{"version": ' + "9" * 5000 + "}", "not JSON"),
+        ("[" * 100_000, "unsupported JSON"),
+        ('{"version": ' + "9" * 5000 + "}", "unsupported JSON"),
     ],
-    ids=["no JSON", "a trace", "a list", "cut off", "nested without end", "an endless number"],
+    ids=["not JSON", "a trace", "a list", "truncated", "deeply nested", "a huge number"],
 )
 def test_a_foreign_plan_leaves_no_page(
-    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "p.json").write_text(text)
     page = tmp_path / "r.html"
     code, _, err = run(capsys, "report", tmp_path / "p.json", "-o", page)
     assert code == 1
-    assert told in err
+    assert message in err
     assert "p.json" in err
     assert "try: " in err
     assert not page.exists()
 
 
 @pytest.mark.parametrize("verb", ["report", "explain", "simulate"])
-def test_hints_name_the_file_once(
+def test_hints_name_the_given_file(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code, _, err = run(capsys, verb, "runs/plan.json")
     assert code == 1
-    assert "-o runs/plan.json writes a plan" in " ".join(err.split())
+    assert "-o runs/plan.json writes a plan" in unwrapped(err)
 
 
-def test_damaged_figures_name_the_file(
+def test_an_error_about_corrupt_figures_names_the_file(
     staged: sw.Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "p.json"
@@ -116,7 +115,7 @@ def test_damaged_figures_name_the_file(
     path.write_text(json.dumps(data))
     code, _, err = run(capsys, "report", path, "-o", tmp_path / "r.html")
     assert code == 1
-    assert f"{path}: search" in " ".join(err.split())
+    assert f"{path}: search" in unwrapped(err)
     assert not (tmp_path / "r.html").exists()
 
 
@@ -134,7 +133,7 @@ def test_a_foreign_trace_leaves_no_page(
     assert list(tmp_path.glob("*.html")) == []
 
 
-def test_what_cannot_be_written_is_said(
+def test_paths_that_cannot_be_written_are_reported(
     flat: sw.Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = tmp_path / "new" / "p.json"
@@ -144,14 +143,13 @@ def test_what_cannot_be_written_is_said(
         for verb, option in (("simulate", "--perfetto"), ("report", "--perfetto"),
                              ("report", "--plan-out"), ("report", "-o")):  # fmt: skip
             code, _, err = run(capsys, verb, plan, option, place)
-            said = " ".join(err.split())  # lines are as wide as the terminal
             assert code == 1, (verb, option, place)
-            assert "cannot write" in said
-            assert option == "--plan-out" or f"try: {option} " in said
-            assert "Traceback" not in said
+            assert "cannot write" in unwrapped(err)
+            assert option == "--plan-out" or f"try: {option} " in unwrapped(err)
+            assert "Traceback" not in err
 
 
-def test_links_and_pipes_are_written_to(tmp_path: Path) -> None:
+def test_links_are_followed_and_devices_stay(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "file")
     write_text(tmp_path / "link", "one")
     assert (tmp_path / "link").is_symlink()
@@ -160,7 +158,9 @@ def test_links_and_pipes_are_written_to(tmp_path: Path) -> None:
     assert Path("/dev/null").is_char_device()
 
 
-def test_a_file_is_whole_or_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "deep" / "page.html"
     write_text(path, "one \ud800")
     assert path.read_text() == "one \\ud800"

@@ -13,14 +13,14 @@ import { explain } from "./hint.js";
  */
 
 /**
- * A bar of parts; what is below a thousandth of the whole is not drawn.
- * @param {Part[]} parts @param {number} whole what the full width stands for @param {string} label
+ * A bar of parts; parts below a thousandth of the total are not drawn.
+ * @param {Part[]} parts @param {number} total value of the full width @param {string} label
  */
-export function stacked(parts, whole, label) {
+export function stacked(parts, total, label) {
   const text = `${label}: ${parts.map((p) => `${p.label} ${p.figure}`).join(", ")}`;
   const bar = el("div", { class: "stacked", role: "img", "aria-label": text });
   for (const part of parts) {
-    const share = whole > 0 ? part.value / whole : 0;
+    const share = total > 0 ? part.value / total : 0;
     if (share <= 0.001) continue;
     const piece = el("span", {
       class: part.pattern ?? null,
@@ -32,18 +32,18 @@ export function stacked(parts, whole, label) {
   return bar;
 }
 
-/** Parts without figures that look alike, as one: sends and receives have a colour. */
+/** Merge parts without figures that have the same colour, such as sends and receives. */
 function joined(parts) {
-  const found = new Map();
+  const byColour = new Map();
   for (const part of parts) {
     const key = part.figure ? part : `${part.variable} ${part.pattern ?? ""}`;
-    const known = found.get(key);
-    found.set(key, known ? { ...known, label: `${known.label}, ${part.label}` } : part);
+    const first = byColour.get(key);
+    byColour.set(key, first ? { ...first, label: `${first.label}, ${part.label}` } : part);
   }
-  return [...found.values()];
+  return [...byColour.values()];
 }
 
-/** What the colours mean, with figures where they are given. @param {Part[]} parts */
+/** A legend of the colours, with figures if there are any. @param {Part[]} parts */
 export function legend(parts) {
   return el(
     "ul",

@@ -1,4 +1,4 @@
-// A chart of lanes over time that one can zoom, pan, point at, and walk through with keys.
+// A chart of lanes over time, with zooming, panning, hints and keyboard navigation.
 
 import { el, name } from "./dom.js";
 import { seconds } from "./format.js";
@@ -6,11 +6,11 @@ import { hide, say, sentence, show } from "./hint.js";
 import { drawAxis, drawRows, place } from "./lanes.js";
 import { onTheme } from "./theme.js";
 
-const CLOSEST = 1e-9; // seconds that the chart may show at the least
+const CLOSEST = 1e-9; // seconds: the shortest range that the chart shows
 const PAPER = 730; // pixels of the chart when it is printed
-const NEAR = 3; // pixels around a span that still mean it
+const NEAR = 3; // pixels around a span that still select it
 const KEYS =
-  "Arrow keys go from span to span and from lane to lane, Enter zooms to a span, plus and minus zoom, A and D move, Escape shows the whole step.";
+  "Arrow keys move between spans and lanes, Enter zooms to a span, plus and minus zoom, A and D pan, Escape shows the full step.";
 
 /** A zoomable chart. */
 export class Chart {
@@ -61,8 +61,8 @@ export class Chart {
       this.selected,
     );
     this.window = el("output", { class: "chart-window" });
-    const button = (text, what, act) =>
-      el("button", { type: "button", text, "aria-label": what, title: what, on: { click: act } });
+    const button = (text, title, act) =>
+      el("button", { type: "button", text, "aria-label": title, title, on: { click: act } });
     this.tools = el(
       "div",
       { class: "chart-tools" },
@@ -71,7 +71,7 @@ export class Chart {
         { class: "choice" },
         button("−", "Zoom out", () => this.zoom(2)),
         button("+", "Zoom in", () => this.zoom(0.5)),
-        button("Whole step", "Show the whole step", () => this.look(0, this.extent)),
+        button("Full step", "Show the full step", () => this.look(0, this.extent)),
       ),
       ...tools,
       this.window,
@@ -118,7 +118,7 @@ export class Chart {
     canvas.addEventListener("blur", hide);
   }
 
-  // ---- what is seen
+  // ---- drawing
 
   resize() {
     const width = Math.floor(this.place.clientWidth);
@@ -128,7 +128,7 @@ export class Chart {
     }
   }
 
-  /** Draw at once for a width: there is no frame between a wish to print and the printing. */
+  /** Draw immediately: there is no frame between the request to print and the printing. */
   print(width) {
     this.width = width;
     this.draw();
@@ -188,12 +188,12 @@ export class Chart {
     if (sideways) this.pan((e.deltaX || e.deltaY) / this.width);
     else if (focused || e.ctrlKey || e.metaKey)
       this.zoom(Math.exp(Math.max(-60, Math.min(60, e.deltaY)) / 200), this.time(e.offsetX));
-    else return; // the page scrolls until the chart is clicked
+    else return; // the page scrolls unless the chart has the focus
     e.preventDefault();
     hide();
   }
 
-  /** What is at a place of the canvas. */
+  /** Return the span at a point of the canvas, or null. */
   find(x, y) {
     const near = this.lanes.find(({ lane }) => y >= lane.y && y < lane.y + lane.height);
     if (!near || !this.width) return null;
@@ -203,17 +203,17 @@ export class Chart {
 
   point(e) {
     if (this.pressed) return this.drag(e);
-    // Where the canvas is, asked for once: asking lays out the page whenever something changed.
+    // Cache the position of the canvas: reading it forces a layout after every change.
     this.at ??= this.canvas.getBoundingClientRect();
     const [x, y] = [e.clientX - this.at.left, e.clientY - this.at.top];
-    const found = this.find(x, y);
+    const hit = this.find(x, y);
     this.cursor.style.visibility = "visible";
     this.cursor.style.transform = `translateX(${x}px)`;
-    this.outline(this.mark, found);
-    if (!found) return hide();
+    this.outline(this.mark, hit);
+    if (!hit) return hide();
     const same =
-      this.hovered && this.hovered.lane === found.lane && this.hovered.index === found.index;
-    if (!same) this.hovered = { ...found, hint: found.lane.hint(found.index) };
+      this.hovered && this.hovered.lane === hit.lane && this.hovered.index === hit.index;
+    if (!same) this.hovered = { ...hit, hint: hit.lane.hint(hit.index) };
     return show(this.hovered.hint, e.clientX, e.clientY);
   }
 
@@ -269,15 +269,15 @@ export class Chart {
     }
   }
 
-  /** Put an outline around a span. */
-  outline(box, found) {
+  /** Draw an outline around a span. */
+  outline(box, hit) {
     box.style.visibility = "hidden";
-    if (!found) return;
-    const { spans, y, height } = found.lane;
-    const left = Math.max(-4, (spans.start[found.index] - this.view.from) * this.view.scale);
+    if (!hit) return;
+    const { spans, y, height } = hit.lane;
+    const left = Math.max(-4, (spans.start[hit.index] - this.view.from) * this.view.scale);
     const right = Math.min(
       this.width + 4,
-      (spans.end[found.index] - this.view.from) * this.view.scale,
+      (spans.end[hit.index] - this.view.from) * this.view.scale,
     );
     if (right < 0 || left > this.width) return;
     box.style.visibility = "visible";
@@ -288,9 +288,9 @@ export class Chart {
 
   // ---- the keyboard
 
-  choose(found) {
-    this.chosen = found;
-    this.outline(this.selected, found);
+  choose(hit) {
+    this.chosen = hit;
+    this.outline(this.selected, hit);
   }
 
   key(e) {
@@ -337,28 +337,28 @@ export class Chart {
   }
 
   start(i, time = this.view.from) {
-    const found = this.lanes[i];
-    if (!found?.lane.spans.length) return;
+    const hit = this.lanes[i];
+    if (!hit?.lane.spans.length) return;
     this.visit({
-      ...found,
-      index: Math.min(found.lane.spans.firstAfter(time), found.lane.spans.length - 1),
+      ...hit,
+      index: Math.min(hit.lane.spans.firstAfter(time), hit.lane.spans.length - 1),
     });
   }
 
-  visit(found) {
-    const { spans } = found.lane;
-    const [start, end] = [spans.start[found.index], spans.end[found.index]];
+  visit(hit) {
+    const { spans } = hit.lane;
+    const [start, end] = [spans.start[hit.index], spans.end[hit.index]];
     const { from, to } = this.view;
     if (start < from || end > to) {
       const middle = (start + end) / 2;
       this.look(middle - (to - from) / 2, middle + (to - from) / 2);
     }
-    this.choose(found);
-    const hint = found.lane.hint(found.index);
-    say(`${found.row.label}: ${sentence(hint)}`);
+    this.choose(hit);
+    const hint = hit.lane.hint(hit.index);
+    say(`${hit.row.label}: ${sentence(hint)}`);
     const at = this.canvas.getBoundingClientRect();
     const x = Math.min(Math.max(0, (start - this.view.from) * this.view.scale), this.width);
-    show(hint, at.left + x, at.top + found.lane.y + found.lane.height);
+    show(hint, at.left + x, at.top + hit.lane.y + hit.lane.height);
   }
 
   zoomTo({ lane, index }) {

@@ -1,11 +1,11 @@
-// The cluster: nodes with their devices, the ranks on them, the traffic on the links, collectives.
+// The cluster: nodes, devices and their ranks, traffic of the links, and collectives.
 
 import { drawCollectives } from "./collectives.js";
 import { el, figure, name, plain, table } from "./dom.js";
 import { percent, plural, seconds, size } from "./format.js";
 import { explain } from "./hint.js";
 
-const MOST_NODES = 16; // that are drawn at first
+const MAX_NODES = 16; // drawn at first
 const STAGES = 8; // colours of groups
 
 /** @param {HTMLElement} body @param {any} report */
@@ -14,18 +14,18 @@ export function drawCluster(body, report) {
   const groups = new Map((report.groups ?? []).map((g) => [g.id, g]));
   const grid = el("div", { class: "nodes" });
   const add = (some) => grid.append(...some.map((node) => drawNode(node, links, groups)));
-  add(nodes.slice(0, MOST_NODES));
+  add(nodes.slice(0, MAX_NODES));
   if (groups.size > 1) body.append(placement([...groups.values()]));
   body.append(grid);
-  if (nodes.length > MOST_NODES) body.append(more(nodes, add));
+  if (nodes.length > MAX_NODES) body.append(more(nodes, add));
   const between = links.filter((l) => l.kind !== "inside" && l.traffic_bytes);
   if (between.length)
-    body.append(el("div", { class: "wires" }, ...between.slice(0, MOST_NODES).map((l) => wire(l))));
+    body.append(el("div", { class: "link-rows" }, ...between.slice(0, MAX_NODES).map((l) => drawLink(l))));
   body.append(linkTable(links));
   drawCollectives(body, report);
 }
 
-/** All ranks in their order, as wide as there are many, in the colours of their stages. */
+/** All ranks in order: the width of a group is its number of ranks, the colour its stage. */
 function placement(groups) {
   const bar = el("div", {
     class: "stacked",
@@ -52,7 +52,7 @@ function placement(groups) {
   return el(
     "div",
     { class: "placement" },
-    el("h3", { text: "Ranks by group; each group has its stages" }),
+    el("h3", { text: "Groups of ranks and their stages" }),
     bar,
   );
 }
@@ -69,10 +69,10 @@ function colour(group) {
 function more(nodes, add) {
   const button = el("button", {
     type: "button",
-    text: `Show ${plural(nodes.length - MOST_NODES, "more node")}`,
+    text: `Show ${plural(nodes.length - MAX_NODES, "more node")}`,
   });
   button.addEventListener("click", () => {
-    add(nodes.slice(MOST_NODES));
+    add(nodes.slice(MAX_NODES));
     button.remove();
   });
   return button;
@@ -95,13 +95,13 @@ function drawNode(node, links, groups) {
       { class: "devices", style: { "--across": across(node.devices.length) } },
       ...node.devices.map((d) => device(d, groups.get(d.group))),
     ),
-    ...own.map((l) => wire(l)),
+    ...own.map((l) => drawLink(l)),
   );
 }
 
-/** Devices beside each other: a node of eight has two rows. */
-function across(many) {
-  return many <= 4 ? many : many <= 8 ? 4 : 8;
+/** The number of devices per row: a node of eight has two rows. */
+function across(count) {
+  return count <= 4 ? count : count <= 8 ? 4 : 8;
 }
 
 function device(d, group) {
@@ -144,16 +144,16 @@ function describe(d, ranks, group, share) {
     : `${d.name}, rank ${ranks}${where}, ${percent(share)} of memory`;
 }
 
-/** A link as a wire: the thicker, the larger the share of the step in which it is busy. */
-function wire(link) {
+/** A link as a line: the busier, the thicker. */
+function drawLink(link) {
   const share = link.share ?? 0;
   return el(
     "div",
-    { class: `wire ${link.kind}` },
+    { class: `link-row ${link.kind}` },
     el(
       "span",
       {
-        class: "wire-line",
+        class: "link-line",
         "aria-hidden": "true",
         style: { height: `${2 + Math.min(1, share) * 8}px` },
       },
@@ -161,12 +161,12 @@ function wire(link) {
     ),
     el(
       "span",
-      { class: "wire-text" },
+      { class: "link-text" },
       name(link.name),
       link.count > 1 ? el("span", { class: "count", text: `×${link.count}` }) : null,
       el("b", {
         text: link.traffic_bytes
-          ? `${size(link.traffic_bytes)} a step, busy ${percent(share)}`
+          ? `${size(link.traffic_bytes)} per step, busy ${percent(share)}`
           : "no traffic",
       }),
     ),
@@ -192,7 +192,7 @@ function linkTable(links) {
         el("td", {}, name(l.kind)),
         figure(
           l.bytes_per_s === null || l.bytes_per_s === undefined
-            ? "not limited"
+            ? "unlimited"
             : `${size(l.bytes_per_s)}/s`,
         ),
         figure(size(l.traffic_bytes)),
@@ -213,10 +213,10 @@ function linkTable(links) {
       "Link",
       "Kind",
       ["Bandwidth", "figure"],
-      ["Traffic a step", "figure"],
+      ["Traffic per step", "figure"],
       ["Busy", "figure"],
-      ["Of the step", "figure"],
-      "What goes over it",
+      ["Share of the step", "figure"],
+      "Purpose",
     ],
     rows,
     "links",

@@ -1,11 +1,11 @@
-// Generated code beside the user's own: a line of one finds the lines of the other.
+// Generated code next to the user's code; selecting a line marks the matching lines.
 
 import { el, name, plain } from "./dom.js";
 import { plural } from "./format.js";
 import { say } from "./hint.js";
 import { coloured, openings } from "./syntax.js";
 
-const CHUNK = 100; // lines that are made together, when they are seen
+const CHUNK = 100; // lines that are created together when they become visible
 const LINE = 19; // pixels
 
 /** @param {HTMLElement} body @param {any} report */
@@ -27,7 +27,7 @@ export function drawCode(body, report) {
     left.fill(file.lines.map((text, i) => ({ number: i + 1, text, link: file.sources[i] ?? -1 })));
     const used = new Set(file.sources);
     right.dim((line) => line.link >= 0 && !used.has(line.link));
-    left.reveal(file.sources.findIndex((s) => s >= 0)); // before it are names and shapes
+    left.reveal(file.sources.findIndex((s) => s >= 0)); // names and shapes come before it
   };
   pick.value = String(
     Math.max(
@@ -45,7 +45,7 @@ export function drawCode(body, report) {
       el("label", {}, "File ", pick),
       el("p", {
         class: "soft",
-        text: "Click a line, or press Enter on it, to find what it comes from or what became of it.",
+        text: "Click a line, or press Enter on it, to mark the matching lines on the other side.",
       }),
     ),
     el("div", { class: "panes" }, left.node, right.node),
@@ -53,7 +53,7 @@ export function drawCode(body, report) {
   open();
 }
 
-/** The user's lines, file by file; a file's name goes before its first line. */
+/** The user's lines by file, each file with its name before its first line. */
 function sourceLines(sources) {
   const all = sources
     .map((s, link) => ({ ...s, link }))
@@ -72,16 +72,16 @@ function sourceLines(sources) {
 
 function join(line, from, to, sources) {
   from.mark((l) => l === line || (line.link >= 0 && l.link === line.link), false);
-  const found = line.link < 0 ? 0 : to.mark((l) => l.link === line.link, true);
+  const matches = line.link < 0 ? 0 : to.mark((l) => l.link === line.link, true);
   const source = sources[line.link];
   say(
     source
-      ? `${plain(source.file, 200)} line ${source.line}: ${plural(found, "line")} on the other side`
-      : "This line comes from no line of yours",
+      ? `${plain(source.file, 200)} line ${source.line}: ${plural(matches, "line")} on the other side`
+      : "This line does not come from a line of your code",
   );
 }
 
-/** Lines of code, made a hundred at a time. */
+/** Lines of code, created a hundred at a time. */
 class Pane {
   constructor(label) {
     this.label = label;
@@ -90,10 +90,10 @@ class Pane {
       class: "lines",
       tabindex: 0,
       role: "listbox",
-      "aria-label": `${label}; arrow keys go from line to line, Enter finds the other side`,
+      "aria-label": `${label}; arrow keys move between lines, Enter marks the matching lines`,
     });
     this.node = el("div", { class: "pane" }, el("h3", { text: label }), this.list);
-    this.seen = new IntersectionObserver(
+    this.observer = new IntersectionObserver(
       (entries) => entries.forEach((e) => e.isIntersecting && this.make(e.target)),
       { root: this.list, rootMargin: "600px" },
     );
@@ -109,18 +109,18 @@ class Pane {
     this.at = -1;
     this.marked = new Set();
     this.dimmed = new Set();
-    this.seen.disconnect();
+    this.observer.disconnect();
     this.chunks = [];
     for (let i = 0; i < lines.length; i += CHUNK) {
-      const many = Math.min(CHUNK, lines.length - i);
+      const count = Math.min(CHUNK, lines.length - i);
       const node = el("div", {
         class: "chunk",
         "data-first": i,
         role: "presentation",
-        style: { "min-height": `${many * LINE}px` },
+        style: { "min-height": `${count * LINE}px` },
       });
       this.chunks.push(node);
-      this.seen.observe(node);
+      this.observer.observe(node);
     }
     this.list.replaceChildren(...this.chunks);
     if (this.chunks.length) this.make(this.chunks[0]);
@@ -166,14 +166,14 @@ class Pane {
     return chunk.children[i % CHUNK];
   }
 
-  /** On paper nothing scrolls: begin with the line that is at the top now. */
+  /** Print from the line that is at the top now, as paper does not scroll. */
   print() {
     this.scrolled = this.list.scrollTop;
     const top = Math.floor(this.scrolled / LINE);
-    const whole = Math.floor(top / CHUNK);
-    for (const chunk of this.chunks.slice(0, whole)) chunk.hidden = true;
-    for (const chunk of this.chunks.slice(whole, whole + 2)) this.make(chunk);
-    for (let i = whole * CHUNK; i < top; i++) this.nodeOf(i).hidden = true;
+    const first = Math.floor(top / CHUNK);
+    for (const chunk of this.chunks.slice(0, first)) chunk.hidden = true;
+    for (const chunk of this.chunks.slice(first, first + 2)) this.make(chunk);
+    for (let i = first * CHUNK; i < top; i++) this.nodeOf(i).hidden = true;
     this.list.scrollTop = 0;
   }
 
@@ -185,13 +185,13 @@ class Pane {
     this.list.scrollTop = this.scrolled;
   }
 
-  /** Bring a line into sight, in the upper part. */
+  /** Scroll a line into the upper part of the view. */
   reveal(i) {
     const node = this.nodeOf(i);
     if (node) this.list.scrollTop = Math.max(0, node.offsetTop - this.list.clientHeight / 4);
   }
 
-  /** Mark lines; returns how many. The first may be brought into sight. */
+  /** Mark lines and return their number; scroll to the first one if asked. */
   mark(test, scroll) {
     for (const i of this.marked) this.nodeOf(i)?.setAttribute("aria-selected", "false");
     this.marked = new Set(

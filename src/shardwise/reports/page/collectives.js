@@ -1,63 +1,63 @@
-// Which way each collective takes, and the times that decided: a part of the cluster's section.
+// The implementations of collectives and their predicted times: a part of the cluster's section.
 
 import { el, figure, name, table } from "./dom.js";
 import { count, percent, plural, seconds, size } from "./format.js";
 
 /** @param {HTMLElement} body @param {any} report */
 export function drawCollectives(body, report) {
-  if (report.verdict.num_ranks === 1) return; // nobody to talk to
-  const ways = report.collectives ?? [];
-  body.append(el("h3", { text: "Ways of collectives" }));
-  if (!ways.length) {
-    body.append(el("p", { class: "soft", text: "All collectives are the library's." }));
+  if (report.verdict.num_ranks === 1) return; // no communication
+  const collectives = report.collectives ?? [];
+  body.append(el("h3", { text: "Implementations of collectives" }));
+  if (!collectives.length) {
+    body.append(el("p", { class: "soft", text: "All collectives use the library." }));
     return;
   }
   body.append(
     el("p", {
       class: "soft",
       text:
-        "What is used in place of the library, and what both would take; " +
-        "all other collectives are the library's.",
+        "Collectives that do not use the library, and the predicted times of both; " +
+        "all others use the library.",
     }),
     table(
-      "Ways of collectives",
+      "Implementations of collectives",
       [
         "Operation",
         "Ranks",
-        "Way",
+        "Implementation",
         ["Data", "figure"],
-        ["This way", "figure"],
-        ["The library", "figure"],
-        ["Saves", "figure"],
+        ["Time", "figure"],
+        ["Library", "figure"],
+        ["Saved", "figure"],
       ],
-      ways.map(row),
-      "ways",
+      collectives.map(row),
+      "implementations",
     ),
   );
 }
 
-function row(w) {
-  const { [w.uses]: mine, library } = w.predicted_s ?? {};
-  const groups = w.num_groups > 1 ? `${plural(w.num_groups, "group")} of ` : "";
+function row(c) {
+  const { [c.uses]: own, library } = c.predicted_s ?? {};
+  const groups = c.num_groups > 1 ? `${plural(c.num_groups, "group")} of ` : "";
   return el(
     "tr",
     {},
-    el("th", { scope: "row" }, name(w.operation)),
+    el("th", { scope: "row" }, name(c.operation)),
     el(
       "td",
       {},
-      name(w.groups),
-      el("small", { class: "soft block", text: `${groups}${count(w.group_ranks)} ranks` }),
+      name(c.groups),
+      el("small", { class: "soft block", text: `${groups}${count(c.group_ranks)} ranks` }),
     ),
-    el("td", {}, name(w.way)),
-    figure(size(w.reference_bytes)),
-    figure(known(mine)),
-    figure(known(library)),
-    figure(mine && library ? percent(w.saved_share) : "–"),
+    el("td", {}, name(c.implementation)),
+    figure(size(c.reference_bytes)),
+    figure(time(own)),
+    figure(time(library)),
+    figure(own && library ? percent(c.saved_share) : "–"),
   );
 }
 
-/** An edited plan need not have times. */
-function known(time) {
-  return time === undefined || time === null ? "not known" : seconds(time);
+/** A time as text; an edited plan may have none. */
+function time(value) {
+  return value === undefined || value === null ? "unknown" : seconds(value);
 }

@@ -1,6 +1,6 @@
-// Which colour stands for what. The colours themselves are in base.css, for light and dark.
+// Colours of causes, kinds of work and memory. base.css defines them for light and dark themes.
 
-/** Names of causes, kinds of work and parts of memory, and the variable of each. */
+/** Causes, kinds of work and parts of memory, with the variable of each. */
 const KNOWN = {
   compute: "forward",
   forward: "forward",
@@ -51,34 +51,34 @@ function other(text) {
   return `other-${(hash % OTHERS) + 1}`;
 }
 
-/** The variable that a cause or kind of work is drawn in. @param {string} kind */
+/** The variable with the colour of a cause or kind of work. @param {string} kind */
 export function variable(kind) {
   return `--c-${Object.hasOwn(KNOWN, kind) ? KNOWN[kind] : other(kind)}`;
 }
 
-/** The variable that a part of memory is drawn in. @param {string} part */
+/** The variable with the colour of a part of memory. @param {string} part */
 export function partVariable(part) {
   return Object.hasOwn(PARTS, part)
     ? `--c-${PARTS[part]}`
     : `--c-${Object.hasOwn(KNOWN, part) ? KNOWN[part] : other(part)}`;
 }
 
-/** A colour as a canvas wants it. @param {string} variableName such as "--c-forward" */
+/** A colour in the form that a canvas needs. @param {string} variableName such as "--c-forward" */
 export function resolved(variableName) {
-  let found = cache.get(variableName);
-  if (!found) {
+  let colour = cache.get(variableName);
+  if (!colour) {
     if (!probe.isConnected) {
       probe.hidden = true;
       document.body.append(probe);
     }
     probe.style.color = `var(${variableName})`;
-    found = getComputedStyle(probe).color;
-    cache.set(variableName, found);
+    colour = getComputedStyle(probe).color;
+    cache.set(variableName, colour);
   }
-  return found;
+  return colour;
 }
 
-/** Forget the colours: the page has become light or dark. */
+/** Forget the colours after a change of the theme. */
 export function forget() {
   cache = new Map();
 }

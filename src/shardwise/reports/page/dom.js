@@ -1,9 +1,9 @@
-// Elements from plain data. Text only ever enters as text: there is no innerHTML on this page.
+// Elements from plain data. Text is only inserted as text: this page does not use innerHTML.
 
-const SHOWN = 400; // characters of a name; what is longer is cut, with its length
-const TITLE = 2000; // characters of a name when one points at it
+const MAX_NAME = 400; // characters of a name; longer ones are cut and show their length
+const MAX_TITLE = 2000; // characters of a name in its tooltip
 const SVG = "http://www.w3.org/2000/svg";
-// Controls and characters that change the direction of what follows: they are shown by number.
+// Control characters and those that change the direction of text are shown by number.
 const HIDDEN =
   /[\u0000-\u001f\u007f-\u009f\u061c\u200b-\u200f\u202a-\u202e\u2028\u2029\u2060-\u2069\ufeff]/g;
 
@@ -47,28 +47,28 @@ function fill(node, props, children) {
 }
 
 /**
- * A text of unknown origin as it may be shown on one line.
- * @param {string} text @param {number} [most]
+ * A text of unknown origin in a form that can be shown on one line.
+ * @param {string} text @param {number} [limit]
  */
-export function plain(text, most = SHOWN) {
-  const whole = String(text);
-  const cut =
-    whole.length > most
-      ? `${whole.slice(0, most)}… (${whole.length.toLocaleString("en")} characters)`
-      : whole;
-  return cut.replace(
+export function plain(text, limit = MAX_NAME) {
+  const full = String(text);
+  const shown =
+    full.length > limit
+      ? `${full.slice(0, limit)}… (${full.length.toLocaleString("en")} characters)`
+      : full;
+  return shown.replace(
     HIDDEN,
     (c) => `⟨U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`,
   );
 }
 
 /**
- * A name, apart from the direction of the text around it; its title has more of it when it is cut.
- * @param {string} text @param {string} [kind] @param {number} [most] characters
+ * A name, isolated from the direction of the text around it; its tooltip shows more if it is cut.
+ * @param {string} text @param {string} [kind] @param {number} [limit] characters
  */
-export function name(text, kind = "", most = SHOWN) {
-  const title = String(text).length > most ? plain(text, TITLE) : null;
-  return el("bdi", { class: kind || null, title, text: plain(text, most) });
+export function name(text, kind = "", limit = MAX_NAME) {
+  const title = String(text).length > limit ? plain(text, MAX_TITLE) : null;
+  return el("bdi", { class: kind || null, title, text: plain(text, limit) });
 }
 
 /** A name in the typeface of code. @param {string} text */
@@ -81,13 +81,13 @@ export function figure(text, props = {}) {
   return el("td", { ...props, class: `figure ${props.class ?? ""}`, text });
 }
 
-/** A head of a column. @param {string} text @param {string} [kind] */
+/** The head of a column. @param {string} text @param {string} [kind] */
 export function head(text, kind = "") {
   return el("th", { scope: "col", class: kind || null, text });
 }
 
 /**
- * A table with its heads and a caption for those who do not see what is around it.
+ * A table with heads and a caption for screen readers.
  * @param {string} caption @param {(string|[string, string])[]} heads @param {HTMLElement[]} rows @param {string} [kind]
  */
 export function table(caption, heads, rows, kind = "") {
@@ -106,7 +106,7 @@ export function table(caption, heads, rows, kind = "") {
 }
 
 /**
- * A row of buttons of which one is pressed.
+ * A row of buttons, one of which is pressed.
  * @param {string} label @param {{value: string, text: string}[]} choices @param {string} chosen
  * @param {(value: string) => void} change
  */
@@ -130,8 +130,8 @@ export function choice(label, choices, chosen, change) {
 }
 
 /**
- * What is long, behind a line that opens it; its content is made when it is opened first.
- * With `data-print` it is open on paper.
+ * Details behind a summary; their content is created when they are first opened.
+ * With `data-print` they are open on paper.
  */
 export function unfold(summary, make, props = {}) {
   const box = el("details", { class: "unfold", ...props }, el("summary", { text: summary }));
@@ -144,7 +144,7 @@ export function unfold(summary, make, props = {}) {
     addEventListener("beforeprint", () => {
       before = box.open;
       box.open = true;
-      open(); // the event of the opening would come after the printing
+      open(); // the toggle event would come after the printing
     });
     addEventListener("afterprint", () => (box.open = before));
   }

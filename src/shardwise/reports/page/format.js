@@ -1,7 +1,7 @@
-// Figures as text, in the form of `shardwise.formatting`.
+// Format figures like `shardwise.formatting`.
 
 /**
- * Digits after the point as Python writes them: a tie goes to the even digit, where `toFixed` goes up.
+ * Format with digits after the point like Python, which rounds ties to even, while `toFixed` rounds up.
  * Only sums of halves, quarters and so on can be ties.
  * @param {number} value @param {number} digits
  */
@@ -13,9 +13,9 @@ function digitsOf(value, digits) {
 
 /** A number with thousands separated. @param {number} value @param {number} digits */
 function fixed(value, digits) {
-  const [whole, rest] = digitsOf(value, digits).split(".");
-  const grouped = whole.replace(/\B(?=(\d{3})+$)/g, ",");
-  return rest ? `${grouped}.${rest}` : grouped;
+  const [integer, fraction] = digitsOf(value, digits).split(".");
+  const grouped = integer.replace(/\B(?=(\d{3})+$)/g, ",");
+  return fraction ? `${grouped}.${fraction}` : grouped;
 }
 
 /** A time with its unit. @param {number} value seconds */
@@ -30,17 +30,17 @@ export function seconds(value) {
 /** Bytes with their unit. @param {number} value */
 export function size(value) {
   if (!value) return "0";
-  for (const [unit, each] of [
+  for (const [unit, bytes] of [
     ["GiB", 2 ** 30],
     ["MiB", 2 ** 20],
     ["KiB", 2 ** 10],
   ]) {
-    if (Math.abs(value) >= each) return `${fixed(value / each, 1)} ${unit}`;
+    if (Math.abs(value) >= bytes) return `${fixed(value / bytes, 1)} ${unit}`;
   }
   return `${digitsOf(value, 0)} B`;
 }
 
-/** A count or rate with three digits that matter. @param {number} value */
+/** A count or rate with three significant digits. @param {number} value */
 export function amount(value) {
   if (Math.abs(value) >= 1e9) return `${digitsOf(value / 1e9, 1)} G`;
   if (Math.abs(value) >= 1e7) return `${digitsOf(value / 1e6, 1)} M`;
@@ -52,7 +52,7 @@ export function money(value) {
   return fixed(value, 2);
 }
 
-/** A share as a percentage; a small one keeps a digit. @param {number} share */
+/** A share as a percentage, with a decimal if it is small. @param {number} share */
 export function percent(share) {
   const value = share * 100;
   if (value === 0) return "0%";
@@ -66,17 +66,17 @@ export function signed(value, form) {
   return (value > 0 ? "+" : "−") + form(Math.abs(value));
 }
 
-/** How a time changed: by percent, or by a factor where that says more. @param {number} ratio */
+/** The change of a time in percent, or as a factor if it is large. @param {number} ratio */
 export function change(ratio) {
   return ratio >= 2 ? `×${digitsOf(ratio, 1)}` : signed(ratio - 1, percent);
 }
 
-/** A whole number with thousands separated. @param {number} value */
+/** An integer with thousands separated. @param {number} value */
 export function count(value) {
   return fixed(value, 0);
 }
 
-/** A noun with its number. @param {number} value @param {string} one @param {string} [many] */
+/** A number with its noun. @param {number} value @param {string} one @param {string} [many] */
 export function plural(value, one, many = `${one}s`) {
   return `${count(value)} ${value === 1 ? one : many}`;
 }

@@ -1,10 +1,10 @@
-// What the pointer or the keyboard is at: one box beside the pointer, one line for screen readers.
+// Hints about the element under the pointer or with the focus: a tooltip, and text for screen readers.
 
 import { el, name, plain } from "./dom.js";
 
 const box = document.getElementById("hint");
 const spoken = document.getElementById("spoken");
-const GAP = 14; // pixels between the pointer and the box
+const GAP = 14; // pixels between the pointer and the tooltip
 let shown = null;
 let middle = { x: innerWidth / 2, y: innerHeight / 2 };
 
@@ -14,7 +14,7 @@ let middle = { x: innerWidth / 2, y: innerHeight / 2 };
  * @property {[string, string][]} lines names and figures
  */
 
-/** Show a hint at a place of the window. @param {Hint} hint @param {number} x @param {number} y */
+/** Show a hint at a point of the window. @param {Hint} hint @param {number} x @param {number} y */
 export function show(hint, x, y) {
   if (hint !== shown) {
     shown = hint;
@@ -29,21 +29,21 @@ export function show(hint, x, y) {
         ]),
       ),
     );
-    box.style.visibility = "visible"; // not its display: nothing else moves
+    box.style.visibility = "visible"; // unlike display, this causes no layout
   }
-  // Towards the middle of the window: there is room, and nothing needs to be measured.
+  // Towards the middle of the window, where there is space without measuring anything.
   const left = x > middle.x ? `calc(${x - GAP}px - 100%)` : `${x + GAP}px`;
   const top = y > middle.y ? `calc(${y - GAP}px - 100%)` : `${y + GAP}px`;
   box.style.transform = `translate(${left}, ${top})`;
 }
 
-/** Hide it. */
+/** Hide the hint. */
 export function hide() {
   shown = null;
   box.style.visibility = "hidden";
 }
 
-/** Say a text to those who hear the page. @param {string} text */
+/** Announce a text to screen readers. @param {string} text */
 export function say(text) {
   spoken.textContent = plain(text);
 }

@@ -1,11 +1,11 @@
-// Lanes of spans, drawn on a canvas: a time axis, and rows of lanes below it.
+// Draw a time axis and rows of lanes with spans on a canvas.
 
 import { plain } from "./dom.js";
 import { resolved } from "./colours.js";
 import { Strips } from "./strips.js";
 
 export const AXIS = 26; // pixels
-const MOST_WIDTHS = 20000; // texts whose widths are kept
+const MAX_WIDTHS = 20000; // texts whose widths are cached
 const ROW_GAP = 10;
 const LANE_GAP = 2;
 const HAIR = 0.6; // pixels between neighbours
@@ -24,7 +24,7 @@ const UNITS = [
  * @property {import("./spans.js").Spans} spans
  * @property {number} height
  * @property {(i: number) => string} colour the variable of a span's colour
- * @property {(i: number) => string} text what is written on a span
+ * @property {(i: number) => string} text the label of a span
  * @property {(i: number) => import("./hint.js").Hint} hint
  * @property {number} [y] from the top of the chart; set by `place`
  * @property {number} [end] of its row; set by `place`
@@ -33,13 +33,13 @@ const UNITS = [
  * @property {string} label
  * @property {string} [note]
  * @property {string} [tone] "measured"
- * @property {number} [end] of its step, where it differs from the chart's
+ * @property {number} [end] of its step, if it differs from the chart's
  * @property {Lane[]} lanes
  * @property {number} [y]
  * @property {number} [height]
  */
 
-/** Give rows and lanes their places; returns the height of all. @param {Row[]} rows */
+/** Place rows and lanes and return the total height. @param {Row[]} rows */
 export function place(rows) {
   let y = ROW_GAP / 2;
   for (const row of rows) {
@@ -55,7 +55,7 @@ export function place(rows) {
   return y;
 }
 
-/** A canvas of a size in pixels of the page, sharp on every screen. */
+/** Resize a canvas to CSS pixels so that it is sharp on every screen; return its cleared context. */
 export function sharp(canvas, width, height) {
   const ratio = Math.min(devicePixelRatio || 1, 3);
   const [w, h] = [Math.round(width * ratio), Math.round(height * ratio)];
@@ -71,7 +71,7 @@ export function sharp(canvas, width, height) {
   return context;
 }
 
-/** Times of ticks, about 100 pixels apart, and how they are written. */
+/** The times of ticks, about 100 pixels apart, and a function that formats them. */
 export function ticks(view, width) {
   const rough = ((view.to - view.from) / Math.max(1, width)) * 100;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -86,7 +86,7 @@ export function ticks(view, width) {
   };
 }
 
-/** Draw the axis, with the part of the whole that is seen. */
+/** Draw the axis, with a bar for the visible part of the step. */
 export function drawAxis(canvas, view, extent, width) {
   const c = sharp(canvas, width, AXIS);
   const { times, write } = ticks(view, width);
@@ -155,7 +155,7 @@ function drawLane(c, lane, view, { width, critical, ink, font, paint, mark }) {
     const variable = lane.colour(i);
     const faded = critical === "only" && !marked ? 0.22 : 1;
     if (w < NARROW) {
-      // On whole pixels: half of one and half of another would mix their colours.
+      // Align to pixels: spans that share a pixel would mix their colours.
       const left = Math.round(x);
       const right = Math.max(left + 1, Math.round(x + w));
       paint(left, right, resolved(variable), faded * (0.25 + 0.75 * fill));
@@ -189,28 +189,28 @@ function drawLane(c, lane, view, { width, critical, ink, font, paint, mark }) {
   c.globalAlpha = 1;
 }
 
-/** A text as it is written, and how wide it is. */
+/** The displayed form of a text and its width. */
 function measured(c, text, size) {
   const key = `${size} ${text}`;
-  let found = widths.get(key);
-  if (!found) {
-    const whole = plain(text, 60);
-    if (widths.size > MOST_WIDTHS) widths.clear();
-    widths.set(key, (found = [whole, c.measureText(whole).width]));
+  let entry = widths.get(key);
+  if (!entry) {
+    const shown = plain(text, 60);
+    if (widths.size > MAX_WIDTHS) widths.clear();
+    widths.set(key, (entry = [shown, c.measureText(shown).width]));
   }
-  return found;
+  return entry;
 }
 
-/** A text in the middle of its span, or as much of it as has room. */
+/** Write a text in the middle of its span, shortened if necessary. */
 function write(c, text, left, right, y, size, ink, variable) {
   if (!text) return;
   const room = right - left - 1;
-  const [whole, wide] = measured(c, text, size);
-  const letters = Math.floor((room / wide) * whole.length) - 1;
-  if (wide > room && letters < 2) return;
-  const cut = wide > room ? `${whole.slice(0, letters)}…` : whole;
+  const [full, width] = measured(c, text, size);
+  const letters = Math.floor((room / width) * full.length) - 1;
+  if (width > room && letters < 2) return;
+  const shown = width > room ? `${full.slice(0, letters)}…` : full;
   c.fillStyle = PALE.has(variable) ? ink.dark : ink.on;
-  c.fillText(cut, left + (right - left - Math.min(wide, room)) / 2, y);
+  c.fillText(shown, left + (right - left - Math.min(width, room)) / 2, y);
 }
 
 const PALE = new Set([

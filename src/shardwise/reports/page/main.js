@@ -1,4 +1,4 @@
-// The page: sections in order, one task each, so that the verdict is seen at once.
+// The page: sections in order, drawn in one task each, so that the verdict appears first.
 
 import { drawCluster } from "./cluster.js";
 import { drawCode } from "./code.js";
@@ -14,35 +14,35 @@ import { drawTimeline } from "./timeline.js";
 import { drawVerdict } from "./verdict.js";
 import { drawWhatIf } from "./what_if.js";
 
-/** Sections: what is in the report under `key`, and what one sees there. */
+/** Sections: the `key` of their data in the report, their texts, and the function that draws them. */
 const SECTIONS = [
   { id: "verdict", key: "verdict", title: "Verdict", lead: "", draw: drawVerdict },
   {
     id: "model",
     key: "modules",
     title: "Model",
-    lead: "One rank's share of a step. Equal modules stand once: the figures are those of one, the bars those of all.",
+    lead: "One rank's share of a step. Equal modules share a row: figures are per module, bars are for all of them.",
     draw: drawModules,
   },
   {
     id: "cluster",
     key: "cluster",
     title: "Cluster",
-    lead: "Ranks on their devices; the fill of a device is its peak of memory, its colour its stage.",
+    lead: "Ranks on their devices; the fill of a device shows its peak memory, the colour its stage.",
     draw: drawCluster,
   },
   {
     id: "memory",
     key: "memory",
     title: "Memory",
-    lead: "The peak of a device of each class of ranks, and what it is made of.",
+    lead: "The peak memory of each class of ranks, and its parts.",
     draw: drawMemory,
   },
   {
     id: "timeline",
     key: "timeline",
     title: "Timeline",
-    lead: "A step of each class of ranks: computing above, communication below.",
+    lead: "A step of each class of ranks, with computing above communication.",
     draw: drawTimeline,
   },
   {
@@ -57,7 +57,7 @@ const SECTIONS = [
     id: "plans",
     key: "plans",
     title: "Why this plan",
-    lead: "The plan and its runners-up, on one scale.",
+    lead: "The plan and its runners-up on a common scale.",
     draw: drawPlans,
   },
   { id: "what-if", key: "what_if", title: "What if", lead: "", draw: drawWhatIf },
@@ -65,14 +65,14 @@ const SECTIONS = [
     id: "code",
     key: "code",
     title: "Generated code",
-    lead: "What runs, beside the lines of yours that it comes from.",
+    lead: "The code that runs, next to the lines of your code that it comes from.",
     draw: drawCode,
   },
   {
     id: "measured",
     key: "measured",
     title: "Predicted and measured",
-    lead: "A recorded run, laid over the prediction; the largest disagreements first.",
+    lead: "A recorded run compared with the prediction, with the largest disagreements first.",
     draw: drawMeasured,
   },
 ];
@@ -89,7 +89,7 @@ function missing(text) {
   );
 }
 
-/** The frame of a section, empty as yet. */
+/** The frame of a section, without its content. */
 function frame({ id, title, lead }) {
   return el(
     "section",
@@ -99,9 +99,9 @@ function frame({ id, title, lead }) {
   );
 }
 
-function fillSection(section, { key, draw, none = "This report does not have it." }, report) {
-  const found = report[key];
-  const empty = found === null || found === undefined || (Array.isArray(found) && !found.length);
+function fillSection(section, { key, draw, none = "This report does not have this section." }, report) {
+  const data = report[key];
+  const empty = data === null || data === undefined || (Array.isArray(data) && !data.length);
   if (empty) {
     section.classList.add("empty");
     section.append(missing(report.missing?.[key] ?? none));
@@ -110,14 +110,14 @@ function fillSection(section, { key, draw, none = "This report does not have it.
   try {
     draw(section, report);
   } catch (error) {
-    console.error(error); // the other sections are worth seeing all the same
+    console.error(error); // the other sections are still useful
     section.append(
       el("p", { class: "missing", text: `This section could not be drawn: ${error.message}` }),
     );
   }
 }
 
-/** Links within the page: in a notebook's frame, an address would lead out of it. */
+/** Follow links within the page: in a notebook's frame, an address would leave the frame. */
 function follow(e) {
   const link = e.target.closest?.('a[href^="#"]');
   if (!link) return;
@@ -130,7 +130,7 @@ function follow(e) {
 }
 
 function watchContents(links) {
-  const seen = new IntersectionObserver(
+  const observer = new IntersectionObserver(
     (entries) => {
       for (const e of entries)
         if (e.isIntersecting)
@@ -138,7 +138,7 @@ function watchContents(links) {
     },
     { rootMargin: "-10% 0px -75% 0px" },
   );
-  for (const id of links.keys()) seen.observe(document.getElementById(id));
+  for (const id of links.keys()) observer.observe(document.getElementById(id));
 }
 
 function main() {
@@ -156,9 +156,9 @@ function main() {
     ...sections.map((s) => s.node),
   );
   fillSection(sections[0].node, sections[0], report);
-  const rest = sections.slice(1);
+  const remaining = sections.slice(1);
   const next = () => {
-    const s = rest.shift();
+    const s = remaining.shift();
     if (!s) {
       watchContents(links);
       document.documentElement.dataset.ready = "true";

@@ -1,4 +1,4 @@
-// The recorded run over the prediction: both timelines on one scale, and where they disagree.
+// A recorded run compared with the prediction: disagreements, and both timelines on one scale.
 
 import { legend } from "./bars.js";
 import { Chart } from "./chart.js";
@@ -7,7 +7,7 @@ import { el, figure, name, table, unfold } from "./dom.js";
 import { change, percent, plural, seconds, signed } from "./format.js";
 import { kindsOf, keys, rowsOf } from "./timeline.js";
 
-const FIRST = 4; // disagreements that are seen at once
+const FIRST = 4; // disagreements that are shown at first
 
 /** @param {HTMLElement} body @param {any} report */
 export function drawMeasured(body, report) {
@@ -25,7 +25,7 @@ export function drawMeasured(body, report) {
     );
   if (m.timeline?.rows?.length)
     body.append(
-      el("h3", { text: "Predicted, and measured below it, on one scale" }),
+      el("h3", { text: "Predicted and measured timelines on one scale" }),
       ...both(report),
     );
   if (m.notes?.length)
@@ -53,34 +53,34 @@ function capital(text) {
   return text.charAt(0).toUpperCase() + text.slice(1);
 }
 
-/** The largest disagreements; those that are left stand behind a line. */
+/** The largest disagreements, with the others behind a summary. */
 function disagreements(m) {
-  const found = m.disagreements ?? [];
-  if (!found.length) return el("p", { class: "soft", text: "No disagreement is worth a line." });
-  const most = Math.max(...found.map((d) => Math.abs(d.difference_s)), Number.MIN_VALUE);
+  const all = m.disagreements ?? [];
+  if (!all.length) return el("p", { class: "soft", text: "No large disagreements." });
+  const largest = Math.max(...all.map((d) => Math.abs(d.difference_s)), Number.MIN_VALUE);
   const words = new Map((m.causes ?? []).map((c) => [c.name, c.text]));
   const list = (some, start) =>
     el(
       "ol",
       { class: "disagreements", style: { "counter-reset": `place ${start}` } },
-      ...some.map((d) => disagreement(d, most, words)),
+      ...some.map((d) => disagreement(d, largest, words)),
     );
-  const rest = found.slice(FIRST);
+  const smaller = all.slice(FIRST);
   return el(
     "div",
     {},
-    list(found.slice(0, FIRST), 0),
-    rest.length
-      ? unfold(plural(rest.length, "smaller one"), () => list(rest, FIRST), {
+    list(all.slice(0, FIRST), 0),
+    smaller.length
+      ? unfold(plural(smaller.length, "smaller disagreement"), () => list(smaller, FIRST), {
           "data-print": "open",
         })
       : null,
   );
 }
 
-/** What disagrees, where, by how much, and what to do about it. */
-function disagreement(d, most, words) {
-  const share = (Math.abs(d.difference_s) / most) * 100;
+/** A disagreement: its cause, place and size, and what to do about it. */
+function disagreement(d, largest, words) {
+  const share = (Math.abs(d.difference_s) / largest) * 100;
   const colour = d.difference_s > 0 ? "--c-slower" : "--c-faster";
   return el(
     "li",
@@ -98,13 +98,13 @@ function disagreement(d, most, words) {
       { class: "small-bar", "aria-hidden": "true" },
       el("i", { style: { width: `${share}%`, "--colour": `var(${colour})` } }),
     ),
-    el("p", {}, name(d.text ?? "")), // both figures are in it; of a slow rank, that of its like
+    el("p", {}, name(d.text ?? "")), // it has both figures
     d.advice ? el("p", { class: "advice" }, name(d.advice)) : null,
   );
 }
 
 function causes(m) {
-  const most = Math.max(
+  const longest = Math.max(
     ...m.causes.flatMap((c) => [c.predicted_s, c.measured_s]),
     Number.MIN_VALUE,
   );
@@ -115,12 +115,12 @@ function causes(m) {
       el("i", {
         class: "predicted",
         style: {
-          width: `${(c.predicted_s / most) * 100}%`,
+          width: `${(c.predicted_s / longest) * 100}%`,
           "--colour": `var(${variable(c.name)})`,
         },
       }),
       el("i", {
-        style: { width: `${(c.measured_s / most) * 100}%`, "--colour": `var(${variable(c.name)})` },
+        style: { width: `${(c.measured_s / longest) * 100}%`, "--colour": `var(${variable(c.name)})` },
       }),
     );
   const rows = m.causes.map((c) =>
@@ -153,18 +153,18 @@ function both(report) {
   const predictedRows = rowsOf(timeline, { word: "predicted, " });
   const measuredRows = rowsOf(measured.timeline, { word: "measured, ", tone: "measured" });
   const rows = [];
-  const left = new Set(measuredRows);
+  const remaining = new Set(measuredRows);
   for (const row of predictedRows) {
     rows.push(row);
     for (const other of measuredRows) {
-      if (other.data.class === row.data.class && left.delete(other)) rows.push(other);
+      if (other.data.class === row.data.class && remaining.delete(other)) rows.push(other);
     }
   }
-  rows.push(...left);
+  rows.push(...remaining);
   const extent = Math.max(timeline.step_time_s, measured.timeline.step_time_s);
   const chart = new Chart({ label: "Predicted and measured timelines", rows, extent });
-  const seen = new Map(
+  const kinds = new Map(
     [...kindsOf(timeline), ...kindsOf(measured.timeline)].map((k) => [k.label, k]),
   );
-  return [chart.node, el("div", { class: "under" }, legend([...seen.values()]), keys())];
+  return [chart.node, el("div", { class: "under" }, legend([...kinds.values()]), keys())];
 }

@@ -1,4 +1,4 @@
-// Memory of each class of ranks: what the peak is made of, against the limit, and over the step.
+// Memory of each class of ranks: the parts of its peak, its limit, and its course over the step.
 
 import { legend, stacked } from "./bars.js";
 import { partVariable } from "./colours.js";
@@ -6,10 +6,10 @@ import { choice, el, figure, name, svg, table, unfold } from "./dom.js";
 import { percent, seconds, size } from "./format.js";
 import { hide, show } from "./hint.js";
 
-const WIDTH = 400; // of a chart's own units
+const WIDTH = 400; // in units of the chart
 const HEIGHT = 64;
-const FIRST = 8; // classes that are shown at first, the fullest
-const SMALL = 0.25; // of the limit: below, bars are better compared with each other
+const FIRST = 8; // classes that are shown at first, those closest to their limits
+const SMALL = 0.25; // of the limit; smaller peaks are compared with each other
 
 /** @param {HTMLElement} body @param {any} report */
 export function drawMemory(body, report) {
@@ -18,30 +18,30 @@ export function drawMemory(body, report) {
     ...new Set(uses.flatMap((u) => [...Object.keys(u.parts), ...Object.keys(u.others ?? {})])),
   ];
   const others = new Set(uses.flatMap((u) => Object.keys(u.others ?? {})));
-  const most = Math.max(...uses.map((u) => u.peak_bytes));
+  const largest = Math.max(...uses.map((u) => u.peak_bytes));
   const limit = Math.max(...uses.map((u) => u.limit_bytes));
   const list = el("div", { class: "memories" });
-  let scale = most < SMALL * limit ? "largest" : "limit";
-  let many = uses.length > FIRST + 2 ? FIRST : uses.length;
+  let scale = largest < SMALL * limit ? "largest" : "limit";
+  let shownCount = uses.length > FIRST + 2 ? FIRST : uses.length;
   const draw = () => {
-    const whole = scale === "limit" ? Math.max(limit, most) : most * 1.05;
+    const total = scale === "limit" ? Math.max(limit, largest) : largest * 1.05;
     const shown =
-      many < uses.length
+      shownCount < uses.length
         ? [...uses]
             .sort((a, b) => b.peak_bytes / b.limit_bytes - a.peak_bytes / a.limit_bytes)
-            .slice(0, many)
+            .slice(0, shownCount)
         : uses;
-    list.replaceChildren(...shown.map((u) => drawUse(u, whole, report)));
+    list.replaceChildren(...shown.map((u) => drawUse(u, total, report)));
   };
   const all =
-    many < uses.length &&
+    shownCount < uses.length &&
     el("button", {
       type: "button",
       class: "more",
-      text: `Show all ${uses.length} classes of ranks; these are the fullest`,
+      text: `Show all ${uses.length} classes of ranks, not only the fullest`,
       on: {
         click: () => {
-          many = uses.length;
+          shownCount = uses.length;
           all.remove();
           draw();
         },
@@ -50,8 +50,8 @@ export function drawMemory(body, report) {
   const tools = choice(
     "Scale of memory",
     [
-      { value: "limit", text: "Against the limit" },
-      { value: "largest", text: "Against the largest peak" },
+      { value: "limit", text: "Relative to the limit" },
+      { value: "largest", text: "Relative to the largest peak" },
     ],
     scale,
     (value) => {
@@ -81,7 +81,7 @@ export function drawMemory(body, report) {
 }
 
 function parts(use) {
-  const made = (entries, pattern) =>
+  const partsOf = (entries, pattern) =>
     entries.map(([label, value]) => ({
       label,
       value,
@@ -90,18 +90,18 @@ function parts(use) {
       pattern,
     }));
   return [
-    ...made(Object.entries(use.parts), ""),
-    ...made(Object.entries(use.others ?? {}), "hatched"),
+    ...partsOf(Object.entries(use.parts), ""),
+    ...partsOf(Object.entries(use.others ?? {}), "hatched"),
   ].filter((p) => p.value > 0);
 }
 
-function drawUse(use, whole, report) {
+function drawUse(use, total, report) {
   const over = use.peak_bytes > use.limit_bytes;
-  const at = (use.limit_bytes / whole) * 100;
+  const at = (use.limit_bytes / total) * 100;
   const bar = el(
     "div",
     { class: "memory-bar" },
-    stacked(parts(use), whole, `Peak of ${label(use, report)}`),
+    stacked(parts(use), total, `Peak of ${label(use, report)}`),
     at <= 100
       ? el("span", {
           class: "limit-line",
@@ -131,26 +131,26 @@ function drawUse(use, whole, report) {
         use.host_bytes ? `, ${size(use.host_bytes)} in host memory` : null,
       ),
     ),
-    overTime(use, whole, report),
+    overTime(use, total, report),
   );
 }
 
 function label(use, report) {
-  const found = (report.classes ?? []).find((c) => c.groups?.includes(use.group));
-  return found?.label ?? `ranks ${use.ranks}`;
+  const rankClass = (report.classes ?? []).find((c) => c.groups?.includes(use.group));
+  return rankClass?.label ?? `ranks ${use.ranks}`;
 }
 
-/** The total over the step as an area of steps. */
-function overTime(use, whole, report) {
+/** The memory over the step as an area chart. */
+function overTime(use, total, report) {
   const { times, over_time: values } = use;
   if (!values?.length) return el("div");
   const end = report.timeline?.step_time_s ?? times.at(-1);
   const x = (t) => ((t / (end || 1)) * WIDTH).toFixed(1);
-  const y = (v) => (HEIGHT - (v / whole) * (HEIGHT - 2)).toFixed(1);
+  const y = (v) => (HEIGHT - (v / total) * (HEIGHT - 2)).toFixed(1);
   let path = `M${x(times[0])},${HEIGHT}`;
   values.forEach((v, i) => (path += `L${x(times[i] ?? 0)},${y(v)}H${x(times[i + 1] ?? end)}`));
   const limit =
-    use.limit_bytes <= whole
+    use.limit_bytes <= total
       ? svg("path", { class: "limit-path", d: `M0,${y(use.limit_bytes)}H${WIDTH}` })
       : null;
   const picture = svg(

@@ -1,13 +1,13 @@
-// Modules, parameters and operations as items of a tree, and the search among them.
+// Modules, parameters and operations as items of a tree, and the search for them.
 
 import { barCell } from "./bars.js";
 import { el, name } from "./dom.js";
 import { count, plural, seconds, size } from "./format.js";
 
-export const MOST_FOUND = 300; // rows that a search shows
-const CHUNK = 200; // operations that are shown at once
-const CUT = 120; // characters of a name in a cell
-const OPEN_ROWS = 30; // that the tree opens with, about
+export const MAX_HITS = 300; // rows that a search shows
+const CHUNK = 200; // operations that are shown together
+const MAX_NAME = 120; // characters of a name in a cell
+const OPEN_ROWS = 30; // about as many as the tree shows at first
 
 /** The rows of the data as items of a tree. */
 export class Model {
@@ -20,26 +20,26 @@ export class Model {
     this.list = data.parameters ?? [];
     this.operations = this.groups(this.nodes.module);
     const tops = this.rows.filter((r) => r.parent === null || r.parent === undefined);
-    const most = (f) => Math.max(...tops.map(f), Number.MIN_VALUE);
-    this.most = {
-      bytes: most((r) => r.parameter_bytes),
-      kept: most((r) => r.activation_bytes),
-      time: most((r) => r.forward_s + r.backward_s),
-      moved: most((r) => r.communication_s),
-      synced: most((r) => r.sync_s ?? 0),
+    const largest = (f) => Math.max(...tops.map(f), Number.MIN_VALUE);
+    this.largest = {
+      bytes: largest((r) => r.parameter_bytes),
+      activations: largest((r) => r.activation_bytes),
+      time: largest((r) => r.forward_s + r.backward_s),
+      communication: largest((r) => r.communication_s),
+      synced: largest((r) => r.sync_s ?? 0),
     };
     this.syncs = this.rows.some((r) => r.sync_s > 0);
     this.byId = new Map(this.rows.map((r) => [r.id, r]));
-    this.copies = new Map(); // of a module in the whole model: its figures are those of one
+    this.copies = new Map(); // number of each module in the model: figures are per module
     for (const r of this.rows)
       this.copies.set(r.id, (r.count ?? 1) * (this.copies.get(r.parent) ?? 1));
   }
 
   /** Indices by the value of a column. @param {number[]} keys @returns {Map<number, number[]>} */
   groups(keys) {
-    const found = new Map();
-    keys.forEach((key, i) => (found.has(key) ? found.get(key).push(i) : found.set(key, [i])));
-    return found;
+    const result = new Map();
+    keys.forEach((key, i) => (result.has(key) ? result.get(key).push(i) : result.set(key, [i])));
+    return result;
   }
 
   roots(only = null) {
@@ -52,9 +52,9 @@ export class Model {
     return this.rows.filter((r) => this.below.has(r.id)).map((r) => `m${r.id}`);
   }
 
-  /** The modules that the tree opens with: from the top until it has enough rows. */
+  /** The modules that are open at first: from the top until there are enough rows. */
   opening() {
-    const found = [];
+    const result = [];
     let level = this.below.get(-1) ?? [];
     let shown = level.length;
     while (level.length) {
@@ -63,12 +63,12 @@ export class Model {
         const below = this.below.get(this.rows[i].id) ?? [];
         if (!below.length || (shown > 1 && shown + below.length > OPEN_ROWS)) continue;
         shown += below.length;
-        found.push(`m${this.rows[i].id}`);
+        result.push(`m${this.rows[i].id}`);
         next.push(...below);
       }
       level = next;
     }
-    return found;
+    return result;
   }
 
   module(i, level, only) {
@@ -98,16 +98,16 @@ export class Model {
   }
 
   moduleCells(row) {
-    const { most } = this;
+    const { largest } = this;
     const copies = this.copies.get(row.id);
     const title = heading(
-      name(row.name || "(model)", "strong", CUT),
-      name(row.kind, "soft", CUT),
+      name(row.name || "(model)", "strong", MAX_NAME),
+      name(row.kind, "soft", MAX_NAME),
       row.count > 1
         ? el("span", {
             class: "count",
             text: `×${row.count}`,
-            title: "equal modules; the figures are those of one, the bars those of all",
+            title: "equal modules; figures are per module, bars are for all of them",
           })
         : null,
       row.stages?.length && this.stagesDiffer(row)
@@ -118,24 +118,24 @@ export class Model {
       title,
       layout(row.layout),
       barCell(size(row.parameter_bytes), [
-        [(row.parameter_bytes * copies) / most.bytes, "--c-forward"],
+        [(row.parameter_bytes * copies) / largest.bytes, "--c-forward"],
       ]),
       barCell(size(row.activation_bytes), [
-        [(row.activation_bytes * copies) / most.kept, "--c-weight"],
+        [(row.activation_bytes * copies) / largest.activations, "--c-weight"],
       ]),
       barCell(seconds(row.forward_s + row.backward_s), [
-        [(row.forward_s * copies) / most.time, "--c-forward"],
-        [(row.backward_s * copies) / most.time, "--c-backward"],
+        [(row.forward_s * copies) / largest.time, "--c-forward"],
+        [(row.backward_s * copies) / largest.time, "--c-backward"],
       ]),
       barCell(seconds(row.communication_s), [
-        [(row.communication_s * copies) / most.moved, "--c-collectives"],
+        [(row.communication_s * copies) / largest.communication, "--c-collectives"],
       ]),
       this.syncs &&
-        barCell(seconds(row.sync_s), [[(row.sync_s * copies) / most.synced, "--c-reduce"]]),
+        barCell(seconds(row.sync_s), [[(row.sync_s * copies) / largest.synced, "--c-reduce"]]),
     ].filter(Boolean);
   }
 
-  /** Whether a module's stages are worth a word: not those of the module above it again. */
+  /** Whether the stages of a module differ from those of its parent. */
   stagesDiffer(row) {
     const above = this.byId.get(row.parent)?.stages;
     return above ? above.join() !== row.stages.join() : row.stages.length > 1;
@@ -154,7 +154,7 @@ export class Model {
       children: () => [],
       kind: "parameter",
       cells: () => [
-        heading(tag("param"), name(p.name, "", CUT), name(note, "soft", CUT)),
+        heading(tag("param"), name(p.name, "", MAX_NAME), name(note, "soft", MAX_NAME)),
         layout(p.layout),
         el(
           "td",
@@ -169,12 +169,12 @@ export class Model {
     };
   }
 
-  /** Empty cells of columns that a row has no figure for. */
-  blank(many) {
-    return Array.from({ length: many + (this.syncs ? 1 : 0) }, () => el("td"));
+  /** Empty cells for columns without a figure. */
+  blank(count) {
+    return Array.from({ length: count + (this.syncs ? 1 : 0) }, () => el("td"));
   }
 
-  /** Operations: by themselves, or behind a row of their own where modules stand beside them. */
+  /** Operations, in a separate group if there are modules next to them. */
   someOperations(row, indices, level, apart) {
     if (!indices.length) return [];
     if (apart)
@@ -226,10 +226,10 @@ export class Model {
       cells: () => [
         heading(
           tag("op"),
-          name(n.name[j], "", CUT),
-          name(n.op[j], "soft", CUT),
+          name(n.name[j], "", MAX_NAME),
+          name(n.op[j], "soft", MAX_NAME),
           source
-            ? el("span", { class: "soft source" }, name(`${source.file}:${source.line}`, "", CUT))
+            ? el("span", { class: "soft source" }, name(`${source.file}:${source.line}`, "", MAX_NAME))
             : null,
         ),
         layout(n.layout[j]),
@@ -242,7 +242,7 @@ export class Model {
     };
   }
 
-  /** What holds the text, with all modules above it. */
+  /** Items that contain the text, with all modules above them. */
   search(text) {
     const has = (...values) => values.some((v) => v && v.toLowerCase().includes(text));
     const hits = {
@@ -252,7 +252,7 @@ export class Model {
       open: new Set(),
       total: 0,
     };
-    const keep = (id, open) => {
+    const include = (id, open) => {
       for (
         let row = this.byId.get(id), own = open;
         row;
@@ -262,22 +262,22 @@ export class Model {
         hits.rows.add(row.id);
       }
     };
-    const note = (set, value, id) => {
+    const addHit = (set, value, id) => {
       hits.total += 1;
-      if (hits.total > MOST_FOUND) return;
+      if (hits.total > MAX_HITS) return;
       set.add(value);
-      keep(id, set !== hits.rows);
+      include(id, set !== hits.rows);
     };
-    for (const r of this.rows) if (has(r.name, r.path, r.kind)) note(hits.rows, r.id, r.id);
-    this.list.forEach((p, j) => has(p.name, p.path) && note(hits.parameters, j, p.module));
+    for (const r of this.rows) if (has(r.name, r.path, r.kind)) addHit(hits.rows, r.id, r.id);
+    this.list.forEach((p, j) => has(p.name, p.path) && addHit(hits.parameters, j, p.module));
     this.nodes.module.forEach(
-      (id, j) => has(this.nodes.name[j], this.nodes.op[j]) && note(hits.operations, j, id),
+      (id, j) => has(this.nodes.name[j], this.nodes.op[j]) && addHit(hits.operations, j, id),
     );
     return hits;
   }
 }
 
-/** The first cell of a row: what it is called. */
+/** The first cell of a row, with its name. */
 function heading(...parts) {
   return el("th", { scope: "row" }, el("span", { class: "cell-name" }, ...parts));
 }
@@ -287,7 +287,7 @@ function tag(text) {
 }
 
 function layout(text) {
-  return el("td", { class: "layout" }, text ? name(text, "", CUT) : null);
+  return el("td", { class: "layout" }, text ? name(text, "", MAX_NAME) : null);
 }
 
 function stages(list) {

@@ -3,7 +3,7 @@
 import { el, head } from "./dom.js";
 import { count } from "./format.js";
 import { say } from "./hint.js";
-import { Model, MOST_FOUND } from "./model_items.js";
+import { MAX_HITS, Model } from "./model_items.js";
 import { Tree } from "./tree.js";
 
 /** @param {HTMLElement} body @param {any} report */
@@ -24,25 +24,25 @@ export function drawModules(body, report) {
     "aria-label": "Search modules, parameters and operations",
     spellcheck: "false",
   });
-  const found = el("output", { class: "soft" });
+  const output = el("output", { class: "soft" });
   const start = new Set(tree.open);
   let waiting = 0;
   search.addEventListener("input", () => {
     clearTimeout(waiting);
-    waiting = setTimeout(() => find(tree, model, search.value.trim(), start, found), 120);
+    waiting = setTimeout(() => find(tree, model, search.value.trim(), start, output), 120);
   });
   const fold = (open) => () => {
     search.value = "";
     tree.open = new Set(open ? model.parents() : []);
     tree.show(model.roots());
-    found.textContent = "";
+    output.textContent = "";
   };
   body.append(
     el(
       "div",
       { class: "toolbar" },
       search,
-      found,
+      output,
       el("span", { class: "space" }),
       el(
         "div",
@@ -71,7 +71,7 @@ function heads(syncs) {
         class: "figure",
         text: "Sync",
         title:
-          "Messages of parameters and gradients; they are hidden behind computing as far as possible",
+          "Communication of parameters and gradients, overlapped with computing as far as possible",
       }),
     );
   return heads;
@@ -88,8 +88,8 @@ function find(tree, model, text, start, output) {
   tree.open = hits.open;
   tree.show(model.roots(hits));
   output.textContent =
-    hits.total > MOST_FOUND
-      ? `${count(hits.total)} found, the first ${MOST_FOUND} shown`
+    hits.total > MAX_HITS
+      ? `${count(hits.total)} found, showing the first ${MAX_HITS}`
       : `${count(hits.total)} found`;
   say(output.textContent);
 }

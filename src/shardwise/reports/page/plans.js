@@ -1,4 +1,4 @@
-// Why this plan: the runners-up beside it, with the causes of their times as bars on one scale.
+// Why this plan: its runners-up, with the causes of their step times as bars on one scale.
 
 import { legend, stacked } from "./bars.js";
 import { variable } from "./colours.js";
@@ -22,9 +22,9 @@ export function drawPlans(body, report) {
   const heads = [
     ["Plan", ""],
     ["Step time", "figure"],
-    ["Where the time goes", "wide"],
+    ["Time by cause", "wide"],
     ["Memory", "figure"],
-    ["What is different", ""],
+    ["Differences", ""],
   ];
   body.append(
     el(
@@ -51,7 +51,7 @@ export function drawPlans(body, report) {
     ),
     el(
       "div",
-      { class: "scroll", tabindex: 0, role: "region", "aria-label": "Plans side by side" },
+      { class: "scroll", tabindex: 0, role: "region", "aria-label": "Comparison of plans" },
       el(
         "table",
         { class: "plans" },
@@ -130,24 +130,24 @@ function times(p, { names, texts, longest }) {
   return stacked(parts, longest, `Time of ${plain(p.what, 80)}`);
 }
 
-/** What each cause takes more or less than in the chosen plan: to the right is slower. */
+/** The difference of each cause from the chosen plan; slower is to the right. */
 function differences(p, { names, texts, plans }) {
-  const most = Math.max(
+  const largest = Math.max(
     ...plans.flatMap((q) => Object.values(q.differences_s ?? {}).map(Math.abs)),
     Number.MIN_VALUE,
   );
-  const found = names
+  const shown = names
     .map((n) => [n, p.differences_s?.[n] ?? 0])
-    .filter(([, s]) => Math.abs(s) > most / 500);
-  if (!found.length)
+    .filter(([, s]) => Math.abs(s) > largest / 500);
+  if (!shown.length)
     return el("span", {
       class: "soft",
-      text: p.chosen ? "the others are compared with this plan" : "no difference in time",
+      text: p.chosen ? "the other plans are compared with this one" : "no difference in time",
     });
   return el(
     "div",
     { class: "diverging" },
-    ...found.map(([n, s]) =>
+    ...shown.map(([n, s]) =>
       el(
         "div",
         { class: "diverging-row" },
@@ -155,7 +155,7 @@ function differences(p, { names, texts, plans }) {
         el(
           "span",
           { class: "diverging-bar", "aria-hidden": "true" },
-          el("i", { style: place(s / most, variable(n)) }),
+          el("i", { style: place(s / largest, variable(n)) }),
         ),
         el("b", { text: signed(s, seconds) }),
       ),
@@ -163,23 +163,23 @@ function differences(p, { names, texts, plans }) {
   );
 }
 
-/** A bar from the middle, by a share between -1 and 1. */
+/** A bar from the middle for a share between -1 and 1. */
 function place(share, colour) {
-  const wide = Math.abs(share) * 50;
+  const width = Math.abs(share) * 50;
   return {
-    left: `${share < 0 ? 50 - wide : 50}%`,
-    width: `${wide}%`,
+    left: `${share < 0 ? 50 - width : 50}%`,
+    width: `${width}%`,
     "--colour": `var(${colour})`,
   };
 }
 
-/** What the search changed: in the chosen plan, and in this one. */
+/** The decisions that differ, in the chosen plan and in this one. */
 function different(p) {
   if (p.chosen) return [];
   const changed = Object.values(p.words ?? {});
-  if (!changed.length) return [el("span", { text: "only layouts" })];
-  return changed.map(([mine, its]) =>
-    el("span", { class: "change" }, name(mine), " → ", el("b", {}, name(its))),
+  if (!changed.length) return [el("span", { text: "layouts only" })];
+  return changed.map(([before, after]) =>
+    el("span", { class: "change" }, name(before), " → ", el("b", {}, name(after))),
   );
 }
 
@@ -199,15 +199,15 @@ function details(p, { names, texts }) {
     el(
       "div",
       {},
-      el("h3", { text: p.chosen ? "The chosen plan" : "Why not this one" }),
+      el("h3", { text: p.chosen ? "The chosen plan" : "Why not this plan" }),
       el(
         "p",
         { class: "soft" },
-        name(p.text || (p.chosen ? "the others are compared with it" : "")),
+        name(p.text || (p.chosen ? "the other plans are compared with it" : "")),
       ),
       p.chosen
         ? null
-        : el("p", { text: `memory ${signed(p.memory_difference_bytes ?? 0, size)} at the peak` }),
+        : el("p", { text: `peak memory ${signed(p.memory_difference_bytes ?? 0, size)}` }),
     ),
     el(
       "table",
@@ -232,14 +232,14 @@ function gap(g) {
   const parts = [];
   if (g.points !== undefined)
     parts.push(
-      `${count(g.points)} plans considered, ${count(g.simulated ?? 0)} of them simulated.`,
+      `${count(g.points)} plans were considered and ${count(g.simulated ?? 0)} simulated.`,
     );
   if (g.layouts !== undefined && g.layouts !== null)
     parts.push(
-      `Layouts are within ${percent(g.layouts)} of the best that is possible in the model of costs`,
+      `The layouts are within ${percent(g.layouts)} of the optimum of the cost model`,
       g.search === undefined || g.search === null
         ? "."
-        : `, the search within ${percent(g.search)}.`,
+        : `, and the search within ${percent(g.search)}.`,
     );
   return el("p", { class: "soft", text: parts.join(" ").replace(" ,", ",").replace(" .", ".") });
 }

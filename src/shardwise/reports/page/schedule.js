@@ -1,4 +1,4 @@
-// The pipeline's schedule as the usual grid: micro-batches in the colours of their passes.
+// The pipeline schedule as a grid of micro-batches, in the colours of their passes.
 
 import { legend } from "./bars.js";
 import { Chart } from "./chart.js";
@@ -8,7 +8,7 @@ import { Spans } from "./spans.js";
 
 const WORDS = { F: "forward", B: "backward", I: "backward of inputs", W: "backward of weights" };
 const COLOURS = { F: "--c-forward", B: "--c-backward", I: "--c-backward", W: "--c-weight" };
-const MOST_WORDS = 4000; // letters of an order in the table
+const MAX_ORDER = 4000; // characters of an order in the table
 
 /** @param {HTMLElement} body @param {any} report */
 export function drawSchedule(body, report) {
@@ -19,7 +19,7 @@ export function drawSchedule(body, report) {
     lanes: [laneOf(row, schedule)],
   }));
   const extent = schedule.rows.reduce(
-    (most, row) => row.end.reduce((a, b) => Math.max(a, b), most),
+    (latest, row) => row.end.reduce((a, b) => Math.max(a, b), latest),
     0,
   );
   const kinds = [...new Set(schedule.rows.flatMap((row) => [...new Set(row.kind)]))];
@@ -31,7 +31,7 @@ export function drawSchedule(body, report) {
       name(schedule.name, "strong"),
       `: ${plural(schedule.stages, "stage")}, ${plural(schedule.num_microbatches, "micro-batch", "micro-batches")}, `,
       el("b", { text: percent(schedule.bubble_fraction) }),
-      " of all time is not computing",
+      " of the time is idle",
     ),
     chart.node,
     el(
@@ -49,7 +49,7 @@ export function drawSchedule(body, report) {
       el("p", {
         class: "soft",
         text: chunks(schedule)
-          ? "The number is the micro-batch; paler passes are of later stages of the same ranks."
+          ? "The number is the micro-batch; paler passes belong to later stages of the same ranks."
           : "The number is the micro-batch.",
       }),
     ),
@@ -90,7 +90,7 @@ function laneOf(row, schedule) {
       title: `${WORDS[spans.kind[i]] ?? spans.kind[i]} of micro-batch ${microbatch[i]}`,
       lines: [
         ["stage", `${stage[i]} of ${schedule.stages}`],
-        ["takes", seconds(spans.end[i] - spans.start[i])],
+        ["duration", seconds(spans.end[i] - spans.start[i])],
         ["from", seconds(spans.start[i])],
         ["on", row.label],
       ],
@@ -109,7 +109,7 @@ function asTable(schedule) {
       el(
         "td",
         { class: "order" },
-        el("code", { text: order.length > MOST_WORDS ? `${order.slice(0, MOST_WORDS)}…` : order }),
+        el("code", { text: order.length > MAX_ORDER ? `${order.slice(0, MAX_ORDER)}…` : order }),
       ),
     );
   });

@@ -1,4 +1,4 @@
-// Spans of time in a lane: found and drawn without touching those that are not seen.
+// Spans of time in a lane, with search and drawing that skip invisible spans.
 
 /**
  * @typedef {Object} Columns
@@ -9,7 +9,7 @@
  * @property {number[]} [critical]
  */
 
-/** The first index at which a rising array is above a value. */
+/** The first index at which a sorted array exceeds a value. */
 function above(values, value, from = 0) {
   let low = from;
   let high = values.length;
@@ -21,7 +21,7 @@ function above(values, value, from = 0) {
   return low;
 }
 
-/** Columns in the order of their starts. @param {Columns} columns */
+/** Columns sorted by start. @param {Columns} columns */
 function ordered(columns) {
   const { start } = columns;
   if (start.every((value, i) => i === 0 || start[i - 1] <= value)) return columns;
@@ -34,7 +34,7 @@ function ordered(columns) {
   );
 }
 
-/** The spans of one lane, by their starts. */
+/** The spans of one lane, sorted by start. */
 export class Spans {
   /** @param {Columns} columns */
   constructor(columns) {
@@ -46,9 +46,9 @@ export class Spans {
     this.name = sorted.name ?? [];
     this.critical = sorted.critical ?? [];
     this.columns = sorted;
-    this.reach = new Float64Array(this.length); // the latest end up to here: rising
-    this.busy = new Float64Array(this.length + 1); // seconds of all before
-    this.marked = new Uint32Array(this.length + 1); // critical ones before
+    this.reach = new Float64Array(this.length); // the latest end up to each span, sorted
+    this.busy = new Float64Array(this.length + 1); // seconds of all earlier spans
+    this.marked = new Uint32Array(this.length + 1); // number of earlier critical spans
     let latest = -Infinity;
     for (let i = 0; i < this.length; i++) {
       latest = Math.max(latest, this.end[i]);
@@ -58,7 +58,7 @@ export class Spans {
     }
   }
 
-  /** The span at a time, or the nearest within a tolerance; -1 if there is none. */
+  /** The span at a time, or the closest within a tolerance, or -1. */
   at(time, tolerance = 0) {
     const last = above(this.start, time + tolerance) - 1;
     let best = -1;
@@ -84,8 +84,8 @@ export class Spans {
   }
 
   /**
-   * Calls `draw(x, width, index, fill, critical)` for all that is seen. Spans narrower than a pixel
-   * are drawn together: their number never exceeds a few per pixel, however many there are.
+   * Call `draw(x, width, index, fill, critical)` for all visible spans. Spans narrower than a pixel
+   * are drawn together, so that the number of calls is limited to a few per pixel.
    * @param {{from: number, to: number, scale: number}} view `scale` is pixels per second
    */
   visit(view, draw) {
@@ -102,7 +102,7 @@ export class Spans {
       }
       const edge = from + (Math.floor(x) + 1) * pixel;
       let j = Math.max(i + 1, above(this.start, edge, i + 1));
-      if (j - 1 > i && this.end[j - 1] - this.start[j - 1] >= pixel) j -= 1; // wide: by itself
+      if (j - 1 > i && this.end[j - 1] - this.start[j - 1] >= pixel) j -= 1; // wide enough to be drawn separately
       const fill = (this.busy[j] - this.busy[i]) * scale;
       draw(Math.floor(x), 1, (i + j) >> 1, Math.min(1, fill), this.marked[j] > this.marked[i]);
       i = j;

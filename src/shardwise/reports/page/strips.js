@@ -1,17 +1,17 @@
-// Narrow spans as pixels: a line of them for each lane, drawn at the lane's height in one go.
+// Narrow spans as pixels: a line for each lane, stretched to the lane's height at once.
 
 const scratch = document.createElement("canvas");
 const parsed = new Map();
 
-/** The numbers of a colour as the browser writes it. @param {string} text "rgb(31, 119, 184)" */
+/** The components of a colour in the browser's notation. @param {string} text "rgb(31, 119, 184)" */
 function numbers(text) {
-  let found = parsed.get(text);
-  if (!found)
-    parsed.set(text, (found = (text.match(/[\d.]+/g) ?? [0, 0, 0]).slice(0, 3).map(Number)));
-  return found;
+  let components = parsed.get(text);
+  if (!components)
+    parsed.set(text, (components = (text.match(/[\d.]+/g) ?? [0, 0, 0]).slice(0, 3).map(Number)));
+  return components;
 }
 
-/** Lines of pixels, one after the other in one picture. */
+/** Lines of pixels in one image. */
 export class Strips {
   /** @param {number} width @param {number} lines */
   constructor(width, lines) {
@@ -35,7 +35,7 @@ export class Strips {
     }
   }
 
-  /** Draw the lines, each over its part of the height. @param {{y: number, height: number}[]} places */
+  /** Draw each line at its place and height. @param {{y: number, height: number}[]} places */
   draw(context, places) {
     if (!this.used.includes(1)) return;
     scratch.width = this.width;

@@ -1,4 +1,4 @@
-// Python, coloured simply: words, numbers, strings, comments. What is unsure stays plain.
+// Simple highlighting of Python: keywords, numbers, strings and comments.
 
 import { el, plain } from "./dom.js";
 
@@ -9,28 +9,28 @@ const WORDS = new Set(
 );
 const TOKEN =
   /(#.*$)|((?:\b[rbfuRBFU]{1,2})?(?:"""|'''))|((?:\b[rbfuRBFU]{1,2})?(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'))|(@[\w.]+)|(\b\d[\w.]*)|([A-Za-z_]\w*)/g;
-const LONGEST = 2000; // characters of a line that are coloured
+const MAX_LINE = 2000; // characters of a line that is highlighted
 
 /**
- * For each line, the quotes of the string that it begins in, or "".
+ * The quotes of the string in which each line begins, or "".
  * @param {string[]} lines
  */
 export function openings(lines) {
   let open = "";
   return lines.map((line) => {
     const begun = open;
-    let rest = line;
+    let remaining = line;
     if (open) {
-      const end = rest.indexOf(open);
+      const end = remaining.indexOf(open);
       if (end < 0) return begun;
-      rest = rest.slice(end + 3);
+      remaining = remaining.slice(end + 3);
       open = "";
     }
-    for (const [text, comment, quotes] of rest.matchAll(TOKEN)) {
+    for (const [text, comment, quotes] of remaining.matchAll(TOKEN)) {
       if (comment) break;
       if (!quotes) continue;
       const mark = text.slice(-3);
-      const after = rest.slice(rest.indexOf(text) + text.length);
+      const after = remaining.slice(remaining.indexOf(text) + text.length);
       if (!after.includes(mark)) open = mark;
       break;
     }
@@ -38,14 +38,14 @@ export function openings(lines) {
   });
 }
 
-/** The pieces of a line as nodes. @param {string} line @param {string} begun quotes that are open */
+/** A line as highlighted nodes. @param {string} line @param {string} begun quotes that are open */
 export function coloured(line, begun = "") {
-  if (line.length > LONGEST) return [plain(line, LONGEST)];
+  if (line.length > MAX_LINE) return [plain(line, MAX_LINE)];
   const nodes = [];
   const add = (text, kind) =>
     text &&
     nodes.push(
-      kind ? el("span", { class: `s-${kind}`, text: plain(text, LONGEST) }) : plain(text, LONGEST),
+      kind ? el("span", { class: `s-${kind}`, text: plain(text, MAX_LINE) }) : plain(text, MAX_LINE),
     );
   let at = 0;
   if (begun) {

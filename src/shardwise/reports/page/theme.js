@@ -1,4 +1,4 @@
-// Light or dark: as the system has it, or as the button says. Printing is always light.
+// The light or dark theme, of the system or of the button. Print is always light.
 
 import { forget } from "./colours.js";
 
@@ -13,7 +13,7 @@ function stored() {
   try {
     return localStorage.getItem(KEY);
   } catch {
-    return null; // a notebook's frame has no storage
+    return null; // the frame in a notebook has no storage
   }
 }
 
@@ -21,7 +21,7 @@ function store(value) {
   try {
     localStorage.setItem(KEY, value);
   } catch {
-    // then it lasts as long as the page
+    // without storage, the choice lasts as long as the page
   }
 }
 
@@ -32,7 +32,7 @@ function apply(value) {
   for (const f of listeners) f();
 }
 
-/** Call a function whenever colours change. @param {() => void} f */
+/** Call a function when the colours change. @param {() => void} f */
 export function onTheme(f) {
   listeners.push(f);
 }

@@ -1,4 +1,4 @@
-// The step over time: what each class of ranks computes and sends, and where it waits.
+// The timeline of a step: what each class of ranks computes and communicates, and where it waits.
 
 import { legend } from "./bars.js";
 import { Chart } from "./chart.js";
@@ -8,7 +8,7 @@ import { count, percent, seconds } from "./format.js";
 import { Spans } from "./spans.js";
 
 const HEIGHTS = { compute: 22, communication: 12 };
-const MOST_LISTED = 500; // spans of a table
+const MAX_LISTED = 500; // spans in a table
 
 /**
  * The rows of a timeline for a chart.
@@ -44,7 +44,7 @@ function hintOf(spans, i, lane, row, timeline) {
   return {
     title: `${timeline.names[spans.name[i]] ?? ""}  ${timeline.kinds[spans.kind[i]] ?? ""}`,
     lines: [
-      ["takes", seconds(end - start)],
+      ["duration", seconds(end - start)],
       ["from", seconds(start)],
       ["to", seconds(end)],
       ["lane", lane],
@@ -54,13 +54,13 @@ function hintOf(spans, i, lane, row, timeline) {
   };
 }
 
-/** The kinds that occur, with their colours. */
+/** The kinds of spans that occur, with their colours. */
 export function kindsOf(timeline) {
   const used = new Set();
   for (const row of timeline.rows)
     for (const lane of Object.values(row.lanes)) for (const k of lane.kind) used.add(k);
-  const seen = timeline.kinds.filter((_, i) => used.has(i));
-  return [...seen, "idle"].map((k) => ({
+  const kinds = timeline.kinds.filter((_, i) => used.has(i));
+  return [...kinds, "idle"].map((k) => ({
     label: k,
     value: 0,
     figure: "",
@@ -111,24 +111,24 @@ export function drawTimeline(body, report) {
   );
 }
 
-/** How the chart is used. */
+/** Instructions for the chart. */
 export function keys() {
   return el(
     "p",
     { class: "keys soft" },
-    "Drag to zoom in, double-click for the whole step, Shift and drag to move. Click, then wheel to zoom. Keys: ",
+    "Drag to zoom in, double-click for the full step, Shift-drag to pan; click, then scroll to zoom. Keys: ",
     ...["←", "→", "↑", "↓"].map((k) => el("kbd", { text: k })),
-    " spans, ",
+    " select spans, ",
     el("kbd", { text: "Enter" }),
-    " zoom to it, ",
+    " zoom to the span, ",
     el("kbd", { text: "+" }),
     el("kbd", { text: "−" }),
     " zoom, ",
     el("kbd", { text: "A" }),
     el("kbd", { text: "D" }),
-    " move, ",
+    " pan, ",
     el("kbd", { text: "Esc" }),
-    " all.",
+    " full step.",
   );
 }
 
@@ -182,21 +182,21 @@ function tables(timeline, chart) {
       "div",
       { class: "toolbar no-print" },
       el("label", {}, "Spans of ", pick),
-      el("button", { type: "button", text: "List what the chart shows", on: { click: fill } }),
+      el("button", { type: "button", text: "List the visible spans", on: { click: fill } }),
     ),
     list,
   );
 }
 
 function spanTable(timeline, row, view) {
-  const found = [];
+  const visible = [];
   for (const [lane, c] of Object.entries(row.lanes)) {
     for (let i = 0; i < c.start.length; i++)
-      if (c.end[i] > view.from && c.start[i] < view.to) found.push([lane, c, i]);
+      if (c.end[i] > view.from && c.start[i] < view.to) visible.push([lane, c, i]);
   }
-  found.sort(([, a, i], [, b, j]) => a.start[i] - b.start[j]);
-  const rows = found
-    .slice(0, MOST_LISTED)
+  visible.sort(([, a, i], [, b, j]) => a.start[i] - b.start[j]);
+  const rows = visible
+    .slice(0, MAX_LISTED)
     .map(([lane, c, i]) =>
       el(
         "tr",
@@ -206,7 +206,7 @@ function spanTable(timeline, row, view) {
         el("td", { text: lane }),
         figure(seconds(c.start[i])),
         figure(seconds(c.end[i] - c.start[i])),
-        el("td", { text: c.critical?.[i] ? "critical" : "" }),
+        el("td", { text: c.critical?.[i] ? "yes" : "" }),
       ),
     );
   const box = el(
@@ -214,15 +214,15 @@ function spanTable(timeline, row, view) {
     { class: "short no-print" },
     table(
       `Spans of ${plain(row.label, 120)}`,
-      ["Span", "Kind", "Lane", ["Start", "figure"], ["Takes", "figure"], "Path"],
+      ["Span", "Kind", "Lane", ["Start", "figure"], ["Duration", "figure"], "Critical path"],
       rows,
     ),
   );
-  if (found.length > MOST_LISTED)
+  if (visible.length > MAX_LISTED)
     box.append(
       el("p", {
         class: "soft",
-        text: `${count(found.length)} spans, the first ${MOST_LISTED} listed: zoom in to list others`,
+        text: `The first ${MAX_LISTED} of ${count(visible.length)} spans; zoom in to list others`,
       }),
     );
   return box;

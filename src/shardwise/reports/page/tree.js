@@ -1,4 +1,4 @@
-// A tree whose rows have columns: a treegrid after the pattern of the ARIA practices.
+// A tree with columns: a treegrid that follows the ARIA authoring practices.
 
 import { el, plain } from "./dom.js";
 
@@ -7,13 +7,13 @@ import { el, plain } from "./dom.js";
  * @property {string} key
  * @property {number} level from 1
  * @property {() => Item[]} children
- * @property {boolean} parent whether it has any
- * @property {() => HTMLElement[]} cells of the columns; the twisty is put before the first
+ * @property {boolean} parent whether it has children
+ * @property {() => HTMLElement[]} cells of the columns; the toggle is inserted before the first
  * @property {string} [kind] a class of its row
- * @property {string} label what is read out
+ * @property {string} label for screen readers
  */
 
-/** A treegrid; rows are made when they are seen first. */
+/** A treegrid whose rows are created when they first become visible. */
 export class Tree {
   /** @param {{label: string, heads: HTMLElement[], roots: Item[]}} options */
   constructor({ label, heads, roots }) {
@@ -96,7 +96,7 @@ export class Tree {
       this.open.delete(item.key);
       let end = index + 1;
       while (end < this.rows.length && this.rows[end].item.level > item.level) end += 1;
-      for (const { node: gone } of this.rows.splice(index + 1, end - index - 1)) gone.remove();
+      for (const { node: child } of this.rows.splice(index + 1, end - index - 1)) child.remove();
     }
   }
 

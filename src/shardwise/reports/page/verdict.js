@@ -1,4 +1,4 @@
-// The verdict: what a step takes, what it gives, what is left of memory, and what limits it.
+// The verdict: step time, throughput, free memory, and what limits the step.
 
 import { legend, stacked } from "./bars.js";
 import { variable } from "./colours.js";
@@ -10,7 +10,7 @@ export function drawVerdict(body, report) {
   const v = report.verdict;
   body.append(
     el("div", { class: "figures" }, stepTime(v), throughput(v), memory(v, report), limit(v)),
-    ...causes(report),
+    ...timeByCause(report),
     setting(v),
   );
   if (v.notes?.length)
@@ -72,7 +72,7 @@ function memory(v, report) {
   return el(
     "div",
     { class: `big ${over ? "bad" : ""}` },
-    el("h3", { text: over ? "Memory missing" : "Memory headroom" }),
+    el("h3", { text: over ? "Missing memory" : "Memory headroom" }),
     el("p", { class: "large" }, ...large),
     el(
       "span",
@@ -83,7 +83,7 @@ function memory(v, report) {
       "p",
       { class: "below" },
       `${size(m.peak_bytes)} of ${size(m.limit_bytes)}`,
-      group ? ", fullest on " : null,
+      group ? ", highest on " : null,
       group ? name(ranks(group)) : null,
     ),
   );
@@ -98,7 +98,7 @@ function limit(v) {
   return el(
     "div",
     { class: "big limit" },
-    el("h3", { text: "What limits it" }),
+    el("h3", { text: "Limited by" }),
     el("p", { class: "large words" }, name(large)),
     el("p", {
       class: `below badge ${v.fits ? "good" : "bad"}`,
@@ -109,26 +109,26 @@ function limit(v) {
 
 function price(p) {
   if (!p) return null;
-  const each =
+  const perMillion =
     p.per_million_rows === null || p.per_million_rows === undefined
       ? ""
       : `, ${money(p.per_million_rows)} per million samples`;
-  return `price ${money(p.per_hour)} per hour${each}`;
+  return `price ${money(p.per_hour)} per hour${perMillion}`;
 }
 
-function causes(report) {
-  const found = (report.causes ?? []).filter((c) => c.share > 1e-6);
-  if (!found.length) return [];
-  const parts = found.map((c) => ({
+function timeByCause(report) {
+  const causes = (report.causes ?? []).filter((c) => c.share > 1e-6);
+  if (!causes.length) return [];
+  const parts = causes.map((c) => ({
     label: c.text,
     value: c.seconds,
     variable: variable(c.name),
     figure: `${seconds(c.seconds)} · ${percent(c.share)}`,
   }));
-  const whole = found.reduce((sum, c) => sum + c.seconds, 0);
+  const total = causes.reduce((sum, c) => sum + c.seconds, 0);
   return [
-    el("h3", { text: "Where the time of a step goes, on the ranks that end last" }),
-    stacked(parts, whole, "Time of a step by cause"),
+    el("h3", { text: "Time of a step by cause, on the slowest ranks" }),
+    stacked(parts, total, "Time of a step by cause"),
     legend(parts),
   ];
 }

@@ -1,4 +1,4 @@
-// What if: other memory, bandwidth, compute or numbers of devices, and what a step then takes.
+// What if: the step time with other memory, bandwidth, compute or numbers of devices.
 
 import { choice, el, figure, name } from "./dom.js";
 import { percent, seconds, signed } from "./format.js";
@@ -9,7 +9,7 @@ const WORDS = { memory: "Memory", bandwidth: "Bandwidth", devices: "Devices", co
 export function drawWhatIf(body, report) {
   const all = report.what_if;
   const kinds = [...new Set(all.map((w) => w.kind))];
-  const most = Math.max(0.05, ...all.filter((w) => known(w)).map((w) => Math.abs(w.ratio - 1)));
+  const largest = Math.max(0.05, ...all.filter(isFeasible).map((w) => Math.abs(w.ratio - 1)));
   const rows = el("tbody");
   const now = report.verdict.step_time_s;
   const draw = (kind) =>
@@ -19,7 +19,7 @@ export function drawWhatIf(body, report) {
         .flatMap((k) =>
           all
             .filter((w) => w.kind === k)
-            .map((w, i, same) => line(w, i ? null : same.length, most)),
+            .map((w, i, same) => line(w, i ? null : same.length, largest)),
         ),
     );
   draw("all");
@@ -31,7 +31,13 @@ export function drawWhatIf(body, report) {
     el(
       "div",
       { class: "toolbar" },
-      el("p", { class: "soft" }, "Against ", el("b", { text: seconds(now) }), " as planned."),
+      el(
+        "p",
+        { class: "soft" },
+        "Compared with the planned step of ",
+        el("b", { text: seconds(now) }),
+        ".",
+      ),
       el("span", { class: "space" }),
       kinds.length > 1 ? choice("Kind of change", shown, "all", draw) : null,
     ),
@@ -48,7 +54,7 @@ export function drawWhatIf(body, report) {
           el(
             "tr",
             {},
-            el("th", { scope: "col", text: "Of what" }),
+            el("th", { scope: "col", text: "Resource" }),
             el("th", { scope: "col", text: "Change" }),
             el("th", { scope: "col", class: "figure", text: "Step time" }),
             el(
@@ -67,19 +73,19 @@ export function drawWhatIf(body, report) {
   );
 }
 
-function known(w) {
+function isFeasible(w) {
   return w.ratio !== null && w.ratio !== undefined;
 }
 
-function line(w, span, most) {
-  const share = known(w) ? (w.ratio - 1) / most : 0;
-  const wide = Math.min(1, Math.abs(share)) * 50;
+function line(w, span, largest) {
+  const share = isFeasible(w) ? (w.ratio - 1) / largest : 0;
+  const width = Math.min(1, Math.abs(share)) * 50;
   const colour = share < 0 ? "--c-faster" : "--c-slower";
   const cells = [
     el("td", {}, name(w.change)),
-    known(w)
+    isFeasible(w)
       ? figure(seconds(w.step_time_s))
-      : el("td", { class: "figure bad", text: "not possible" }),
+      : el("td", { class: "figure bad", text: "infeasible" }),
     el(
       "td",
       { class: "diverging-cell" },
@@ -88,14 +94,14 @@ function line(w, span, most) {
         { class: "diverging-bar", "aria-hidden": "true" },
         el("i", {
           style: {
-            left: `${share < 0 ? 50 - wide : 50}%`,
-            width: `${wide}%`,
+            left: `${share < 0 ? 50 - width : 50}%`,
+            width: `${width}%`,
             "--colour": `var(${colour})`,
           },
         }),
       ),
     ),
-    figure(known(w) ? effect(w.ratio) : "–", { class: w.feasible ? "" : "bad" }),
+    figure(isFeasible(w) ? effect(w.ratio) : "–", { class: w.feasible ? "" : "bad" }),
     el("td", { class: "soft" }, name(w.note ?? "")),
   ];
   if (span)

@@ -1,4 +1,4 @@
-// One figure over all steps: a line of means, a band from least to most, read by pointer or by arrow keys.
+// A metric over all steps: a line of means and a band of extremes, readable by pointer or arrow keys.
 
 const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 600, HEIGHT = 190, LEFT = 64, RIGHT = 10, TOP = 10, BOTTOM = 24;
@@ -29,15 +29,15 @@ export class Chart {
     this.svg.addEventListener("keydown", (event) => this.key(event));
   }
 
-  // steps and columns of means, least and most; dots: [step, value] of evaluations; wanted: what was predicted
-  show(steps, column, dots = [], wanted = null) {
+  // column: means, minima and maxima by step; dots: [step, value] of evaluations
+  show(steps, column, dots = [], predicted = null) {
     this.steps = steps;
     this.column = column;
     this.dots = dots;
-    this.wanted = wanted;
+    this.predicted = predicted;
     this.width = Math.max(240, this.svg.clientWidth || WIDTH);
     this.svg.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
-    const notes = [dots.length ? "dots: evaluation" : "", wanted === null ? "" : `dashed: predicted ${this.format(wanted)}`];
+    const notes = [dots.length ? "dots: evaluation" : "", predicted === null ? "" : `dashed: predicted ${this.format(predicted)}`];
     this.note.textContent = notes.filter(Boolean).join(", ");
     this.scale();
     this.draw();
@@ -45,7 +45,7 @@ export class Chart {
 
   scale() {
     const values = [...this.column.min, ...this.column.max, ...this.dots.map((dot) => dot[1])].filter((v) => v !== null);
-    if (this.wanted !== null) values.push(this.wanted);
+    if (this.predicted !== null) values.push(this.predicted);
     let low = Infinity, high = -Infinity;
     for (const value of values) {
       low = Math.min(low, value);
@@ -74,7 +74,7 @@ export class Chart {
     }
     for (const run of this.runs()) {
       if (run.length === 1) {
-        parts.push(shape("circle", { class: "alone", cx: this.x(this.steps[run[0]]), cy: this.y(this.column.mean[run[0]]), r: 3 }));
+        parts.push(shape("circle", { class: "single", cx: this.x(this.steps[run[0]]), cy: this.y(this.column.mean[run[0]]), r: 3 }));
         continue;
       }
       const there = run.map((i) => `${this.x(this.steps[i]).toFixed(1)},${this.y(this.column.max[i]).toFixed(1)}`);
@@ -83,35 +83,35 @@ export class Chart {
       parts.push(shape("polygon", { class: "band", points: [...there, ...back].join(" ") }));
       parts.push(shape("polyline", { class: "line", points: means.join(" ") }));
     }
-    if (this.wanted !== null) {
-      const y = this.y(this.wanted);
-      parts.push(shape("line", { class: "wanted", x1: LEFT, x2: this.width - RIGHT, y1: y, y2: y }));
+    if (this.predicted !== null) {
+      const y = this.y(this.predicted);
+      parts.push(shape("line", { class: "predicted", x1: LEFT, x2: this.width - RIGHT, y1: y, y2: y }));
     }
     for (const [step, value] of this.dots) parts.push(shape("circle", { class: "dot", cx: this.x(step), cy: this.y(value), r: 3.5 }));
     this.cursor = shape("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
     parts.push(this.cursor);
     this.svg.replaceChildren(...parts);
-    this.tell();
+    this.describe();
     this.choose(this.at);
   }
 
-  // stretches of points that have a value
+  // ranges of adjacent points with a value
   runs() {
-    const found = [];
+    const runs = [];
     let open = null;
     this.column.mean.forEach((value, i) => {
       if (value === null) open = null;
-      else if (open === null) found.push((open = [i]));
+      else if (open === null) runs.push((open = [i]));
       else open.push(i);
     });
-    return found;
+    return runs;
   }
 
-  tell() {
-    const known = this.column.mean.filter((v) => v !== null);
-    const now = known.length ? this.format(known[known.length - 1]) : "nothing yet";
-    const wanted = this.wanted === null ? "" : `, predicted ${this.format(this.wanted)}`;
-    const text = `${this.name}: now ${now}, from ${this.format(this.low)} to ${this.format(this.high)} over ${this.steps.length} points${wanted}`;
+  describe() {
+    const values = this.column.mean.filter((v) => v !== null);
+    const now = values.length ? this.format(values[values.length - 1]) : "nothing yet";
+    const suffix = this.predicted === null ? "" : `, predicted ${this.format(this.predicted)}`;
+    const text = `${this.name}: now ${now}, from ${this.format(this.low)} to ${this.format(this.high)} over ${this.steps.length} points${suffix}`;
     this.svg.setAttribute("aria-label", text);
   }
 
@@ -145,7 +145,7 @@ export class Chart {
     this.cursor.setAttribute("x2", x);
     this.cursor.setAttribute("visibility", "visible");
     const value = this.column.mean[this.at];
-    this.output.textContent = `step ${this.steps[this.at].toLocaleString("en")}: ${value === null ? "no number" : this.format(value)}`;
+    this.output.textContent = `step ${this.steps[this.at].toLocaleString("en")}: ${value === null ? "not a number" : this.format(value)}`;
   }
 }
 

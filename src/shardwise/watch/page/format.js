@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Format numbers for people.
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
@@ -7,11 +7,11 @@ export function seconds(value) {
 }
 
 export function duration(value) {
-  const whole = Math.floor(value);
+  const total = Math.floor(value);
   for (const [size, unit, smaller, name] of [[86400, "d", 3600, "h"], [3600, "h", 60, "min"], [60, "min", 1, "s"]]) {
-    if (whole >= size) return `${Math.floor(whole / size)} ${unit} ${Math.floor((whole % size) / smaller)} ${name}`;
+    if (total >= size) return `${Math.floor(total / size)} ${unit} ${Math.floor((total % size) / smaller)} ${name}`;
   }
-  return `${whole} s`;
+  return `${total} s`;
 }
 
 export function bytes(value) {
@@ -26,6 +26,6 @@ export function plain(value) {
   return `${+value.toPrecision(5)}`;
 }
 
-export function whole(value) {
+export function count(value) {
   return value.toLocaleString("en");
 }

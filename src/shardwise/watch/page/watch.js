@@ -1,30 +1,30 @@
-// Asks the server for what is new, again and again, and shows it. All that comes is text or numbers.
+// Poll the server for new data and show it. The data has only text and numbers.
 
 import { Chart, shape } from "./chart.js";
-import { bytes, duration, plain, rate, seconds, whole } from "./format.js";
+import { bytes, count, duration, plain, rate, seconds } from "./format.js";
 
-const OFTEN_MS = 1000, SELDOM_MS = 5000, SLOW = 1.1;
+const POLL_MS = 1000, IDLE_POLL_MS = 5000, SLOW = 1.1;
 const FIGURES = {
   loss: ["Loss", plain], tokens_per_s: ["Tokens per second", rate], samples_per_s: ["Samples per second", rate],
   step_s: ["Step time", seconds], memory_bytes: ["Memory of rank 0", bytes], gradient_norm: ["Gradient norm", plain],
-  learning_rate: ["Learning rate", plain], mfu: ["Model flops utilization", (v) => `${(v * 100).toFixed(1)}%`],
+  learning_rate: ["Learning rate", plain], mfu: ["Model FLOPs utilization", (v) => `${(v * 100).toFixed(1)}%`],
 };
 const byId = (id) => document.getElementById(id);
 const charts = new Map();
-let known = { generation: -1, width: 0, step: [], columns: {} };
+let series = { generation: -1, width: 0, step: [], columns: {} };
 
 function merge(data) {
   const { from, width, step, ...columns } = data.history;
-  const kept = data.generation === known.generation && width === known.width ? from : 0;
-  known.step = [...known.step.slice(0, kept), ...step];
+  const first = data.generation === series.generation && width === series.width ? from : 0;
+  series.step = [...series.step.slice(0, first), ...step];
   for (const [name, column] of Object.entries(columns)) {
-    const before = known.columns[name] ?? { mean: Array(kept).fill(null), min: Array(kept).fill(null), max: Array(kept).fill(null) };
-    for (const part of ["mean", "min", "max"]) before[part] = [...before[part].slice(0, kept), ...column[part]];
-    known.columns[name] = before;
+    const before = series.columns[name] ?? { mean: Array(first).fill(null), min: Array(first).fill(null), max: Array(first).fill(null) };
+    for (const part of ["mean", "min", "max"]) before[part] = [...before[part].slice(0, first), ...column[part]];
+    series.columns[name] = before;
   }
-  for (const name of Object.keys(known.columns)) if (!(name in columns)) delete known.columns[name];
-  known.generation = data.generation;
-  known.width = width;
+  for (const name of Object.keys(series.columns)) if (!(name in columns)) delete series.columns[name];
+  series.generation = data.generation;
+  series.width = width;
 }
 
 function text(id, value) {
@@ -41,10 +41,10 @@ function showProgress(data) {
   const bar = byId("progress");
   bar.hidden = data.total === null;
   if (data.total !== null) bar.value = Math.min(1, data.step / data.total);
-  const of = data.total === null ? "" : ` of ${whole(data.total)}`;
+  const of = data.total === null ? "" : ` of ${count(data.total)}`;
   const left = data.seconds_left === null ? "" : `, about ${duration(data.seconds_left)} left`;
-  const skipped = data.skipped ? `, ${whole(data.skipped)} steps skipped` : "";
-  text("progress-text", `step ${whole(data.step)}${of}, epoch ${whole(data.epoch)}${left}${skipped}`);
+  const skipped = data.skipped ? `, ${count(data.skipped)} steps skipped` : "";
+  text("progress-text", `step ${count(data.step)}${of}, epoch ${count(data.epoch)}${left}${skipped}`);
 }
 
 function cardRows(data) {
@@ -56,11 +56,11 @@ function cardRows(data) {
   else if (now.samples_per_s !== undefined && now.samples_per_s !== null) add("samples/s", rate(now.samples_per_s));
   if (data.step_s !== null) {
     const predicted = data.predicted_step_s;
-    const guess = data.guess ? ", a guess" : "";
+    const guess = data.guess ? ", an estimate" : "";
     add("step time", seconds(data.step_s), predicted ? `${(data.step_s / predicted).toFixed(2)} times the predicted ${seconds(predicted)}${guess}` : "");
   }
   const memory = data.ranks?.memory_bytes;
-  if (memory) add("memory", bytes(memory.max), data.ranks.ranks > 1 ? `highest of ${whole(data.ranks.ranks)} ranks; least ${bytes(memory.min)}` : "");
+  if (memory) add("memory", bytes(memory.max), data.ranks.ranks > 1 ? `maximum of ${count(data.ranks.ranks)} ranks; minimum ${bytes(memory.min)}` : "");
   else if (now.memory_bytes) add("memory", bytes(now.memory_bytes));
   if (now.learning_rate !== undefined && now.learning_rate !== null) add("learning rate", plain(now.learning_rate));
   if (now.gradient_norm !== undefined && now.gradient_norm !== null) add("gradient norm", plain(now.gradient_norm));
@@ -88,7 +88,7 @@ function showCards(data) {
 }
 
 function showCharts(data) {
-  const shown = Object.keys(FIGURES).filter((name) => name in known.columns && !(name === "samples_per_s" && "tokens_per_s" in known.columns));
+  const shown = Object.keys(FIGURES).filter((name) => name in series.columns && !(name === "samples_per_s" && "tokens_per_s" in series.columns));
   for (const [name, chart] of charts) {
     if (!shown.includes(name)) {
       chart.figure.remove();
@@ -104,23 +104,23 @@ function showCharts(data) {
       byId("charts").insertBefore(chart.figure, after ? charts.get(after).figure : null);
     }
     const dots = name === "loss" ? evaluations(data) : [];
-    charts.get(name).show(known.step, known.columns[name], dots, name === "step_s" && data.predicted_step_s && !data.guess ? data.predicted_step_s : null);
+    charts.get(name).show(series.step, series.columns[name], dots, name === "step_s" && data.predicted_step_s && !data.guess ? data.predicted_step_s : null);
   }
 }
 
 function evaluations(data) {
-  const found = data.evaluations.evaluation_loss;
-  if (!found) return [];
-  return data.evaluations.step.map((step, i) => [step, found.mean[i]]).filter((dot) => dot[1] !== null);
+  const losses = data.evaluations.evaluation_loss;
+  if (!losses) return [];
+  return data.evaluations.step.map((step, i) => [step, losses.mean[i]]).filter((dot) => dot[1] !== null);
 }
 
 function showRanks(ranks) {
   if (!ranks) return;
   const slow = ranks.slowest.filter((row) => row.ratio >= SLOW);
-  const who = slow.length ? `slow: ${slow.slice(0, 5).map((row) => `rank ${row.rank} (${row.ratio.toFixed(2)}x)`).join(", ")}` : "no rank is slow";
+  const slowText = slow.length ? `slow: ${slow.slice(0, 5).map((row) => `rank ${row.rank} (${row.ratio.toFixed(2)}x)`).join(", ")}` : "no rank is slow";
   text("ranks-text", ranks.ranks === 1
-    ? `One rank works ${seconds(ranks.own_s.max)} of a step of ${seconds(ranks.step_s.max)}.`
-    : `At step ${whole(ranks.step)}, ${whole(ranks.ranks)} ranks work from ${seconds(ranks.own_s.min)} to ${seconds(ranks.own_s.max)} of a step of ${seconds(ranks.step_s.max)}; ${who}.`);
+    ? `One rank works ${seconds(ranks.own_s.max)} in a step of ${seconds(ranks.step_s.max)}.`
+    : `At step ${count(ranks.step)}, ${count(ranks.ranks)} ranks work from ${seconds(ranks.own_s.min)} to ${seconds(ranks.own_s.max)} in a step of ${seconds(ranks.step_s.max)}; ${slowText}.`);
   byId("ranks-table").hidden = ranks.ranks === 1;
   byId("ranks-rows").replaceChildren(...ranks.slowest.map((row) => {
     const line = document.createElement("tr");
@@ -136,17 +136,17 @@ function showRanks(ranks) {
 }
 
 function showBars(ranks) {
-  const each = ranks.each?.own_s;
-  if (!each || each.length < 2) {
+  const times = ranks.each?.own_s;
+  if (!times || times.length < 2) {
     byId("ranks-bars").replaceChildren();
     return;
   }
   const slow = new Set(ranks.slowest.filter((row) => row.ratio >= SLOW).map((row) => row.rank));
-  const most = Math.max(...each) || 1, wide = 600 / each.length;
-  const svg = shape("svg", { viewBox: "0 0 600 120", preserveAspectRatio: "none", role: "img", "aria-label": `Own work of ${each.length} ranks, in their order; the table has the slowest` });
-  each.forEach((value, rank) => {
-    const high = (value / most) * 108;
-    const bar = shape("rect", { class: slow.has(rank) ? "bar slow" : "bar", x: rank * wide + wide * 0.1, width: wide * 0.8, y: 120 - high, height: high });
+  const longest = Math.max(...times) || 1, width = 600 / times.length;
+  const svg = shape("svg", { viewBox: "0 0 600 120", preserveAspectRatio: "none", role: "img", "aria-label": `Own work of ${times.length} ranks, in order; the table lists the slowest` });
+  times.forEach((value, rank) => {
+    const height = (value / longest) * 108;
+    const bar = shape("rect", { class: slow.has(rank) ? "bar slow" : "bar", x: rank * width + width * 0.1, width: width * 0.8, y: 120 - height, height });
     const title = shape("title", {});
     title.textContent = `rank ${rank}: ${seconds(value)}`;
     bar.append(title);
@@ -168,30 +168,30 @@ function show(data) {
   showRanks(data.ranks);
 }
 
-async function ask() {
-  let wait = document.hidden ? SELDOM_MS : OFTEN_MS;
+async function poll() {
+  let wait = document.hidden ? IDLE_POLL_MS : POLL_MS;
   try {
-    const since = new URLSearchParams({ generation: Math.max(0, known.generation), width: known.width, from: Math.max(0, known.step.length - 1) });
-    const answer = await fetch(`/data?${since}`, { cache: "no-store", signal: AbortSignal.timeout(10000) });
-    const data = await answer.json();
+    const since = new URLSearchParams({ generation: Math.max(0, series.generation), width: series.width, from: Math.max(0, series.step.length - 1) });
+    const response = await fetch(`/data?${since}`, { cache: "no-store", signal: AbortSignal.timeout(10000) });
+    const data = await response.json();
     show(data);
-    if (data.ended) wait = SELDOM_MS;
+    if (data.ended) wait = IDLE_POLL_MS;
   } catch {
-    text("status", "the server does not answer; what is shown is old");
+    text("status", "the server does not respond; the data is out of date");
     byId("status").dataset.state = "silent";
-    wait = SELDOM_MS;
+    wait = IDLE_POLL_MS;
   }
-  setTimeout(ask, wait);
+  setTimeout(poll, wait);
 }
 
-const THEMES = [["", "as the system"], ["light", "light"], ["dark", "dark"]];
+const THEMES = [["", "system"], ["light", "light"], ["dark", "dark"]];
 let theme = 0;
 byId("theme").addEventListener("click", () => {
   theme = (theme + 1) % THEMES.length;
   document.documentElement.dataset.theme = THEMES[theme][0];
-  byId("theme").textContent = `Colours: ${THEMES[theme][1]}`;
+  byId("theme").textContent = `Theme: ${THEMES[theme][1]}`;
 });
 addEventListener("resize", () => {
-  for (const chart of charts.values()) chart.show(chart.steps, chart.column, chart.dots, chart.wanted);
+  for (const chart of charts.values()) chart.show(chart.steps, chart.column, chart.dots, chart.predicted);
 });
-ask();
+poll();
