@@ -250,7 +250,7 @@ def many_lengths() -> tuple[int, list[str], int]:
     pm = sw.parallelize(model, first, plan)
     slots = sum(len(entry.slots) for entry in pm.store.entries)
     with (
-        mock.patch.object(programs, "KEPT_PROGRAMS", 3),
+        mock.patch.object(programs, "MAX_PROGRAMS", 3),
         mock.patch.object(programs, "MANY_PROGRAMS", 6),
         warnings.catch_warnings(record=True) as caught,
     ):

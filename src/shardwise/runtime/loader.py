@@ -1,7 +1,7 @@
-"""Load emitted sources as modules of this process, and build what one rank runs of them.
+"""Load emitted sources as modules of this process, and build one rank's program from them.
 
 Sources are compiled from memory and registered with `linecache`, so that tracebacks show their
-lines; nothing is read from disk. Errors about indices in emitted code get the place in the user's
+lines; nothing is read from disk. Errors about indices in emitted code name the place in the user's
 model that the code came from.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import linecache
 import re
 import traceback
@@ -30,23 +31,19 @@ from shardwise.runtime.rng import Rng
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.tracing import Recorder
 
-FILENAME = "<shardwise program "  # how the file names of emitted code begin
+FILENAME = "<shardwise program "  # the prefix of file names of emitted code
 _ORIGIN = re.compile(r"^\s*# (?P<place>.+ \(\S+:\d+\))\s*$")
 _OUT_OF_RANGE = re.compile(r"out of (range|bounds)", re.IGNORECASE)
 
 
 class CapturedModel(Protocol):
-    """What a program still needs of the graph it was compiled from (`shardwise.ir.Graph`)."""
+    """The attributes of the captured graph (`shardwise.ir.Graph`) that a program uses."""
 
     @property
-    def functions(self) -> Mapping[str, Any]:
-        """Classes of the user's that cannot be imported."""
-        ...
+    def functions(self) -> Mapping[str, Any]: ...  # the user's classes that cannot be imported
 
     @property
-    def values(self) -> Mapping[str, Any]:
-        """Shape and dtype of every value."""
-        ...
+    def values(self) -> Mapping[str, Any]: ...  # with shape and dtype
 
     @property
     def inputs(self) -> Sequence[Any]: ...
@@ -71,7 +68,7 @@ class CapturedModel(Protocol):
 
 
 def load(source: str, functions: Mapping[str, Any] | None = None) -> types.ModuleType:
-    """Return the module that `source` defines; `functions` has classes that cannot be imported."""
+    """Return the module that `source` defines; `functions` are classes that it cannot import."""
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     filename = f"{FILENAME}{digest}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -81,14 +78,14 @@ def load(source: str, functions: Mapping[str, Any] | None = None) -> types.Modul
         exec(compile(source, filename, "exec"), module.__dict__)  # emitted by this package
     except SyntaxError as error:
         raise ProgramError(f"the emitted code is not valid Python: {error}") from error
-    if "Model" in module.__dict__:  # tracebacks need the text as long as the program exists
+    if "Model" in module.__dict__:  # tracebacks need the source as long as the program exists
         weakref.finalize(module.__dict__["Model"], linecache.cache.pop, filename, None)
     return module
 
 
 @contextlib.contextmanager
 def naming_places() -> Iterator[None]:
-    """Give errors about indices in emitted code the place in the model that they arose from."""
+    """Add the place in the user's model to errors about indices in emitted code."""
     try:
         yield
     except BatchError as error:
@@ -104,22 +101,22 @@ def naming_places() -> Iterator[None]:
         raise BatchError(
             f"an index of the batch is out of range: {first}",
             where=place,
-            hint="compare the batch with the size of what it indexes",
+            hint="compare the batch with the sizes of the tensors that it indexes",
         ) from error
 
 
 def origin(error: BaseException) -> str | None:
     """Return the place in the model of the emitted line that raised: `head (model.py:41)`.
 
-    Emitted code carries it in the last comment above the line.
+    Emitted code has it in the last comment above the line.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(FILENAME) or frame.lineno is None:
             continue
         lines = linecache.getlines(frame.filename)[: frame.lineno]
         for line in reversed(lines):
-            if result := _ORIGIN.match(line):
-                return re.sub(r"\s+", " ", result["place"])
+            if comment := _ORIGIN.match(line):
+                return re.sub(r"\s+", " ", comment["place"])
             if line.lstrip().startswith("def "):
                 break
     return None
@@ -127,9 +124,9 @@ def origin(error: BaseException) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSources:
-    """The files of one stage: one per class of positions, and what it precomputes."""
+    """The files of one stage: one per class of positions, and those that precompute values."""
 
-    places: tuple[tuple[int, ...], ...]  # of each text: positions (micro-batch and rank)
+    places: tuple[tuple[int, ...], ...]  # positions (micro-batch and rank) of each text
     texts: tuple[str, ...]
     before_ranks: tuple[tuple[int, ...], ...] = ()
     before: tuple[str, ...] = ()
@@ -149,26 +146,24 @@ class PipelineSources:
 
     def with_texts(self, texts: Sequence[str]) -> PipelineSources:
         """Return the same sources with other texts, in the order of `files`."""
-        rest = iter(texts)
-        pipeline = next(rest)
+        remaining = iter(texts)
+        pipeline = next(remaining)
         stages = []
         for stage in self.stages:
-            own = tuple(next(rest) for _ in stage.texts)
-            before = tuple(next(rest) for _ in stage.before)
+            own = tuple(itertools.islice(remaining, len(stage.texts)))
+            before = tuple(itertools.islice(remaining, len(stage.before)))
             stages.append(replace(stage, texts=own, before=before))
         return PipelineSources(pipeline=pipeline, stages=tuple(stages))
 
     def files(self) -> dict[str, str]:
         """Return the texts by file name."""
-        result = {"pipeline.py": self.pipeline}
+        files = {"pipeline.py": self.pipeline}
         for index, stage in enumerate(self.stages):
-            for number, text in enumerate(stage.texts):
-                more = f"_{number}" if len(stage.texts) > 1 else ""
-                result[f"stage_{index}{more}.py"] = text
-            for number, text in enumerate(stage.before):
-                more = f"_{number}" if len(stage.before) > 1 else ""
-                result[f"stage_{index}_beforehand{more}.py"] = text
-        return result
+            for kind, texts in (("", stage.texts), ("_beforehand", stage.before)):
+                for number, text in enumerate(texts):
+                    suffix = f"_{number}" if len(texts) > 1 else ""
+                    files[f"stage_{index}{kind}{suffix}.py"] = text
+        return files
 
 
 class LoadedPipeline:
@@ -190,20 +185,20 @@ class LoadedPipeline:
 
     def _stage(self, sources: StageSources) -> StageModules:
         files = [load(text, self.graph.functions) for text in sources.texts]
-        built = [build(f, self.mesh, self.rng, self.device, self.graph) for f in files]
-        chosen = []
+        modules = [build(f, self.mesh, self.rng, self.device, self.graph) for f in files]
+        indices = []  # of each micro-batch's file
         for k in range(self.spec.num_microbatches):
             place = k * self.mesh.size + self.mesh.rank if self.spec.timed else self.mesh.rank
-            chosen.append(next(i for i, places in enumerate(sources.places) if place in places))
-        precomputed = None
+            indices.append(next(i for i, places in enumerate(sources.places) if place in places))
+        precompute = None
         for ranks, text in zip(sources.before_ranks, sources.before, strict=True):
             if self.mesh.rank in ranks:
                 file = load(text, self.graph.functions)
-                precomputed = (build(file, self.mesh, self.rng, self.device, self.graph), file)
+                precompute = (build(file, self.mesh, self.rng, self.device, self.graph), file)
         return StageModules(
-            modules=[built[i] for i in chosen],
-            generated=[files[i] for i in chosen],
-            beforehand=precomputed,
+            modules=[modules[i] for i in indices],
+            generated=[files[i] for i in indices],
+            precompute=precompute,
         )
 
     @property
@@ -212,11 +207,11 @@ class LoadedPipeline:
         specs: dict[str, ParameterSpec] = {}
         for stage in self.stages.values():
             for spec in stage.generated[0].PARAMETERS:
-                known = specs.setdefault(spec.name, spec)
-                if known != spec:
+                first = specs.setdefault(spec.name, spec)
+                if first != spec:
                     raise ProgramError(
                         f"two stages of the same ranks store {spec.name} differently: "
-                        f"{known} and {spec}",
+                        f"{first} and {spec}",
                         hint=f"fix its layout: parameters[{spec.name!r}] of the plan",
                     )
         return list(specs.values())
@@ -224,23 +219,21 @@ class LoadedPipeline:
     @property
     def buffers(self) -> list[BufferSpec]:
         """The buffers of this rank's stages, each once."""
-        result: dict[str, BufferSpec] = {}
+        specs: dict[str, BufferSpec] = {}
         for stage in self.stages.values():
-            before = stage.beforehand[1].BUFFERS if stage.beforehand else ()
-            for spec in (*stage.generated[0].BUFFERS, *before):
-                result.setdefault(spec.name, spec)
-        return list(result.values())
+            more = stage.precompute[1].BUFFERS if stage.precompute else ()
+            for spec in (*stage.generated[0].BUFFERS, *more):
+                specs.setdefault(spec.name, spec)
+        return list(specs.values())
 
     @property
     def modules(self) -> list[tuple[Hashable, nn.Module]]:
         """Every module of this rank, with the stage that it belongs to."""
-        result: list[tuple[Hashable, nn.Module]] = []
+        parts: dict[nn.Module, Hashable] = {}
         for part, stage in self.stages.items():
-            others = [stage.beforehand[0]] if stage.beforehand else []
-            for module in (*stage.modules, *others):
-                if not any(module is known for _, known in result):
-                    result.append((part, module))
-        return result
+            for module in (*stage.modules, *(stage.precompute or ())[:1]):
+                parts.setdefault(module, part)
+        return [(part, module) for module, part in parts.items()]
 
     def make_store(self) -> ParameterStore:
         """Allocate the parameters and buffers of this rank's stages."""
@@ -252,17 +245,15 @@ class LoadedPipeline:
             store.attach(module, part, self.parameters)
 
     def executor(self, store: ParameterStore, recorder: Recorder | None = None) -> Executor:
-        """Return what runs this rank's actions."""
-        shapes = {i.name: self._full_shape(i) for i in self.graph.inputs}
+        """Return the executor of this rank's actions."""
+        shapes = {}
+        for source in self.graph.inputs:
+            shape = list(self.graph.values[source.value].shape)
+            dim = self.spec.batch_dims.get(source.name)
+            if dim is not None and not self.spec.timed:  # the graph is of one micro-batch
+                shape[dim] *= self.spec.num_microbatches
+            shapes[source.name] = tuple(shape)
         return Executor(self.spec, self.stages, self.mesh, store, shapes, self.device, recorder)
-
-    def _full_shape(self, source: Any) -> tuple[int, ...]:
-        """Return the shape of an input of the full batch; the graph may be of one micro-batch."""
-        shape = list(self.graph.values[source.value].shape)
-        dim = self.spec.batch_dims.get(source.name)
-        if dim is not None and not self.spec.timed:
-            shape[dim] *= self.spec.num_microbatches
-        return tuple(shape)
 
 
 class LoadedModule:
@@ -298,33 +289,26 @@ def make_store(
     modules = [pair for program in programs for pair in program.modules]
     store = ParameterStore(modules, mesh, parameters, list(buffers.values()), device=device)
     graph = programs[0].graph
-    held = {p.name for p in parameters} | set(buffers)
-    sources: list[Any] = [*graph.parameters, *graph.buffers]
+    local = {p.name for p in parameters} | set(buffers)
+    remote = [p for p in graph.parameters if p.name not in local]
+    store.parameters_elsewhere = tuple((p.name, *p.aliases) for p in remote)
+    remote_buffers = [(b.name, *b.aliases) for b in graph.buffers if b.name not in local]
     store.elsewhere = frozenset(
-        name for s in sources if s.name not in held for name in (s.name, *s.aliases)
+        name for names in (*store.parameters_elsewhere, *remote_buffers) for name in names
     )
-    store.stand_ins = {
-        p.name: nn.Parameter(
-            torch.empty(
-                graph.values[p.value].shape, dtype=graph.values[p.value].dtype, device="meta"
-            ),
-            requires_grad=p.requires_grad,
-        )
-        for p in graph.parameters
-        if p.name not in held
-    }
-    store.parameters_elsewhere = tuple(
-        (p.name, *p.aliases) for p in graph.parameters if p.name not in held
-    )
+    for p in remote:
+        value = graph.values[p.value]
+        empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        store.stand_ins[p.name] = nn.Parameter(empty, requires_grad=p.requires_grad)
     return store
 
 
 def build(
     generated: Any, mesh: ProcessMesh, rng: Any, device: Any, graph: CapturedModel
 ) -> nn.Module:
-    """Return the generated module, with the constants it takes."""
-    takes = "constants" in generated.Model.__init__.__code__.co_varnames
-    constants: Mapping[str, torch.Tensor] = {c.value: c.data for c in graph.constants}
-    extra = {"constants": constants} if takes else {}
-    module: nn.Module = generated.Model(mesh, rng, device, **extra)
+    """Return the generated module, constructed with the graph's constants if it uses them."""
+    options = {}
+    if "constants" in generated.Model.__init__.__code__.co_varnames:
+        options["constants"] = {c.value: c.data for c in graph.constants}
+    module: nn.Module = generated.Model(mesh, rng, device, **options)
     return module

@@ -1,4 +1,4 @@
-"""Save device memory: host memory, recomputation that keeps products, allocator settings.
+"""Save device memory: host memory, recomputation that saves products, allocator settings.
 
 `host_empty` allocates pinned memory; `CopyStream` runs copies beside the computation;
 `offload_activations` moves saved tensors to the host. On a CPU all of this is plain memory.
@@ -11,7 +11,7 @@ import functools
 import os
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +49,7 @@ class CopyStream:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """Do what is inside after all that was started before, beside all that follows."""
+        """Run the body after the work issued so far, concurrently with work issued later."""
         if self.stream is None:
             yield
             return
@@ -58,7 +58,7 @@ class CopyStream:
             yield
 
     def join(self, pending: Pending) -> Pending:
-        """Return the tensor once the work done inside is complete."""
+        """Return the pending tensor, which also waits for the copies on this stream."""
         stream = self.stream
         if stream is None:
             return pending
@@ -81,9 +81,9 @@ class _Saved:
 
 @contextlib.contextmanager
 def offload_activations(min_bytes: int = 1 << 20) -> Iterator[None]:
-    """Keep what autograd saves inside in host memory until backward needs it.
+    """Move tensors that autograd saves in the body to host memory until backward needs them.
 
-    This concerns tensors on a GPU of `min_bytes` or more that are not parameters.
+    This applies to tensors on a GPU of `min_bytes` or more that are not parameters.
     """
 
     def pack(tensor: Tensor) -> Tensor | _Saved:
@@ -115,36 +115,39 @@ def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
 
 
-# By default torch's allocator takes memory from the device in segments of fixed size, whose
-# remainders fit nothing else. Expandable segments are returned page by page when memory gets short:
-# of ranks that took up to 22% more than their tensors had, with room to spare, 13 of 15 fit in 3%
-# more than predicted (`benchmarks/results/memory.json`). Plans rely on that. Settings of the user
-# (`PYTORCH_ALLOC_CONF`) are respected. ROCm has no expandable segments: a cluster file reserves
-# more there (`reserved_gib` of the preset mi300x).
+# By default torch's allocator reserves device memory in segments of fixed size, whose remainders
+# are too small for other tensors. Expandable segments are returned page by page when memory gets
+# short: of ranks that reserved up to 22% more than their tensors needed while memory was free, 13
+# of 15 run in at most 3% more than predicted (`benchmarks/results/memory.json`). Plans rely on
+# that. Settings of the user (`PYTORCH_ALLOC_CONF`) take precedence. ROCm has no expandable
+# segments: a cluster file reserves more there (`reserved_gib` of the preset mi300x).
 
 
 GROWING = "expandable_segments:True"
-SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # where users set the allocator
+SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the user's environment variables
 
 
 def grow_segments(device: torch.device) -> bool:
-    """Have new segments of a CUDA device grow, where nothing else is set; whether that was done."""
+    """Make new segments of a CUDA device expandable, unless the user has configured the allocator.
+
+    Return whether that was done.
+    """
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     if any(name in os.environ for name in SETTINGS):
         return False
-    with warnings.catch_warnings():  # torch means to give this another name, private as well
+    with warnings.catch_warnings():  # torch plans to rename this private function
         warnings.simplefilter("ignore", FutureWarning)
         torch.cuda.memory._set_allocator_settings(GROWING)
     return True
 
 
-# Recompute a block but keep the results of products: matrices, convolutions, attention. Generated
+# Recompute a block but save the results of products: matrices, convolutions, attention. Generated
 # code calls a block as `checkpoint(block, x, context_fn=rt.keep_products, …)`. Its backward
 # recomputes everything but the expensive part: forward saves the results of products, and the
-# second forward takes them in the same order. Only products are counted, so that hooks which gather
-# parameters may do other work the second time. A product whose result only leaves the block is not
-# saved: the second forward ends before it.
+# second forward reuses them in the same order. Only products are counted, so that hooks that gather
+# parameters may run other operations the second time. A product whose result is only an output of
+# the block is not saved: the second forward ends before it.
 
 PRODUCTS = {
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution",
@@ -152,42 +155,37 @@ PRODUCTS = {
     "aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::_thnn_fused_lstm_cell",
 }  # fmt: skip
 BATCHED = {"aten::bmm", "aten::baddbmm"}
-# After the last product: what saves nothing for backward, so that nothing needs its result.
+# Operators that save nothing for backward: if only these follow the last product, it is not saved.
 PASSING = {
     "aten::add", "aten::sub", "aten::neg", "aten::view", "aten::_unsafe_view", "aten::reshape",
     "aten::permute", "aten::transpose", "aten::t", "aten::expand", "aten::unsqueeze",
     "aten::squeeze", "aten::alias", "aten::detach", "aten::clone", "aten::_to_copy",
     "aten::copy_", "aten::empty", "aten::empty_like", "aten::zeros_like", "prim::device",
 }  # fmt: skip
-SHORT = 256  # a batched product over fewer elements that gives more than it takes is cheap
+# A batched product over at most this many elements is cheap if its result exceeds its operands.
+SHORT = 256
 
-Kept = deque[tuple[str, Any]]
+Products = deque[tuple[str, Any]]  # names and results
 
 
 def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a forward, and of its repetition in backward."""
-    saved: Kept = deque()
-    return _Keep(saved), _Reuse(saved)
+    """Return the contexts of a forward, and of its recomputation in backward."""
+    products: Products = deque()
+    return _Save(products), _Reuse(products)
 
 
-class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Put the results of products aside."""
+class _Save(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Save the results of products."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, products: Products) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kept, self.needed = kept, True
+        self.products, self.needed = products, True
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = _name(func)
-        if _is_product(name) and not _is_cheap(name, args):
-            self.kept.append((name, tree_map_only(Tensor, Tensor.detach, result)))
+        name = func._schema.name
+        if _is_expensive(name, args):
+            self.products.append((name, tree_map_only(Tensor, Tensor.detach, result)))
             self.needed = False
         elif name not in PASSING and not name.startswith("c10d::"):
             self.needed = True
@@ -195,51 +193,42 @@ class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        if self.kept and not self.needed:
-            self.kept.pop()
+        if self.products and not self.needed:
+            self.products.pop()
 
 
 class _Reuse(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Take the results of products in the order in which they were put aside."""
+    """Reuse the results of products in the order in which they were saved."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, products: Products) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kept, self.used = kept, False
+        self.products, self.used = products, False
 
     def __enter__(self) -> Any:
-        if self.used:  # by another backward of the same forward: compute everything again
-            self.kept.clear()
+        if self.used:  # by another backward of the same forward: recompute everything
+            self.products.clear()
         self.used = True
         return super().__enter__()  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        name = _name(func)
-        if not self.kept or not _is_product(name) or _is_cheap(name, args):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if not self.products or not _is_expensive(name, args):
             return func(*args, **(kwargs or {}))
-        before, result = self.kept.popleft()
-        if before != name:
-            raise ProgramError(f"{name} is recomputed where forward had {before}")
+        saved_name, result = self.products.popleft()
+        if saved_name != name:
+            raise ProgramError(f"{name} is recomputed where forward had {saved_name}")
         return result
 
 
-def _name(func: Any) -> str:
-    return str(func._schema.name)
+def _is_expensive(name: str, args: tuple[Any, ...]) -> bool:
+    """Return whether a call is a product that is worth saving.
 
-
-def _is_product(name: str) -> bool:
-    return name in PRODUCTS or "attention" in name or "flash_attn" in name
-
-
-def _is_cheap(name: str, args: tuple[Any, ...]) -> bool:
-    """Return whether a product is cheap, as attention scores are: short inner dim, large result."""
-    if name not in BATCHED:
+    Batched products such as attention scores are not: short inner dim, large result.
+    """
+    if name not in PRODUCTS and "attention" not in name and "flash_attn" not in name:
         return False
+    if name not in BATCHED:
+        return True
     left, right = args[-2:]
     size = left.shape[0] * left.shape[1] * right.shape[2]
-    return bool(left.shape[2] <= SHORT and size > left.numel() + right.numel())
+    return bool(left.shape[2] > SHORT or size <= left.numel() + right.numel())

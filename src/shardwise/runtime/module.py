@@ -1,7 +1,7 @@
 """The module that a user trains: this rank's part of the model, and the steps of all ranks.
 
-`ParallelModule` joins the store of parameters with the compiled programs. It does not know the
-compiler: it gets a function that compiles a program for a batch, and keeps one per batch signature.
+`ParallelModule` joins the store of parameters with the compiled programs. It does not depend on the
+compiler: it calls a function that compiles a program for a batch, once per batch signature.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from shardwise.errors import BatchError, ProgramError, did_you_mean
+from shardwise.errors import BatchError, LossError, ProgramError, did_you_mean
 from shardwise.runtime.consistency import BatchCheck, leaves, share, signature
 from shardwise.runtime.failures import naming_failures
 from shardwise.runtime.mesh import ProcessMesh
@@ -39,18 +39,15 @@ from shardwise.runtime.user_model import (
     refuse_hooks_on_parts,
 )
 
+T = TypeVar("T")
 World = Callable[[], Hashable]
-AGREED_CHANGES = 3  # from one state of the world to another, that all ranks agree on at once
-
-
-def _no_world() -> Hashable:
-    return ()
+AGREED_CHANGES = 3  # times that ranks agree at once on a change from one world state to another
 
 
 class ParallelModule(nn.Module):
     """This rank's part of a model that all ranks train together.
 
-    `about` says of what its traces are: they hold it.
+    `about` is metadata stored in every trace.
     """
 
     def __init__(
@@ -61,7 +58,7 @@ class ParallelModule(nn.Module):
         specialize: Specialize,
         *,
         flags: TrainedFlags | None = None,
-        world: World = _no_world,
+        world: World = tuple,  # nothing outside the batch
         registered: RegisteredHooks | None = None,
         programs: Mapping[ProgramKey, StepProgram] | None = None,
         steps: Sequence[str] = ("",),
@@ -78,15 +75,15 @@ class ParallelModule(nn.Module):
         self.flags = flags if flags is not None else TrainedFlags(store)
         self.recorder, self.timeout_s = recorder, timeout_s
         self.about, self.title = dict(about or {}), title
-        self.copies = 0  # of the weights into the user's model
+        self.copies = 0  # number of copies of the weights into the user's model
         if recorder is not None:
             store.recorder = recorder
-        self._place_of = {name: place for place, name in enumerate(names)}
+        self._position = {name: position for position, name in enumerate(names)}
         self._world = world
         self._registered = registered or RegisteredHooks()
         self._num_runs, self._history = 0, 0
         self._last_world, self._changes = world(), Counter[tuple[Hashable, Hashable]]()
-        self._num_registered = -1  # hooks when they were last looked for on our own tensors
+        self._num_registered = -1  # hooks when this rank's tensors were last checked for them
         self.steps = tuple(steps)
         self._programs = Programs(store, specialize, programs or {}, warns=mesh.rank == 0)
         self._check_batch = BatchCheck(mesh.everyone, store.device) if check_batches else None
@@ -95,7 +92,7 @@ class ParallelModule(nn.Module):
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the full model's state dict, in its order."""
-        return tuple(self._place_of)
+        return tuple(self._position)
 
     def train_step(
         self,
@@ -108,14 +105,14 @@ class ParallelModule(nn.Module):
     ) -> Any:
         """Run forward and backward of the full batch; return its loss, the same on every rank.
 
-        Gradients are added to what is there. With `outputs`, the model's outputs too. `step` is
-        the name of one of several steps. `scale` multiplies the loss before backward, and so the
-        loss that is returned and its gradients: `scale=1/n` to accumulate n batches. A batch with
-        `local` is what `local_batch` gave.
+        Gradients are accumulated. With `outputs`, return the model's outputs too. `step` is the
+        name of one of several steps. `scale` multiplies the loss before backward, and with it the
+        returned loss and the gradients: `scale=1/n` to accumulate n batches. With `local`, the
+        batch is a result of `local_batch`.
         """
         if not self.training:
             raise ProgramError(
-                "the parallel module is in eval mode, and train_step computes in training mode",
+                "the parallel module is in eval mode, but train_step runs in training mode",
                 hint="pm.train(). To train without dropout or with frozen batch statistics, put "
                 "those modules of the model into eval mode before sw.parallelize",
             )
@@ -139,28 +136,31 @@ class ParallelModule(nn.Module):
                     loss, out = program.train(batch, self.store, outputs=outputs, local=local)
                 program.finish()
             self._registered.ignore_since(registered)
-        loss = _returned(loss if scale == 1.0 else loss.detach() * scale)
-        return (loss, _detached(out)) if outputs else loss
+        loss = _public_loss(loss if scale == 1.0 else loss.detach() * scale)
+        return (loss, _detach(out)) if outputs else loss
 
     def eval_step(
         self, batch: Any, *, loss: bool = False, step: str = "", local: bool = False
     ) -> Any:
-        """Return the outputs in eval mode, without gradients; with `loss`, the loss before them."""
+        """Return the outputs in eval mode, without gradients; with `loss`, the loss and them."""
         with self._naming_failures():
             key, program = self._program(batch, step, training=False, local=local)
             with self.store.evaluate(key):
-                result, outputs = program.evaluate(batch, self.store, local=local)
-        return (result, outputs) if loss else outputs
+                value, outputs = program.evaluate(batch, self.store, outputs=True, local=local)
+        return (value, outputs) if loss else outputs
 
     def eval_loss(self, batch: Any, *, step: str = "", local: bool = False) -> Tensor:
         """Return the full batch's loss in eval mode, without gradients, the same on every rank."""
         with self._naming_failures():
             key, program = self._program(batch, step, training=False, local=local)
             with self.store.evaluate(key):
-                return _returned(program.loss(batch, self.store, local=local))
+                loss, _ = program.evaluate(batch, self.store, outputs=False, local=local)
+        if loss is None:
+            raise LossError("the model returns no loss in eval mode", hint="labels in the batch")
+        return _public_loss(loss)
 
     def _naming_failures(self) -> contextlib.AbstractContextManager[None]:
-        """Name a rank that fails on the others, where ranks are processes."""
+        """Make other ranks name a rank that fails, where ranks are processes."""
         if isinstance(unwrap_transport(self.mesh.transport), ProcessGroupTransport):
             return naming_failures(self.timeout_s)
         return contextlib.nullcontext()
@@ -170,7 +170,7 @@ class ParallelModule(nn.Module):
         return self.program(batch, training, step=step).local_batch(batch)
 
     def program(self, batch: Any, training: bool = True, *, step: str = "") -> StepProgram:
-        """Return the compiled step for full batches like this; all ranks call it for a new kind."""
+        """Return the compiled step for such full batches; all ranks call it for a new signature."""
         return self._programs.get(self._key(batch, step, training), batch)
 
     def world(self) -> Hashable:
@@ -188,9 +188,9 @@ class ParallelModule(nn.Module):
                 raise ProgramError(
                     f"there is no step {step!r}", hint="parallelize(…, steps={name: function})"
                 )
-            what = f"there is no step {step!r}" if step else "no step was named"
+            problem = f"there is no step {step!r}" if step else "no step was named"
             raise ProgramError(
-                f"{what}{did_you_mean(step, named)}; the steps are {named}",
+                f"{problem}{did_you_mean(step, named)}; the steps are {named}",
                 hint=f"pm.train_step(batch, step={named[0]!r})",
             )
 
@@ -212,10 +212,10 @@ class ParallelModule(nn.Module):
         return chosen
 
     def _agree_on_world(self, key: ProgramKey) -> None:
-        """Agree with other ranks that flags or Python state have changed, and note when.
+        """Agree with other ranks that flags or Python state have changed.
 
-        A loop that goes back and forth between two states is trusted after a few times: what it
-        does is then compared together with batches. New programs are agreed on when made.
+        A loop that alternates between two states is trusted after a few changes: its history is
+        then compared together with batches. Ranks agree on new programs when they are compiled.
         """
         change = (self._last_world, key.world)
         self._last_world = key.world
@@ -231,16 +231,14 @@ class ParallelModule(nn.Module):
     ) -> tuple[ProgramKey, StepProgram]:
         """Return the first program whose local batches have these shapes on every rank."""
         self._require_step(step)
-        wanted = (step, training, self._world())
-        known = [
-            (k, p) for k, p in self._programs.items() if (k.step, k.training, k.world) == wanted
+        state = (step, training, self._world())
+        programs = [
+            (k, p) for k, p in self._programs.items() if (k.step, k.training, k.world) == state
         ]
-        fits = [program.takes(batch) for _, program in known]
-        mask = torch.tensor([sum(1 << i for i, fit in enumerate(fits) if fit)])
-        everyone = self.mesh.everyone
-        every = everyone.all_gather(mask.to(self.store.device), [1] * everyone.size).wait()
-        for index, (key, program) in enumerate(known):
-            if all(int(m) >> index & 1 for m in every.tolist()):
+        mask = sum(1 << i for i, (_, program) in enumerate(programs) if program.takes(batch))
+        masks = self.mesh.everyone.gather_integers([mask], self.store.device)
+        for index, (key, program) in enumerate(programs):
+            if all(mask >> index & 1 for [mask] in masks):
                 self._programs.use(key)
                 return key, program
         shapes = [tuple(v.shape) for _, v in leaves(batch) if isinstance(v, Tensor)]
@@ -252,23 +250,25 @@ class ParallelModule(nn.Module):
     def gather_state_dict(self) -> dict[str, Tensor]:
         """Return the full model's state dict on every rank; all ranks call it."""
         self.store.require_values()
-        state = self._shared(self.store.gather_state_dict())
+        state = self._share(self.store.gather_state_dict())
         return {name: tensor for name, tensor in state.items() if tensor is not None}
 
     def gather_gradients(self) -> dict[str, Tensor | None]:
         """Return the full model's gradients by parameter name on every rank; all ranks call it."""
-        return self._shared(self.store.gather_gradients())
+        return self._share(self.store.gather_gradients())
 
-    def _shared(self, mine: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    def _share(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Return the tensors of all stages, in the model's order."""
-        result = share(self.mesh, mine, self.store.device)
-        last = len(self._place_of)
-        return {n: result[n] for n in sorted(result, key=lambda n: self._place_of.get(n, last))}
+        return self._in_order(share(self.mesh, tensors, self.store.device))
+
+    def _in_order(self, tensors: Mapping[str, T]) -> dict[str, T]:
+        last = len(self._position)
+        return {n: tensors[n] for n in sorted(tensors, key=lambda n: self._position.get(n, last))}
 
     def trace(self, path: str | Path | None = None) -> Trace | None:
-        """Return on rank 0 what all ranks recorded since the last call; all ranks call it.
+        """Return on rank 0 a trace of all ranks since the last call; all ranks call it.
 
-        The Chrome trace event format, which Perfetto opens; also written to `path`.
+        It has the Chrome trace event format, which Perfetto opens, and is also written to `path`.
         """
         if self.recorder is None:
             raise ProgramError(
@@ -289,16 +289,14 @@ class ParallelModule(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over parameters under their original names and shapes, in the model's order.
 
-        Where this rank holds a part of one, it is a `ShardParameter`: arithmetic element by element
-        means what it means on one device, and everything else raises. Parameters that only other
+        A parameter of which this rank holds a part is a `ShardParameter`: elementwise arithmetic
+        means the same as on one device, and everything else raises. Parameters that only other
         pipeline stages hold are stand-ins on meta.
         """
         dot = prefix + "." if prefix else ""
-        shown = {e.spec.name: self.store.parameter(e) for e in self.store.entries}
-        shown |= self.store.stand_ins
-        last = len(self._place_of)
-        for name in sorted(shown, key=lambda name: self._place_of.get(name, last)):
-            yield dot + name, shown[name]
+        parameters = {e.spec.name: self.store.parameter(e) for e in self.store.entries}
+        for name, parameter in self._in_order(parameters | self.store.stand_ins).items():
+            yield dot + name, parameter
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -321,13 +319,13 @@ class ParallelModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise: a state dict of shards would be mistaken for the model's."""
         raise ProgramError(
-            "a parallel module's state is spread over ranks", hint="pm.gather_state_dict()"
+            "the state of a parallel module is sharded over ranks", hint="pm.gather_state_dict()"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse what is meant for the model: there it would be noticed, here it would not."""
-        own = self.__dict__
-        if name in own.get("_model_attributes", ()) and name not in own:
+        """Refuse the model's attributes: setting them here would silently have no effect."""
+        attributes = self.__dict__
+        if name in attributes.get("_model_attributes", ()) and name not in attributes:
             raise ProgramError(
                 f"{name} is an attribute of the model, not of the parallel module",
                 hint=f"model.{name} = ...; the next step uses it",
@@ -339,8 +337,8 @@ class ParallelModule(nn.Module):
     ) -> None:
         """Copy the trained weights and buffers into a model; all ranks call it.
 
-        Each rank may give a model of its own, or None to only take part. One whole tensor exists at
-        a time. With `strict`, the model has the names of the one that was parallelized.
+        Each rank may pass its own model, or None to only take part. One full tensor exists at a
+        time. With `strict`, the model must have the names of the one that was parallelized.
         """
         with self._naming_failures():
             copy_weights(self, model, strict=strict)
@@ -351,8 +349,8 @@ class ParallelModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
         """Accept `to`, `cuda`, `half` and the like if they change nothing, and raise otherwise."""
-        for like in {(e.master, e.leaf.device) for e in self.store.entries}:
-            before = torch.empty(0, dtype=like[0], device=like[1])
+        for dtype, device in {(e.master, e.leaf.device) for e in self.store.entries}:
+            before = torch.empty(0, dtype=dtype, device=device)
             after = fn(before)
             if after.dtype != before.dtype or after.device != before.device:
                 raise ProgramError(
@@ -438,8 +436,8 @@ def _plain(loss: Tensor) -> Tensor:
         return loss.as_subclass(Tensor)
 
 
-def _returned(loss: Tensor) -> Tensor:
-    """Return a loss as the user gets it: detached, in float32 or wider."""
+def _public_loss(loss: Tensor) -> Tensor:
+    """Return a loss as users get it: detached, in float32 or wider."""
     loss = loss.detach().to(widened(loss.dtype))
     # A fake tensor, of a rank whose memory is predicted, cannot change its class.
     return loss.as_subclass(StepLoss) if type(loss) is Tensor else loss
@@ -457,15 +455,13 @@ def _refuse_backward(losses: Any) -> None:
         )
 
 
-def _detached(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach()
-    if isinstance(value, dict):
+    if isinstance(value, dict):  # in place: a subclass may not be constructible from items
         for key in value:
-            value[key] = _detached(value[key])
+            value[key] = _detach(value[key])
         return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_detached(item) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(_detached(item) for item in value)
-    return value
+        return type(value)(*map(_detach, value))
+    return type(value)(map(_detach, value)) if isinstance(value, (tuple, list)) else value

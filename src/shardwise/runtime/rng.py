@@ -1,8 +1,8 @@
 """Random numbers that depend on seed, node, step and shard coordinates, never on the rank.
 
-In mode "exact" the full tensor's numbers are drawn and this rank's part is taken: any number of
-ranks sees what one rank sees. In mode "fast" each shard draws its own. A node that is recomputed in
-the same step draws the same numbers again.
+In mode "exact" every rank draws the full tensor's numbers and takes its part: results do not depend
+on the number of ranks. In mode "fast" each shard draws its own numbers. A node that is recomputed
+in the same step draws the same numbers again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Splits = Sequence[Split] | Sequence[tuple[str, int, Segments]]  # generated code
 
 
 class Rng:
-    """The source of a program's random numbers; `step` counts the training steps that were done."""
+    """The source of a program's random numbers; `step` counts the training steps so far."""
 
     def __init__(self, seed: int, mode: str = "exact", mesh: ProcessMesh | None = None) -> None:
         if mode not in MODES:
@@ -36,7 +36,7 @@ class Rng:
 
     @contextlib.contextmanager
     def next_step(self) -> Iterator[int]:
-        """Yield the number of a training step; one that fails and is repeated draws the same."""
+        """Yield the number of a training step; a failed step can be repeated with its numbers."""
         self.step += 1
         try:
             yield self.step
@@ -49,12 +49,11 @@ class Rng:
     ) -> torch.Generator:
         """Return a generator for one node in this step, at coordinates on some axes."""
         text = f"{self.seed}|{self.step}|{key}|{list(place)}"
-        if self.mesh.num_microbatches > 1 and not self.mesh.timed:  # each is a batch of its own
+        if self.mesh.num_microbatches > 1 and not self.mesh.timed:  # each is a separate batch
             text += f"|micro-batch {self.mesh.microbatch}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        made = torch.Generator(device)
-        made.manual_seed(int.from_bytes(digest, "little") & (2**63 - 1))
-        return made
+        generator = torch.Generator(device)
+        return generator.manual_seed(int.from_bytes(digest, "little") & (2**63 - 1))
 
     def part(
         self,
@@ -64,17 +63,17 @@ class Rng:
         splits: Splits,
         device: torch.device | str,
     ) -> Tensor:
-        """Return this rank's part of a random tensor of the given full shape."""
-        at, axes = self.mesh.place, self.mesh.place_axes
+        """Return this rank's part of a random tensor of a full shape."""
+        coords, axes = self.mesh.place, self.mesh.place_axes
         splits = [
             s if isinstance(s, Split) else Split(axis=s[0], dim=s[1], of=s[2]) for s in splits
         ]
         if self.mode == "exact":
             full = fill(tuple(shape), self.generator(key, device))
-            return take_local(full, splits, at, axes).contiguous()
-        cutting = {split.axis for split in splits}
-        place = [(name, at[name]) for name, size in axes.items() if name in cutting and size != 1]
-        local = local_shape(shape, splits, at, axes)
+            return take_local(full, splits, coords, axes).contiguous()
+        sharded = {split.axis for split in splits if axes[split.axis] != 1}
+        place = [(name, coords[name]) for name in axes if name in sharded]
+        local = local_shape(shape, splits, coords, axes)
         return fill(local, self.generator(key, device, place))
 
 
@@ -89,16 +88,15 @@ def _draw(
     *options: float,
 ) -> Tensor:
     if kind not in _KINDS:
-        raise ProgramError(f"no random numbers of kind {kind!r}{did_you_mean(kind, _KINDS)}")
+        raise ProgramError(f"unknown distribution {kind!r}{did_you_mean(kind, _KINDS)}")
 
     def fill(size: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        made = torch.empty(size, dtype=dtype, device=device)
-        return _KINDS[kind](made, generator, *options)
+        return _KINDS[kind](torch.empty(size, dtype=dtype, device=device), generator, *options)
 
     return rng.part(fill, key, shape, splits, device)
 
 
-# Random numbers come from generators of their own, which a compiled program does not trace.
+# torch.compile cannot trace generators.
 _draw_eagerly: Callable[..., Tensor] = torch.compiler.disable(_draw)  # type: ignore[no-untyped-call]
 
 ALPHA = 1.7580993408473766  # SELU's scale times its alpha
@@ -131,7 +129,7 @@ def draw(
 
     `kind` and its options: uniform(low, high), normal(mean, std), bernoulli(p),
     exponential(rate), randint(low, high), cauchy(median, sigma), log_normal(mean, std),
-    geometric(p), randperm (whole only).
+    geometric(p), randperm (unsharded only).
     """
     return _draw_eagerly(kind, rng, key, shape, splits, dtype, device, *options)
 
@@ -144,35 +142,35 @@ def dropout(
         return x
     if p == 1.0:
         return x * 0.0
-    return x * _kept(x, p, rng, key, shape, splits).mul_(1 / (1 - p))
+    return x * _mask(x, p, rng, key, shape, splits).mul_(1 / (1 - p))
 
 
 def native_dropout(
     x: Tensor, p: float, rng: Rng, key: str, shape: Sequence[int], splits: Splits = ()
 ) -> tuple[Tensor, Tensor]:
     """Return `dropout` and its mask."""
-    saved = _kept(x, p, rng, key, shape, splits)
+    mask = _mask(x, p, rng, key, shape, splits)
     scale = 1 / (1 - p) if p < 1 else 0.0
-    return x * (saved * scale), saved.to(torch.bool)
+    return x * (mask * scale), mask.to(torch.bool)
 
 
 def alpha_dropout(
     x: Tensor, p: float, rng: Rng, key: str, shape: Sequence[int], splits: Splits = ()
 ) -> Tensor:
-    """Dropout that keeps the mean and variance of SELU activations."""
+    """Apply dropout that preserves the mean and variance of SELU activations."""
     if p == 1.0:
         return x * 0.0
     a = 1 / math.sqrt((ALPHA * ALPHA * p + 1) * (1 - p))
-    saved = _kept(x, p, rng, key, shape, splits)
-    return x * (saved * a) + ((saved - 1) * (ALPHA * a) + ALPHA * a * p)
+    mask = _mask(x, p, rng, key, shape, splits)
+    return x * (mask * a) + ((mask - 1) * (ALPHA * a) + ALPHA * a * p)
 
 
-def _kept(x: Tensor, p: float, rng: Rng, key: str, shape: Sequence[int], splits: Splits) -> Tensor:
+def _mask(x: Tensor, p: float, rng: Rng, key: str, shape: Sequence[int], splits: Splits) -> Tensor:
     """Return ones with probability 1 - p, broadcast over dims that the mask lacks."""
-    saved = draw(
+    mask = draw(
         "bernoulli", rng, key, shape, splits, options=(1 - p,), dtype=torch.bool, device=x.device
     )
-    return saved.reshape(saved.shape + (1,) * (x.dim() - saved.dim())).to(x.dtype)
+    return mask.reshape(mask.shape + (1,) * (x.dim() - mask.dim())).to(x.dtype)
 
 
 def draw_like(

@@ -1,9 +1,10 @@
-"""The compiled steps of a parallel module: what runs one, and the programs kept for later batches.
+"""The compiled steps of a parallel module, and the cache of programs for later batches.
 
 A `ModuleStep` runs a generated module; a `PipelineStep` runs the actions of this rank's stages.
-A program is compiled when a batch of a new kind arrives. Training whose every batch has a size or
-a plain value of its own would compile one per step: this is reported in a warning, and programs
-that were not used for long are dropped. Ranks get the same batches, so they keep the same programs.
+A program is compiled when a batch with a new signature arrives. Training in which every batch has
+another size or plain value would compile one program per step: a warning reports this, and the
+least recently used programs are dropped. Ranks get the same batches, so they cache the same
+programs.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.batch import flatten_batch, path_name, read_batch, rebuild_output
-from shardwise.errors import LossError, ProgramError
+from shardwise.errors import ProgramError
 from shardwise.runtime.loader import CapturedModel, LoadedModule, LoadedPipeline, naming_places
 from shardwise.runtime.memory import offload_activations
 from shardwise.runtime.mesh import ProcessMesh
@@ -29,17 +30,16 @@ from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.tracing import Recorder, called_submodules
 from shardwise.runtime.user_model import Hook
 
-KEPT_PROGRAMS = 60  # as many bits as `ParallelModule` has in the mask of programs that fit
-MANY_PROGRAMS = 25  # after so many, and after every doubling, warn about their cost
+MAX_PROGRAMS = 60  # `ParallelModule` has a bit per program in an int64 mask of those that fit
+MANY_PROGRAMS = 25  # warn about the cost of compilation at this number, and at every doubling
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramKey:
-    """What a compiled program was made for.
+    """Everything that a compiled program depends on.
 
-    `step` names one of several steps over the same modules; `batch` describes the batch as far as
-    the program depends on it; `world` describes everything else outside the batch that does, such
-    as flags of the user's model.
+    `step` names one of several steps over the same modules; `batch` is the batch's signature;
+    `world` is the relevant state outside the batch, such as flags of the user's model.
     """
 
     step: str
@@ -48,57 +48,13 @@ class ProgramKey:
     world: Hashable
 
 
-class StepProgram(Protocol):
-    """A compiled step for batches of one signature."""
-
-    @property
-    def hooks(self) -> Sequence[Hook]:
-        """Gradient hooks of the model's parameters."""
-        ...
-
-    def train(
-        self, batch: Any, store: ParameterStore, *, outputs: bool, local: bool
-    ) -> tuple[Tensor, Any]:
-        """Run forward and backward inside `store.step`; return the loss and, on demand, outputs."""
-        ...
-
-    def evaluate(
-        self, batch: Any, store: ParameterStore, *, local: bool
-    ) -> tuple[Tensor | None, Any]:
-        """Return the loss, if the model has one, and its outputs, inside `store.evaluate`."""
-        ...
-
-    def loss(self, batch: Any, store: ParameterStore, *, local: bool) -> Tensor:
-        """Return the loss alone, inside `store.evaluate`."""
-        ...
-
-    def finish(self) -> None:
-        """Finish a step once its gradients are complete."""
-        ...
-
-    def local_batch(self, batch: Any) -> Any:
-        """Return what this rank reads of a full batch; the program accepts it instead."""
-        ...
-
-    def takes(self, batch: Any) -> bool:
-        """Return whether a local batch has the shapes that this program expects."""
-        ...
-
-    def generated(self) -> list[nn.Module]:
-        """Return the generated modules, which use the memory of the store."""
-        ...
-
-
-Specialize = Callable[[ProgramKey, Any], StepProgram]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
-    """What plan and graph say about running a step.
+    """The properties of plan and graph that matter when a step runs.
 
-    Floating inputs are cast to `input_dtypes`; `check_indices` raises a `BatchError` for indices of
-    the full batch that are out of range; `units` are the modules that hooks may break up under
-    torch.compile.
+    Floating-point inputs are cast to `input_dtypes`; `check_indices` raises a `BatchError` for
+    indices of the full batch that are out of range; `units` are the modules whose hooks may break
+    the graph under torch.compile.
     """
 
     check_indices: Callable[[Mapping[str, Tensor]], None]
@@ -108,21 +64,40 @@ class StepOptions:
     units: Sequence[str]
 
 
-class _Step:
-    """What steps of a module and of a pipeline have in common: reading batches."""
+class StepProgram:
+    """A compiled step for batches of one signature.
+
+    A batch is given in full, or as this rank's part of it (`local`), which `local_batch` returns.
+    """
 
     def __init__(self, graph: CapturedModel, options: StepOptions) -> None:
         self.graph, self.options = graph, options
-        self.hooks: Sequence[Hook] = graph.hooks
-        self.constants = dict(graph.input_constants)
+        self.hooks: Sequence[Hook] = graph.hooks  # gradient hooks of the model's parameters
+        self._constants = dict(graph.input_constants)
+        self._local_shapes: Mapping[str, tuple[int, ...]] = {}
+
+    def train(
+        self, batch: Any, store: ParameterStore, *, outputs: bool, local: bool
+    ) -> tuple[Tensor, Any]:
+        """Run forward and backward inside `store.step`; return the loss and, on demand, outputs."""
+        raise NotImplementedError
+
+    def evaluate(
+        self, batch: Any, store: ParameterStore, *, outputs: bool, local: bool
+    ) -> tuple[Tensor | None, Any]:
+        """Return the loss, if the model has one, and outputs on demand, in `store.evaluate`."""
+        raise NotImplementedError
 
     def local_part(self, name: str, tensor: Tensor) -> Tensor:
-        """Return what this rank reads of an input of the full batch."""
+        """Return this rank's part of an input of the full batch."""
         raise NotImplementedError
 
-    def local_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of what this rank reads."""
+    def generated(self) -> list[nn.Module]:
+        """Return the generated modules, which use the memory of the store."""
         raise NotImplementedError
+
+    def finish(self) -> None:
+        """Finish a step once its gradients are complete."""
 
     def local_batch(self, batch: Any) -> Any:
         """Return the batch with this rank's part of every tensor."""
@@ -130,10 +105,10 @@ class _Step:
         return call.batch_with([self.local_part(path_name(path), t) for path, t in call.tensors])
 
     def takes(self, batch: Any) -> bool:
-        """Return whether these are parts of the batch this program was compiled for."""
+        """Return whether a local batch has the shapes and constants that this program expects."""
         tensors, constants = flatten_batch(batch)
         shapes = {name: tuple(t.shape) for name, t in tensors.items()}
-        return shapes == self.local_shapes() and constants == self.constants
+        return shapes == self._local_shapes and constants == self._constants
 
     def _tensors(self, batch: Any, local: bool) -> dict[str, Tensor]:
         tensors = flatten_batch(batch)[0]
@@ -143,12 +118,15 @@ class _Step:
         return tensors
 
     def _offloading(self) -> contextlib.AbstractContextManager[object]:
-        on_host = self.options.offload_activations
-        return offload_activations() if on_host else contextlib.nullcontext()
+        enabled = self.options.offload_activations
+        return offload_activations() if enabled else contextlib.nullcontext()
 
 
-class ModuleStep(_Step):
-    """A step of one generated module; `module` is it, or it under torch.compile."""
+Specialize = Callable[[ProgramKey, Any], StepProgram]
+
+
+class ModuleStep(StepProgram):
+    """A step of one generated module, which may be wrapped by torch.compile."""
 
     def __init__(
         self,
@@ -162,17 +140,13 @@ class ModuleStep(_Step):
         super().__init__(loaded.graph, options)
         self.module, self.mesh, self.device = module, mesh, device
         self.recorder = recorder or Recorder(0, enabled=False)
-        # Hooks inside of a compiled program would break it up; those of units do so anyway.
+        # Hooks inside of a compiled program would break its graph; those of units do so anyway.
         compiled = hasattr(module, "_orig_mod")
         self.recorder.watch(module, options.units if compiled else called_submodules(module))
         self.splits = dict(loaded.generated.INPUTS)
-        self._shapes = {
-            i.name: local_shape(
-                self.graph.values[i.value].shape,
-                self.splits[i.name],
-                mesh.coordinates,
-                mesh.axes,
-            )
+        values, place, axes = self.graph.values, mesh.coordinates, mesh.axes
+        self._local_shapes = {
+            i.name: local_shape(values[i.value].shape, self.splits[i.name], place, axes)
             for i in self.graph.inputs
         }
 
@@ -188,25 +162,15 @@ class ModuleStep(_Step):
         return loss, out
 
     def evaluate(
-        self, batch: Any, store: ParameterStore, *, local: bool
+        self, batch: Any, store: ParameterStore, *, outputs: bool, local: bool
     ) -> tuple[Tensor | None, Any]:
         with store.forward():
-            return self._forward(batch, True, local)
-
-    def loss(self, batch: Any, store: ParameterStore, *, local: bool) -> Tensor:
-        with store.forward():
-            loss, _ = self._forward(batch, False, local)
-        if loss is None:
-            raise LossError("the model returns no loss in eval mode", hint="labels in the batch")
-        return loss
-
-    def finish(self) -> None:
-        """Do nothing: one program has all gradients."""
+            return self._forward(batch, outputs, local)
 
     def _forward(self, batch: Any, outputs: bool, local: bool) -> tuple[Tensor | None, Any]:
         tensors, dtypes = self._tensors(batch, local), self.options.input_dtypes
         inputs = []
-        for name in self._shapes:
+        for name in self._local_shapes:
             tensor = tensors[name] if local else self.local_part(name, tensors[name])
             inputs.append(tensor.to(self.device, dtypes.get(name)))
         with naming_places():
@@ -219,14 +183,11 @@ class ModuleStep(_Step):
         splits = self.splits.get(name, ())
         return take_local(tensor.detach(), splits, self.mesh.coordinates, self.mesh.axes)
 
-    def local_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._shapes
-
     def generated(self) -> list[nn.Module]:
         return [getattr(self.module, "_orig_mod", self.module)]
 
 
-class PipelineStep(_Step):
+class PipelineStep(StepProgram):
     """A step of stages and micro-batches: the actions of this rank."""
 
     def __init__(
@@ -240,33 +201,25 @@ class PipelineStep(_Step):
         self.loaded, self.store = loaded, store
         self.executor = loaded.executor(store, recorder)
         reader = self.executor.reader
-        self._shapes = {i.name: reader.local_shape(i.name) for i in self.graph.inputs}
+        self._local_shapes = {i.name: reader.local_shape(i.name) for i in self.graph.inputs}
 
     def train(
         self, batch: Any, store: ParameterStore, *, outputs: bool, local: bool
     ) -> tuple[Tensor, Any]:
         if not self.options.trains:
             raise _not_trained()
-        tensors = self._inputs(batch, local)
+        inputs, scale = self._inputs(batch, local), store.loss_scale
         with self._offloading(), naming_places():
-            loss, leaves = self.executor.train(
-                tensors, outputs=outputs, scale=store.loss_scale, whole=not local
-            )
-        spec = self.graph.output_spec
-        return loss, rebuild_output(spec, leaves) if leaves is not None else None
+            loss, leaves = self.executor.train(inputs, outputs=outputs, scale=scale, local=local)
+        return loss, self._output(leaves)
 
     def evaluate(
-        self, batch: Any, store: ParameterStore, *, local: bool
+        self, batch: Any, store: ParameterStore, *, outputs: bool, local: bool
     ) -> tuple[Tensor | None, Any]:
-        tensors = self._inputs(batch, local)
+        inputs = self._inputs(batch, local)
         with naming_places():
-            loss, leaves = self.executor.evaluate(tensors, whole=not local)
-        return loss, rebuild_output(self.graph.output_spec, leaves)
-
-    def loss(self, batch: Any, store: ParameterStore, *, local: bool) -> Tensor:
-        tensors = self._inputs(batch, local)
-        with naming_places():
-            return self.executor.evaluate_loss(tensors, whole=not local)
+            loss, leaves = self.executor.evaluate(inputs, outputs=outputs, local=local)
+        return loss, self._output(leaves)
 
     def finish(self) -> None:
         """Sum the gradients of parameters that several stages use."""
@@ -277,12 +230,11 @@ class PipelineStep(_Step):
         dtypes = self.options.input_dtypes
         return {n: t.to(dtype=dtypes.get(n)) for n, t in self._tensors(batch, local).items()}
 
-    def local_part(self, name: str, tensor: Tensor) -> Tensor:
-        """Return this rank's rows of every micro-batch, and nothing of the rest."""
-        return self.executor.reader.local_part(name, tensor)
+    def _output(self, leaves: tuple[Any, ...] | None) -> Any:
+        return None if leaves is None else rebuild_output(self.graph.output_spec, leaves)
 
-    def local_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._shapes
+    def local_part(self, name: str, tensor: Tensor) -> Tensor:
+        return self.executor.reader.local_part(name, tensor)
 
     def generated(self) -> list[nn.Module]:
         return [module for _, module in self.loaded.modules]
@@ -291,30 +243,30 @@ class PipelineStep(_Step):
 def _not_trained() -> ProgramError:
     if not torch.is_grad_enabled():
         return ProgramError(
-            "train_step computes gradients, and they are disabled here",
+            "train_step computes gradients, which are disabled here",
             hint="call it outside of torch.no_grad() and torch.inference_mode(); "
-            "pm.eval_loss(batch) is the loss without gradients",
+            "pm.eval_loss(batch) returns the loss without gradients",
         )
     return ProgramError(
-        "the loss depends on no parameter that is trained",
-        hint="parameter.requires_grad_(True) for what is to be trained",
+        "the loss does not depend on any trained parameter",
+        hint="parameter.requires_grad_(True) for the parameters to train",
     )
 
 
 class Programs:
-    """Programs by key, of which the most recently used are kept."""
+    """A cache of programs by key, which drops the least recently used."""
 
     def __init__(
         self,
         store: ParameterStore,
         specialize: Specialize,
-        known: Mapping[ProgramKey, StepProgram],
+        programs: Mapping[ProgramKey, StepProgram],
         *,
         warns: bool,
     ) -> None:
         self._store, self._specialize, self._warns = store, specialize, warns
-        self._by_key: OrderedDict[ProgramKey, StepProgram] = OrderedDict(known)
-        self._made, self._seconds = 0, 0.0
+        self._by_key: OrderedDict[ProgramKey, StepProgram] = OrderedDict(programs)
+        self._num_compiled, self._seconds = 0, 0.0
         self._limit = MANY_PROGRAMS
 
     def __contains__(self, key: ProgramKey) -> bool:
@@ -335,10 +287,10 @@ class Programs:
             start = time.perf_counter()
             program = self._by_key[key] = self._specialize(key, batch)
             self._seconds += time.perf_counter() - start
-            self._made += 1
-            if self._made >= self._limit:
+            self._num_compiled += 1
+            if self._num_compiled >= self._limit:
                 self._warn()
-            while len(self._by_key) > KEPT_PROGRAMS:
+            while len(self._by_key) > MAX_PROGRAMS:
                 oldest, dropped = self._by_key.popitem(last=False)
                 self._store.detach(oldest, dropped.generated())
         self.use(key)
@@ -348,9 +300,10 @@ class Programs:
         self._limit *= 2
         if self._warns:
             warnings.warn(
-                f"{self._made} programs were compiled for batches of different sizes or values, in "
-                f"{self._seconds:.1f} s in total; the last {KEPT_PROGRAMS} used are kept. Pad "
-                "batches to a few lengths (multiples of 64), and pass changing numbers as tensors",
+                f"{self._num_compiled} programs were compiled for batches of different sizes or "
+                f"values, in {self._seconds:.1f} s in total; the {MAX_PROGRAMS} most recently used "
+                "are kept. Pad batches to a few lengths (multiples of 64), and pass changing "
+                "numbers as tensors",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -1,8 +1,8 @@
-"""What connects a parallel module to the user's model: gradient hooks, frozen parameters, weights.
+"""Connect a parallel module to the user's model: gradient hooks, frozen parameters, weights.
 
 On one device a hook sees the full gradient of one backward. Here a gradient is complete when all
 micro-batches, ranks and stages have added to it; a hook that is not elementwise then gets the full
-tensor, gathered from its shards, and each rank keeps its part of the result.
+tensor, gathered from its shards, and each rank takes its part of the result.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ class Hook(Protocol):
 
 
 class RegisteredHooks:
-    """Counts the hooks that were ever registered in this process, but for those of our own steps.
+    """Count the hooks that were ever registered in this process, except by the runtime's steps.
 
-    While the count stays the same, no tensor and no module has got a hook.
+    While the count stays the same, no tensor or module has got a new hook.
     """
 
     def __init__(self) -> None:
-        self._ours = 0
+        self._num_ignored = 0
 
     def __call__(self) -> int:
-        return RemovableHandle.next_id - self._ours
+        return RemovableHandle.next_id - self._num_ignored
 
     def ignore_since(self, count: int) -> None:
-        """Do not count the hooks that were registered since there were `count`."""
-        self._ours += self() - count
+        """Do not count the hooks that were registered after the count was `count`."""
+        self._num_ignored += self() - count
 
 
 @contextlib.contextmanager
@@ -78,24 +78,23 @@ def hooked(store: ParameterStore, hooks: Sequence[Hook]) -> Iterator[None]:
 def refuse_hooks_on_parts(store: ParameterStore) -> None:
     """Refuse gradient hooks on this rank's own tensors: they would see parts and partial sums."""
     for entry in store.entries:
-        after = entry.shown._post_accumulate_grad_hooks
-        if entry.shown._backward_hooks or (after and any(map(_is_foreign, after.values()))):
+        hooks = (entry.shown._post_accumulate_grad_hooks or {}).values()
+        modules = [getattr(hook, "__module__", "") for hook in hooks]
+        if entry.shown._backward_hooks or any(
+            not module.startswith("shardwise.runtime") for module in modules
+        ):
             raise hook_error(entry.spec.name)
-
-
-def _is_foreign(hook: Callable[..., None]) -> bool:
-    return not getattr(hook, "__module__", "").startswith("shardwise.runtime")
 
 
 def _by_entry(store: ParameterStore, hooks: Sequence[Hook]) -> dict[Entry, list[Hook]]:
     """Return the hooks of each parameter whose gradient is on this rank, in the store's order."""
-    wanted: dict[str, list[Hook]] = {}
+    by_name: dict[str, list[Hook]] = {}
     for hook in hooks:
-        wanted.setdefault(hook.parameter, []).append(hook)
+        by_name.setdefault(hook.parameter, []).append(hook)
     return {
-        entry: wanted[entry.spec.name]
+        entry: by_name[entry.spec.name]
         for entry in store.entries
-        if entry.spec.name in wanted and entry.trained
+        if entry.spec.name in by_name and entry.trained
     }
 
 
@@ -130,9 +129,9 @@ def _run(store: ParameterStore, entry: Entry, hook: Hook, grad: Tensor) -> Tenso
 
 
 # `requires_grad` may change between any two steps, in `pm.parameters()` or in the user's own model.
-# `TrainedFlags` notices a change of either and passes it to the other and to the programs, which
-# are captured for given flags: `frozen()` is a part of their key. A rank shows the parameters of
-# other pipeline stages as stand-ins on meta, so that code that freezes by name works on every rank.
+# `TrainedFlags` detects a change of either and passes it to the other and to the programs, whose
+# key contains the names of frozen parameters. Parameters of other pipeline stages appear as
+# stand-ins on meta, so that code that freezes parameters by name works on every rank.
 
 
 class TrainedFlags:
@@ -157,12 +156,12 @@ class TrainedFlags:
         self._original_flags = [self._trained[name] for name in self._originals]
 
     def frozen(self) -> tuple[str, ...]:
-        """Return the names of parameters that are frozen, as currently set by the user."""
+        """Return the names of the parameters that the user has frozen, as of now."""
         if [shown.requires_grad for shown in self._shown.values()] != self._flags:
             self._follow(self._shown)
         try:
             originals = [ref().requires_grad for ref in self._originals.values()]  # type: ignore[union-attr]
-        except AttributeError:  # some are gone, and nobody can change them
+        except AttributeError:  # some parameters of the user's model no longer exist
             self._originals = {n: ref for n, ref in self._originals.items() if ref() is not None}
             self._note()
             return self.frozen()
@@ -189,7 +188,7 @@ class TrainedFlags:
             original.requires_grad_(trained)
 
     def ignore_originals(self) -> None:
-        """Let the flags of the user's own model mean nothing from now on."""
+        """Ignore the flags of the user's own model from now on."""
         self._originals.clear()
         self._note()
 
@@ -206,27 +205,27 @@ def copy_weights(
     if targets is not None:
         _check(pm, targets, strict)
     for name in pm.names:
-        held = share(pm.mesh, _held(pm, name), pm.store.device)
+        values = share(pm.mesh, _full_tensor(pm, name), pm.store.device)
         if targets is not None and name in targets:
-            value = held[name]
+            value = values[name]
             assert value is not None, name
             targets[name].copy_(value)
 
 
 def _targets(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, Tensor]:
     root = model if isinstance(model, nn.Module) else nn.ModuleDict(dict(model))
-    result: dict[str, Tensor] = dict(root.named_parameters(remove_duplicate=False))
-    result |= dict(root.named_buffers(remove_duplicate=False))
-    return {name: result[name] for name in root.state_dict() if name in result}
+    tensors: dict[str, Tensor] = dict(root.named_parameters(remove_duplicate=False))
+    tensors |= dict(root.named_buffers(remove_duplicate=False))
+    return {name: tensors[name] for name in root.state_dict() if name in tensors}
 
 
 def _check(pm: ParallelModule, targets: Mapping[str, Tensor], strict: bool) -> None:
     for name in (*pm.names, *targets):
-        missing = "the model" if name not in targets else "the parallel module"
         if strict and not (name in targets and name in pm.names):
-            known = targets if name not in targets else pm.names
+            lacking = "the model" if name not in targets else "the parallel module"
+            candidates = list(targets) if name not in targets else pm.names
             raise PlanMismatch(
-                f"{missing} has no {name}{did_you_mean(name, list(known))}",
+                f"{lacking} has no {name}{did_you_mean(name, candidates)}",
                 hint="copy into the model that was given to sw.parallelize, or strict=False",
             )
     for name in pm.names:
@@ -246,8 +245,8 @@ def _check(pm: ParallelModule, targets: Mapping[str, Tensor], strict: bool) -> N
             )
 
 
-def _held(pm: ParallelModule, name: str) -> dict[str, Tensor | None]:
-    """Return the full tensor, if this rank's group owns it."""
+def _full_tensor(pm: ParallelModule, name: str) -> dict[str, Tensor | None]:
+    """Return the full tensor by its name, if this rank's stage owns it."""
     store = pm.store
     if not store.holds(name):
         return {}
@@ -261,16 +260,16 @@ def _held(pm: ParallelModule, name: str) -> dict[str, Tensor | None]:
 
 
 def describe(pm: ParallelModule) -> str:
-    """Describe the model, its plan, and what this rank holds of it."""
-    held = [pm.store.stored(entry)[0] for entry in pm.store.entries]
-    numel = sum(tensor.numel() for tensor in held)
-    size = sum(tensor.nbytes for tensor in held)
+    """Describe the model, this rank's place in its plan, and the parameters that it holds."""
+    stored = [pm.store.stored(entry)[0] for entry in pm.store.entries]
+    numel = sum(tensor.numel() for tensor in stored)
+    size = sum(tensor.nbytes for tensor in stored)
     mesh = pm.mesh
     place = ", ".join(f"{axis} {index}" for axis, index in mesh.coordinates.items())
     lines = [
         f"ParallelModule({pm.title or 'model'}",
-        f"  rank {mesh.ranks[mesh.rank]} of {mesh.everyone.size}, at {place or 'the only place'}",
-        f"  holds {numel:,} elements of {len(held)} parameters ({format_bytes(size)})",
+        f"  rank {mesh.ranks[mesh.rank]} of {mesh.everyone.size}{', at ' * bool(place)}{place}",
+        f"  holds {numel:,} elements of {len(stored)} parameters ({format_bytes(size)})",
     ]
     named = [name for name in pm.steps if name]
     if named:

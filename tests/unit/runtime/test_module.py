@@ -31,7 +31,7 @@ class Program:
         return loss, {"twice": loss * 2} if outputs else None
 
     def evaluate(
-        self, batch: Any, store: ParameterStore, *, local: bool
+        self, batch: Any, store: ParameterStore, *, outputs: bool, local: bool
     ) -> tuple[torch.Tensor, Any]:
         with store.forward():
             loss = self.module(batch["tokens"], batch["labels"])

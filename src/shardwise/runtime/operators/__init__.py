@@ -1,6 +1,6 @@
-"""Operators on sharded dims that communicate or need special care inside.
+"""Operators on sharded dims that communicate or depend on positions.
 
-This module has what they share: sums over ranks, local ranges, empty shards and index checks.
+This module has their common parts: sums over ranks, local ranges, empty shards and index checks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise.dtypes import torch_pairs
 from shardwise.errors import BatchError, ProgramError
-from shardwise.runtime import primitives as moves
+from shardwise.runtime import primitives
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.splits import Of, runs
 
@@ -28,11 +28,11 @@ def untraced(function: Function) -> Function:
 
 def summed(x: Tensor, axis: Axis | None) -> Tensor:
     """Return the sum over ranks, outside autograd."""
-    return x if axis is None else moves.all_reduce(x.detach(), axis)
+    return x if axis is None else primitives.all_reduce(x.detach(), axis)
 
 
-def held(axis: Axis, of: Of) -> tuple[int, int]:
-    """Start and length of the one range of a dim that this rank holds."""
+def local_range(axis: Axis, of: Of) -> tuple[int, int]:
+    """Return start and length of this rank's part of a dim, which is a single range."""
     pieces = runs(of, axis.shares, axis.index)
     if len(pieces) > 1:
         raise ProgramError(f"{axis!r} holds {len(pieces)} ranges of a dim split as {of}, not one")
@@ -46,8 +46,8 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 
 def reduced_shape(x: Tensor, dims: tuple[int, ...]) -> list[int]:
     """Return the shape with `dims` reduced to ones."""
-    saved = {d % max(x.dim(), 1) for d in dims}
-    return [1 if d in saved else n for d, n in enumerate(x.shape)]
+    reduced = {d % max(x.dim(), 1) for d in dims}
+    return [1 if d in reduced else n for d, n in enumerate(x.shape)]
 
 
 def drop(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
@@ -55,9 +55,9 @@ def drop(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     return x if keepdim or not x.dim() else x.squeeze(tuple(dims))
 
 
-# Calls of ranks with empty shards. ATen refuses many operators on tensors without channels, groups
-# or rows. Such a rank still takes part in every collective of the backward pass, so its results,
-# which have no elements, stay connected to its operands, which get zero gradients.
+# Ranks with empty shards. ATen refuses many operators on tensors without channels, groups or rows.
+# Such a rank still takes part in every collective of the backward pass, so that its results, which
+# have no elements, stay connected to its operands, which get zero gradients.
 
 
 class _Zeros(torch.autograd.Function):
@@ -71,8 +71,8 @@ class _Zeros(torch.autograd.Function):
             torch.zeros(tuple(shape), dtype=dtype, device=device)
             for shape, dtype in zip(shapes, dtypes, strict=True)
         )
-        whole_numbers = [r for r in results if not (r.is_floating_point() or r.is_complex())]
-        ctx.mark_non_differentiable(*whole_numbers)
+        exact = [r for r in results if not (r.is_floating_point() or r.is_complex())]
+        ctx.mark_non_differentiable(*exact)
         return results
 
     @staticmethod
@@ -100,16 +100,16 @@ def empty_result(shape: Sequence[int], dtype: torch.dtype, *operands: Tensor) ->
 def no_channels(
     shape: Sequence[int], dtype: torch.dtype, *operands: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """Return a convolution over no input channels: zeros, and this rank's term of the bias."""
+    """Return a convolution over no input channels: zeros plus this rank's term of the bias."""
     zeros = empty_result(shape, dtype, *operands)
     if bias is None:
         return zeros
     return zeros + bias.view(-1, *(1 for _ in range(operands[1].dim() - 2)))
 
 
-# Indices are checked against the full dim before a rank masks out its part. A rank that holds some
-# rows of a table returns zeros for all others, so an index that no rank holds would silently read
-# zeros. One device raises; so do these operators, on every rank that sees the index.
+# Indices are checked against the full dim before a rank masks out its part. A rank returns zeros
+# for rows that other ranks hold, so that an index out of range would silently read zeros
+# everywhere. A single device raises; so do these operators, on every rank that sees the index.
 
 
 def require_in_range(
@@ -118,7 +118,7 @@ def require_in_range(
     """Raise unless every index is `low … size - 1`, or `ignored`.
 
     On CPU this is a `BatchError` with the value. On other devices, and in compiled programs, it is
-    an assertion on the device, which does not wait for it.
+    an asynchronous assertion on the device.
     """
     if not indices.numel():
         return
@@ -129,10 +129,10 @@ def require_in_range(
                 valid = valid | (indices == ignored)
             torch._assert_async(valid.all(), _message(what, "an index", size, low, ignored))
         return
-    least, most = torch.aminmax(indices)
-    if type(least) is not Tensor:  # a tensor without data: memory is being predicted
+    lowest, highest = torch.aminmax(indices)
+    if type(lowest) is not Tensor:  # a fake tensor: memory is being predicted
         return
-    if least.item() >= low and most.item() < size:
+    if lowest.item() >= low and highest.item() < size:
         return
     outside = indices[(indices < low) | (indices >= size)]
     if ignored is not None:
@@ -145,5 +145,5 @@ def require_in_range(
 
 
 def _message(what: str, index: str, size: int, low: int, ignored: int | None) -> str:
-    besides = "" if ignored is None or low <= ignored < size else f", or {ignored} to be ignored"
-    return f"{what} got {index}, and takes {low} to {size - 1}{besides}"
+    exception = "" if ignored is None or low <= ignored < size else f", or {ignored} to be ignored"
+    return f"{what} got {index}, and takes {low} to {size - 1}{exception}"

@@ -1,6 +1,6 @@
 """Operators whose result depends on the position in a sharded dim.
 
-Factories compute their own part; embedding tables and expert matrices are held by ranges of rows.
+Factories compute their own part; ranks hold ranges of rows of embedding tables and expert matrices.
 `of` describes how the dim is split (see `splits`), `axis` is the mesh axis.
 """
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.runtime.mesh import Axis
-from shardwise.runtime.operators import empty_result, held, require_in_range
+from shardwise.runtime.operators import empty_result, local_range, require_in_range
 from shardwise.runtime.splits import Of, full_length, runs, take
 
 
@@ -93,9 +93,9 @@ def tril(
     column_axis: Axis | None = None,
 ) -> Tensor:
     """Return the lower triangle of a matrix whose rows or columns are sharded."""
-    row = _places(matrix.shape[-2], row_of, row_axis, matrix.device)
-    column = _places(matrix.shape[-1], column_of, column_axis, matrix.device)
-    return torch.where(column <= row.unsqueeze(-1) + diagonal, matrix, matrix.new_zeros(()))
+    rows = _places(matrix.shape[-2], row_of, row_axis, matrix.device)
+    columns = _places(matrix.shape[-1], column_of, column_axis, matrix.device)
+    return torch.where(columns <= rows.unsqueeze(-1) + diagonal, matrix, matrix.new_zeros(()))
 
 
 def triu(
@@ -108,9 +108,9 @@ def triu(
     column_axis: Axis | None = None,
 ) -> Tensor:
     """Return the upper triangle of a matrix whose rows or columns are sharded."""
-    row = _places(matrix.shape[-2], row_of, row_axis, matrix.device)
-    column = _places(matrix.shape[-1], column_of, column_axis, matrix.device)
-    return torch.where(column >= row.unsqueeze(-1) + diagonal, matrix, matrix.new_zeros(()))
+    rows = _places(matrix.shape[-2], row_of, row_axis, matrix.device)
+    columns = _places(matrix.shape[-1], column_of, column_axis, matrix.device)
+    return torch.where(columns >= rows.unsqueeze(-1) + diagonal, matrix, matrix.new_zeros(()))
 
 
 def _places(
@@ -124,8 +124,8 @@ def _places(
 def nothing(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return an empty tensor of some shape, through which zero gradients still reach `x`.
 
-    Some operators give empty results that are cut off from their operands; a rank with an empty
-    shard would then not come to the collectives of the backward pass.
+    Some operators return empty results that are disconnected from their operands; a rank with an
+    empty shard would then miss the collectives of the backward pass.
     """
     return x.reshape(-1)[:0].reshape(tuple(shape)).to(dtype)
 
@@ -135,7 +135,7 @@ def embedding_rows(
 ) -> Tensor:
     """Return this rank's term of an embedding with `rows` sharded over `axis`: zeros for others."""
     require_in_range(indices, full_length(rows), "embedding")
-    start, length = held(axis, rows)
+    start, length = local_range(axis, rows)
     if length == 0:
         return empty_result((*indices.shape, weight.shape[1]), weight.dtype, weight)
     local = indices - start
@@ -148,7 +148,7 @@ def embedding_rows(
 
 
 class _Grouped(torch.autograd.Function):
-    """Rows `start:stop` of the input times matrix i of the weight; other rows are zero."""
+    """Multiply rows `start:stop` of the input by matrix i of the weight; other rows are zero."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
@@ -184,18 +184,16 @@ def grouped_mm(
 ) -> Tensor:
     """Multiply rows sorted by expert with the expert's matrix; `offs` are the ends of their rows.
 
-    `row_axis` cuts the rows, `expert_axis` the experts; rows of other ranks' experts are zero.
+    `row_axis` shards the rows, `expert_axis` the experts; rows of other ranks' experts are zero.
     """
     ends = [int(end) for end in offs.tolist()]
     ranges = list(zip([0, *ends[:-1]], ends, strict=True))
     if expert_axis is not None:
-        start, length = held(expert_axis, experts)
+        start, length = local_range(expert_axis, experts)
         ranges = ranges[start : start + length]
     if row_axis is not None:
-        start, length = held(row_axis, rows)
-        ranges = [(_clamp(a - start, length), _clamp(b - start, length)) for a, b in ranges]
+        start, length = local_range(row_axis, rows)
+        ranges = [
+            (min(max(a - start, 0), length), min(max(b - start, 0), length)) for a, b in ranges
+        ]
     return cast(Tensor, _Grouped.apply(x, weight, ranges))  # type: ignore[no-untyped-call]
-
-
-def _clamp(position: int, length: int) -> int:
-    return min(max(position, 0), length)

@@ -1,7 +1,7 @@
 """Reductions and normalizations over sharded dims.
 
-Every function but `partial_mean` gives each rank the full result; its gradient is then the same on
-each rank, and the backward pass computes the exact gradient of the local shard.
+Every function but `partial_mean` returns the full result on each rank; its gradient is then the
+same on each rank, and the backward pass computes the exact gradient of the local shard.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from shardwise.runtime import primitives as moves
+from shardwise.runtime import primitives
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.operators import drop, empty_result, reduced_shape, summed, untraced, widened
 from shardwise.runtime.redistribute import reduce, reduce_fanout
@@ -32,7 +32,7 @@ def _mean(x: Tensor, axis: Axis, dims: Dims, count: int) -> Tensor:
 
 
 def _variance(x: Tensor, axis: Axis, dims: Dims, correction: float, count: int) -> Tensor:
-    # The mean needs no gradient: deviations from it add up to zero.
+    # The mean needs no gradient, because deviations from it add up to zero.
     mean = summed(x.detach().sum(dims, keepdim=True), axis) / count
     squares = reduce((x - mean).square().sum(dims, keepdim=True), axis)
     return squares / max(count - correction, 0.0)
@@ -50,8 +50,9 @@ def var_mean(
 ) -> tuple[Tensor, Tensor]:
     """Compute variance and mean over dims that are sharded over `axis`, of `count` elements."""
     values = x.to(widened(x.dtype))
-    result = _variance(values, axis, dims, correction, count), _mean(values, axis, dims, count)
-    return drop(result[0], dims, keepdim).to(x.dtype), drop(result[1], dims, keepdim).to(x.dtype)
+    variance = _variance(values, axis, dims, correction, count)
+    mean = _mean(values, axis, dims, count)
+    return drop(variance, dims, keepdim).to(x.dtype), drop(mean, dims, keepdim).to(x.dtype)
 
 
 @untraced
@@ -115,7 +116,7 @@ class _Extreme(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dims: Dims, op: str) -> Tensor:
-        result = moves.all_reduce(local_extreme(x, dims, op), axis, op)
+        result = primitives.all_reduce(local_extreme(x, dims, op), axis, op)
         ctx.save_for_backward(x, result)
         ctx.axis, ctx.dims = axis, dims
         return result
@@ -124,8 +125,8 @@ class _Extreme(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         x, result = ctx.saved_tensors
         attained = x == result
-        number = summed(attained.sum(ctx.dims, keepdim=True), ctx.axis)
-        return attained * (grads[0] / number), None, None, None
+        count = summed(attained.sum(ctx.dims, keepdim=True), ctx.axis)
+        return attained * (grads[0] / count), None, None, None
 
 
 @untraced
@@ -156,7 +157,7 @@ def all_true(x: Tensor, axis: Axis, dims: Dims, keepdim: bool = False) -> Tensor
 
 def _logical(x: Tensor, axis: Axis, dims: Dims, keepdim: bool, op: str) -> Tensor:
     truth = (x.detach() != 0).to(torch.uint8)
-    result = moves.all_reduce(local_extreme(truth, dims, op), axis, op)
+    result = primitives.all_reduce(local_extreme(truth, dims, op), axis, op)
     return drop(result, dims, keepdim).to(torch.uint8 if x.dtype == torch.uint8 else torch.bool)
 
 
@@ -167,14 +168,14 @@ def logsumexp(
     """Compute log-sum-exp along dims that are sharded over `axis`."""
     result = x.dtype if dtype is None else dtype
     values = x.to(widened(result))
-    top = moves.all_reduce(local_extreme(values.detach(), dims, "max"), axis, "max")
+    top = primitives.all_reduce(local_extreme(values.detach(), dims, "max"), axis, "max")
     top = torch.where(top.isinf(), 0.0, top)
     total = reduce((values - top).exp().sum(dims, keepdim=True), axis)
     return drop(total.log() + top, dims, keepdim).to(result)
 
 
 class _Normalize(torch.autograd.Function):
-    """`(x - mean) / sqrt(variance + eps)` with the statistics of all ranks; also gives these."""
+    """Return `(x - mean) / sqrt(variance + eps)` with the statistics of all ranks, and these."""
 
     @staticmethod
     def forward(
@@ -200,10 +201,10 @@ class _Normalize(torch.autograd.Function):
         if ctx.center:
             sums.append(grad.sum(ctx.dims, keepdim=True))
         means = summed(torch.stack(sums), ctx.axis) / ctx.count
-        results = grad - result * means[0]
+        to_x = grad - result * means[0]
         if ctx.center:
-            results = results - means[1]
-        return results * scale, None, None, None, None, None
+            to_x = to_x - means[1]
+        return to_x * scale, None, None, None, None, None
 
 
 def _normalize(
@@ -271,46 +272,33 @@ def batch_norm(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Compute batch norm with full-batch statistics; return the new running ones too, if any.
 
-    `axis` is what batch or space are cut over, `count` the number of elements per channel.
+    `axis` shards the batch or spatial dims; `count` is the number of elements per channel.
     """
     running = None
     if running_mean is not None and running_var is not None:
         running = running_mean.detach().clone(), running_var.detach().clone()
     if x.shape[1] == 0:
-        given = [t for t in (x, weight, bias) if t is not None]
-        result = empty_result(x.shape, x.dtype, *given)
+        operands = [t for t in (x, weight, bias) if t is not None]
+        result = empty_result(x.shape, x.dtype, *operands)
     elif axis is None:
         mean, variance = running or (None, None)
         cudnn = torch.backends.cudnn.enabled
         result = torch.batch_norm(x, weight, bias, mean, variance, True, momentum, eps, cudnn)
     else:
-        result, *results = _over_batch(x, weight, bias, eps, axis, count)
+        dims = (0, *range(2, x.dim()))
+        shape = [1, -1, *(1 for _ in range(2, x.dim()))]
+        result, mean, variance = _normalize(x, axis, dims, count, eps)
+        if weight is not None:
+            result = result * weight.view(shape)
+        if bias is not None:
+            result = result + bias.view(shape)
+        result = result.to(x.dtype)
         if running is not None:
-            running = (
-                _moved(running[0], results[0], momentum),
-                _moved(running[1], results[1], momentum),
-            )
+            unbiased = variance * (count / max(count - 1, 1))
+            pairs = zip(running, (mean.view(-1), unbiased.view(-1)), strict=True)
+            new = [(old * (1 - momentum) + v * momentum).to(old.dtype) for old, v in pairs]
+            running = new[0], new[1]
     return result if running is None else (result, *running)
-
-
-def _over_batch(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, axis: Axis, count: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result, the mean and the unbiased variance of the full batch."""
-    dims = (0, *range(2, x.dim()))
-    shape = [1, -1, *(1 for _ in range(2, x.dim()))]
-    result, mean, variance = _normalize(x, axis, dims, count, eps)
-    if weight is not None:
-        result = result * weight.view(shape)
-    if bias is not None:
-        result = result + bias.view(shape)
-    unbiased = variance * (count / max(count - 1, 1))
-    return result.to(x.dtype), mean.view(-1), unbiased.view(-1)
-
-
-def _moved(running: Tensor, value: Tensor, momentum: float) -> Tensor:
-    """Return the running statistic moved towards the batch's."""
-    return (running * (1 - momentum) + value * momentum).to(running.dtype)
 
 
 @untraced

@@ -1,7 +1,7 @@
-"""Softmax along sharded dims, and what is built on it: attention and losses.
+"""Softmax along sharded dims, and operators built on it: attention and losses.
 
 Maximum and sum are reduced over ranks; scores are never gathered. A mean loss over a sharded batch
-is this rank's sum divided by the count of all ranks, which follows from the labels alone: a partial
+is this rank's sum divided by the count of all ranks, which depends on the labels only: a partial
 sum, correct for empty shards and for shards whose labels are all ignored.
 """
 
@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.runtime import primitives as moves
+from shardwise.runtime import primitives
 from shardwise.runtime.mesh import Axis
-from shardwise.runtime.operators import held, require_in_range, summed, untraced, widened
+from shardwise.runtime.operators import local_range, require_in_range, summed, untraced, widened
 from shardwise.runtime.operators.reductions import local_extreme
 from shardwise.runtime.redistribute import reduce
 from shardwise.runtime.rng import Rng, Splits, dropout
@@ -42,12 +42,13 @@ def attention(
 ) -> Tensor:
     """Compute scaled dot-product attention.
 
-    `row_axis` cuts the query rows as `rows`, which a causal mask must know. Dropped weights are
-    drawn for the node `key` from the whole weights' `shape`, cut as `splits`.
+    `row_axis` shards the query rows as `rows`, which the causal mask depends on. Dropout is drawn
+    for the node `key` from the full weights' `shape`, sharded as `splits`.
     """
-    if is_causal:
-        first = held(row_axis, rows)[0] if row_axis is not None else 0
-        mask = causal_mask(query.shape[-2], key_.shape[-2], first, query.device)
+    if is_causal:  # row i of the shard sees columns up to `first + i`
+        first = local_range(row_axis, rows)[0] if row_axis is not None else 0
+        positions = torch.arange(first, first + query.shape[-2], device=query.device).unsqueeze(1)
+        mask = positions >= torch.arange(key_.shape[-2], device=query.device)
     if not dropout_p:
         return F.scaled_dot_product_attention(
             query, key_, value, mask, scale=scale, enable_gqa=enable_gqa
@@ -55,16 +56,10 @@ def attention(
     if enable_gqa and query.shape[-3] != key_.shape[-3]:
         groups = query.shape[-3] // key_.shape[-3]
         key_, value = (t.repeat_interleave(groups, -3) for t in (key_, value))
-    assert rng is not None, "dropped weights need a source of random numbers"
+    assert rng is not None, "dropout needs a source of random numbers"
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     weights = masked_softmax(query @ key_.transpose(-2, -1) * factor, mask)
     return dropout(weights, dropout_p, rng, key, shape, splits) @ value
-
-
-def causal_mask(rows: int, columns: int, first: int, device: torch.device) -> Tensor:
-    """Return the causal mask of a shard: its row i sees columns up to `first + i`."""
-    positions = torch.arange(first, first + rows, device=device).unsqueeze(1)
-    return positions >= torch.arange(columns, device=device)
 
 
 def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
@@ -75,66 +70,46 @@ def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
         scores = scores.masked_fill(~mask, -torch.inf)
     else:
         scores = scores + mask
-    blind = (scores == -torch.inf).all(-1, keepdim=True)
-    return scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
-
-
-# Softmax along a sharded dim: maximum and sum are reduced over ranks, nothing is gathered.
-
-
-def _shifted(x: Tensor, axis: Axis, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `x` minus its maximum over ranks, its exponentials and their sum over ranks."""
-    values = x.to(widened(dtype))
-    shifted = values - moves.all_reduce(local_extreme(values, (dim,), "max"), axis, "max")
-    exponentials = shifted.exp()
-    return shifted, exponentials, summed(exponentials.sum(dim, keepdim=True), axis)
+    masked_out = (scores == -torch.inf).all(-1, keepdim=True)
+    return scores.masked_fill(masked_out, 0).softmax(-1).masked_fill(masked_out, 0)
 
 
 class _Softmax(torch.autograd.Function):
+    """Softmax or log-softmax along a sharded dim."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, dtype: torch.dtype) -> Tensor:
-        _, exponentials, total = _shifted(x, axis, dim, dtype)
-        result = (exponentials / total).to(dtype)
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
+        values = x.to(widened(dtype))
+        shifted = values - primitives.all_reduce(local_extreme(values, (dim,), "max"), axis, "max")
+        exponentials = shifted.exp()
+        total = summed(exponentials.sum(dim, keepdim=True), axis)
+        result = (shifted - total.log() if log else exponentials / total).to(dtype)
         ctx.save_for_backward(result)
-        ctx.axis, ctx.dim, ctx.dtype = axis, dim, x.dtype
+        ctx.axis, ctx.dim, ctx.dtype, ctx.log = axis, dim, x.dtype, log
         return result
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (result,) = ctx.saved_tensors
-        weighted = grads[0].to(widened(grads[0].dtype)) * result
-        mean = summed(weighted.sum(ctx.dim, keepdim=True), ctx.axis)
-        return (weighted - result * mean).to(ctx.dtype), None, None, None
-
-
-class _LogSoftmax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, dtype: torch.dtype) -> Tensor:
-        shifted, _, total = _shifted(x, axis, dim, dtype)
-        result = (shifted - total.log()).to(dtype)
-        ctx.save_for_backward(result)
-        ctx.axis, ctx.dim, ctx.dtype = axis, dim, x.dtype
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         (result,) = ctx.saved_tensors
         grad = grads[0].to(widened(grads[0].dtype))
+        if not ctx.log:
+            grad = grad * result
         total = summed(grad.sum(ctx.dim, keepdim=True), ctx.axis)
-        return (grad - result.to(grad.dtype).exp() * total).to(ctx.dtype), None, None, None
+        weights = result.to(grad.dtype).exp() if ctx.log else result
+        return (grad - weights * total).to(ctx.dtype), None, None, None, None
 
 
 @untraced
 def softmax(x: Tensor, axis: Axis, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """Compute softmax along `dim`, which is sharded over `axis`."""
-    result = _Softmax.apply(x, axis, dim, dtype or x.dtype)  # type: ignore[no-untyped-call]
+    result = _Softmax.apply(x, axis, dim, dtype or x.dtype, False)  # type: ignore[no-untyped-call]
     return cast(Tensor, result)
 
 
 @untraced
 def log_softmax(x: Tensor, axis: Axis, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """Compute log-softmax along `dim`, which is sharded over `axis`."""
-    result = _LogSoftmax.apply(x, axis, dim, dtype or x.dtype)  # type: ignore[no-untyped-call]
+    result = _Softmax.apply(x, axis, dim, dtype or x.dtype, True)  # type: ignore[no-untyped-call]
     return cast(Tensor, result)
 
 
@@ -161,8 +136,8 @@ def cross_entropy(
 ) -> Tensor:
     """Compute cross-entropy of class indices or probabilities; dim 1 (0 of one sample) is classes.
 
-    `class_axis` cuts the classes as `classes`; `batch_axis` cuts what a mean goes over, of `count`
-    positions where the target is probabilities.
+    `class_axis` shards the classes as `classes`; `batch_axis` shards the positions that a mean
+    averages over. `count` is their number if the target is probabilities.
     """
     dim = _class_dim(scores)
     if class_axis is None:
@@ -176,23 +151,23 @@ def cross_entropy(
         )
     else:
         logs = log_softmax(scores, class_axis, dim, dtype=dtype)
-        number = full_length(classes)
+        num_classes = full_length(classes)
         weighted = logs if weight is None else logs * _along(weight, logs, dim)
         if target.is_floating_point():
-            smooth = target * (1 - label_smoothing) + label_smoothing / number
+            smooth = target * (1 - label_smoothing) + label_smoothing / num_classes
             terms = -(weighted * smooth).sum(dim)
         else:
-            terms = _picked(weighted, target, ignore_index, class_axis, classes)
+            terms = _select(weighted, target, ignore_index, class_axis, classes)
             if label_smoothing:
-                spread = -weighted.sum(dim).masked_fill(target == ignore_index, 0)
-                terms = terms * (1 - label_smoothing) + spread * (label_smoothing / number)
+                uniform = -weighted.sum(dim).masked_fill(target == ignore_index, 0)
+                terms = terms * (1 - label_smoothing) + uniform * (label_smoothing / num_classes)
     divisor: Tensor | int | None = None
     if reduction == "mean":
         if target.is_floating_point():
             divisor = terms.numel() if count is None else count
         else:
             divisor = _divisor(target, weight, ignore_index, class_axis, classes, batch_axis)
-    return _reduced(terms, reduction, divisor, class_axis)
+    return _reduce(terms, reduction, divisor, class_axis)
 
 
 @untraced
@@ -211,11 +186,11 @@ def nll_loss(
     """Compute the negative log-likelihood of class indices; see `cross_entropy`."""
     values = logs if dtype is None else logs.to(dtype)
     weighted = values if weight is None else values * _along(weight, logs, _class_dim(logs))
-    terms = _picked(weighted, target, ignore_index, class_axis, classes)
+    terms = _select(weighted, target, ignore_index, class_axis, classes)
     divisor = None
     if reduction == "mean":
         divisor = _divisor(target, weight, ignore_index, class_axis, classes, batch_axis)
-    return _reduced(terms, reduction, divisor, class_axis)
+    return _reduce(terms, reduction, divisor, class_axis)
 
 
 def _class_dim(scores: Tensor) -> int:
@@ -223,30 +198,30 @@ def _class_dim(scores: Tensor) -> int:
 
 
 def _along(weight: Tensor, scores: Tensor, dim: int) -> Tensor:
-    """Reshape a tensor of classes so that it multiplies scores."""
+    """Reshape class weights so that they broadcast to scores."""
     return weight.view([-1 if d == dim else 1 for d in range(scores.dim())])
 
 
-def _held_targets(
+def _local_targets(
     target: Tensor, ignore_index: int, length: int, class_axis: Axis | None, classes: Of
 ) -> tuple[Tensor, Tensor]:
-    """Return targets as positions among this rank's `length` classes, and which are local."""
-    start = 0 if class_axis is None else held(class_axis, classes)[0]
-    here = (target != ignore_index) & (target >= start) & (target < start + length)
-    return (target - start).masked_fill(~here, 0), here
+    """Return targets as indices among this rank's `length` classes, and a mask of local ones."""
+    start = 0 if class_axis is None else local_range(class_axis, classes)[0]
+    is_local = (target != ignore_index) & (target >= start) & (target < start + length)
+    return (target - start).masked_fill(~is_local, 0), is_local
 
 
-def _picked(
+def _select(
     logs: Tensor, target: Tensor, ignore_index: int, class_axis: Axis | None, classes: Of
 ) -> Tensor:
     """Return the targets' negative logs; zero for ignored ones and those of other ranks."""
     dim = _class_dim(logs)
-    number = logs.shape[dim] if class_axis is None else full_length(classes)
-    require_in_range(target, number, "the loss", ignored=ignore_index)
+    num_classes = logs.shape[dim] if class_axis is None else full_length(classes)
+    require_in_range(target, num_classes, "the loss", ignored=ignore_index)
     if logs.shape[dim] == 0:
         return -logs.sum(dim)
-    places, here = _held_targets(target, ignore_index, logs.shape[dim], class_axis, classes)
-    return -logs.gather(dim, places.unsqueeze(dim)).squeeze(dim).masked_fill(~here, 0)
+    indices, is_local = _local_targets(target, ignore_index, logs.shape[dim], class_axis, classes)
+    return -logs.gather(dim, indices.unsqueeze(dim)).squeeze(dim).masked_fill(~is_local, 0)
 
 
 def _divisor(
@@ -257,21 +232,21 @@ def _divisor(
     classes: Of,
     batch_axis: Axis | None,
 ) -> Tensor:
-    """Return what a mean divides by: the number of targets not ignored, or their weights' sum."""
+    """Return the divisor of a mean: the number of targets not ignored, or their weights' sum."""
     if weight is None:
         return summed((target != ignore_index).sum(), batch_axis)
     if weight.numel():
-        places, here = _held_targets(target, ignore_index, len(weight), class_axis, classes)
-        own = weight.detach()[places].masked_fill(~here, 0).sum(dtype=widened(weight.dtype))
+        indices, is_local = _local_targets(target, ignore_index, len(weight), class_axis, classes)
+        own = weight.detach()[indices].masked_fill(~is_local, 0).sum(dtype=widened(weight.dtype))
     else:
         own = weight.new_zeros((), dtype=widened(weight.dtype))
     return summed(summed(own, class_axis), batch_axis)
 
 
-def _reduced(
+def _reduce(
     terms: Tensor, reduction: str, divisor: Tensor | int | None, class_axis: Axis | None
 ) -> Tensor:
-    """Reduce over positions, and over the ranks that hold other classes."""
+    """Reduce over positions, and over the ranks that hold the other classes."""
     result = terms if reduction == "none" else terms.sum(dtype=widened(terms.dtype))
     if class_axis is not None:
         result = reduce(result, class_axis)

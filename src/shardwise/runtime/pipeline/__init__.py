@@ -1,4 +1,4 @@
-"""What all ranks know of a step of stages and micro-batches: a generated file as values."""
+"""The description of a pipelined step that all ranks share: a generated file as values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StageSpec:
     """The ranks of a stage, arranged along axes; `{"dp": (2, 1)}` gives them unequal shares."""
 
     ranks: tuple[int, ...]
-    axes: Mapping[str, Any]  # numbers of ranks once it is made
+    axes: Mapping[str, Any]  # converted to numbers of ranks
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", axes_of(self.axes))
@@ -29,7 +29,7 @@ class StageSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferSpec:
-    """A value that stage `source` computes and stage `target` uses, and how each holds it."""
+    """A value that stage `source` computes and stage `target` uses, and its splits on each."""
 
     value: str
     source: int
@@ -43,7 +43,7 @@ class TransferSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiedSpec:
-    """A parameter, and how the ranks of every stage that uses it hold it; its owner first."""
+    """A parameter of several stages, and its splits on each of them; its owner comes first."""
 
     name: str
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class TiedSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSpec:
-    """One leaf of the model's output: who gives it, and what micro-batches hold of it."""
+    """One leaf of the model's output: its stage, and how micro-batches' leaves are joined."""
 
     stage: int
     shape: tuple[int, ...]
@@ -67,14 +67,14 @@ class OutputSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSpec:
-    """What all ranks know of the step."""
+    """The description of a step that all ranks share."""
 
     stages: tuple[StageSpec, ...]
     transfers: tuple[TransferSpec, ...]
     outputs: tuple[Any, ...]  # OutputSpec, or a constant
     tied: tuple[TiedSpec, ...]
     num_microbatches: int
-    timed: bool  # whether micro-batches are parts of one batch, or batches of their own
+    timed: bool  # whether micro-batches are parts of one batch, or separate batches
     batch_dims: Mapping[str, int]  # inputs with a dim of samples
     actions: tuple[tuple[Action, ...], ...]
     loss_stage: int | None
@@ -126,12 +126,12 @@ class PipelineSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageModules:
-    """One stage's generated modules: one for each micro-batch, though most are the same one.
+    """One stage's generated modules: one for each micro-batch, mostly the same one.
 
-    `generated` are the files they come from; `beforehand` computes what is needed of the whole
-    batch.
+    `generated` are their files; `precompute` is the module that computes values of the full batch
+    for all micro-batches, and its file.
     """
 
     modules: Sequence[nn.Module]
     generated: Sequence[Any]
-    beforehand: tuple[nn.Module, Any] | None = None
+    precompute: tuple[nn.Module, Any] | None = None

@@ -1,14 +1,15 @@
 """Run a step as a list of actions: forwards and backwards of stages and micro-batches.
 
-A rank runs its group's list in order. An action waits for what other stages send it and starts to
-send what they wait for; sends never block, so that a checked schedule cannot deadlock.
-Receives are posted before the action in front of them is computed.
+A rank runs its group's list in order. An action waits for messages from other stages and starts to
+send its results; sends never block, so that a checked schedule cannot deadlock. Receives are posted
+before the preceding action is computed.
 
-- F: forward of a stage for one micro-batch; its inputs and the edges of its outputs are saved.
-- B: backward, from the gradients of what the stage sent to those of what it received.
+- F: forward of a stage for one micro-batch; its inputs and the gradient edges of its outputs are
+  saved.
+- B: backward, from the gradients of the values that the stage sent to those that it received.
 - I and W: backward in two halves, for the inputs and for the weights.
 
-`BatchReader` takes this rank's rows of every micro-batch out of a batch.
+`BatchReader` takes this rank's rows of every micro-batch from a batch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwise.errors import ProgramError
@@ -37,12 +38,12 @@ from shardwise.shares import AxisSize, part
 
 
 class BatchReader:
-    """Take this rank's rows out of batches.
+    """Take this rank's rows from batches.
 
     A batch is given in full, or as this rank's part of it (`local_part`): its rows of one
-    micro-batch after another. An input without samples, from which something is precomputed, or
-    that stages of this rank shard differently, is read in full; one that no stage of this rank uses
-    is not read at all.
+    micro-batch after another. An input is read in full if it has no batch dim, if something is
+    precomputed from it, or if stages of this rank shard it differently; one that no stage of this
+    rank uses is not read at all.
     """
 
     def __init__(
@@ -56,21 +57,21 @@ class BatchReader:
         self.spec, self.stages, self.mesh, self.device = spec, stages, mesh, device
         self.shapes = shapes  # of the full batch's inputs
         self._splits: dict[str, Any] = {}
-        self._whole: set[str] = set()
+        self._read_in_full: set[str] = set()
         for stage in stages.values():
-            if stage.beforehand is not None:
-                self._whole |= set(stage.beforehand[1].INPUTS)
+            if stage.precompute is not None:
+                self._read_in_full |= set(stage.precompute[1].INPUTS)
             for name, splits in stage.generated[0].INPUTS.items():
-                known = self._splits.setdefault(name, splits)
-                if name not in spec.batch_dims or known != splits:
-                    self._whole.add(name)
+                first_splits = self._splits.setdefault(name, splits)
+                if name not in spec.batch_dims or first_splits != splits:
+                    self._read_in_full.add(name)
 
-    def beforehand(self, inputs: Mapping[str, Tensor], stage: int) -> tuple[Any, ...]:
-        """Compute what micro-batches of a stage need of the full batch."""
-        result = self.stages[stage].beforehand
-        if result is None:
+    def precompute(self, inputs: Mapping[str, Tensor], stage: int) -> tuple[Any, ...]:
+        """Compute the values of the full batch that all micro-batches of a stage use."""
+        precompute = self.stages[stage].precompute
+        if precompute is None:
             return ()
-        module, generated = result
+        module, generated = precompute
         local = [
             _part(inputs[name], splits, self.mesh.coordinates, self.mesh.axes)
             for name, splits in generated.INPUTS.items()
@@ -80,12 +81,12 @@ class BatchReader:
         return tuple(values)
 
     def microbatch(
-        self, inputs: Mapping[str, Tensor], generated: Any, k: int, *, whole: bool
+        self, inputs: Mapping[str, Tensor], generated: Any, k: int, *, local: bool
     ) -> Iterator[Tensor]:
         """Iterate over this rank's rows of micro-batch `k`, in the order of the file's inputs."""
         for name, splits in generated.INPUTS.items():
             tensor = inputs[name]
-            if whole or name in self._whole:
+            if not local or name in self._read_in_full:
                 rows = self._rows(tensor, name, splits, k)
             else:
                 dim = self.spec.batch_dims[name]
@@ -94,8 +95,8 @@ class BatchReader:
             yield rows.to(self.device)
 
     def local_part(self, name: str, tensor: Tensor) -> Tensor:
-        """Return what this rank reads of a full input."""
-        if name in self._whole:
+        """Return the part of a full input that this rank reads."""
+        if name in self._read_in_full:
             return tensor
         if name not in self._splits:
             return tensor.new_empty(0)
@@ -104,8 +105,8 @@ class BatchReader:
         return torch.cat(rows, self.spec.batch_dims[name])
 
     def local_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of what this rank reads of an input."""
-        if name in self._whole:
+        """Return the shape of the part of an input that this rank reads."""
+        if name in self._read_in_full:
             return self.shapes[name]
         if name not in self._splits:
             return (0,)
@@ -154,20 +155,19 @@ class _InFlight:
 
 @dataclass(slots=True)
 class _Step:
-    """What one run of the list holds."""
+    """The state of one run of the list."""
 
     inputs: Mapping[str, Tensor]
-    whole: bool  # whether the inputs are the full batch, or this rank's part of it
-    flying: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
-    before: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    leaves: dict[int, dict[int, tuple[Any, ...]]] = field(
-        default_factory=dict
-    )  # stage, micro-batch
+    local: bool  # whether the inputs are this rank's part of the batch
+    in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
+    precomputed: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    # Output leaves by stage and micro-batch.
+    leaves: dict[int, dict[int, tuple[Any, ...]]] = field(default_factory=dict)
     loss: Tensor | None = None
 
 
 class Executor:
-    """Runs the actions of this rank; `shapes` are those of the full batch's inputs."""
+    """Run the actions of this rank; `shapes` are those of the full batch's inputs."""
 
     def __init__(
         self,
@@ -189,41 +189,45 @@ class Executor:
         self._last_forward = _last(self.actions, "F")
         self._last_backward = _last(self.actions, "BW")  # every I is followed by its W
         self._split = any(a.kind == "I" for a in self.actions)
-        if recorder is not None:
-            self._watch()
+        modules = {id(m): m for stage in stages.values() for m in stage.modules}
+        for module in modules.values() if recorder is not None else ():
+            self.recorder.watch(module, called_submodules(module))
 
     # --- a full step --------------------------------------------------------------------
 
     def train(
-        self, inputs: Mapping[str, Tensor], *, outputs: bool, scale: float = 1.0, whole: bool = True
+        self,
+        inputs: Mapping[str, Tensor],
+        *,
+        outputs: bool,
+        scale: float = 1.0,
+        local: bool = False,
     ) -> tuple[Tensor, tuple[Any, ...] | None]:
-        """Run all actions inside `store.step`; return the loss and, on demand, outputs."""
-        step = _Step(inputs, whole)
+        """Run all actions inside `store.step`; return the loss and, on demand, output leaves."""
+        step = _Step(inputs, local)
         with self._running(step):
-            for action in self._each(step, self.actions):
-                self._run(step, action, outputs=outputs, scale=scale)
+            for action in self._iterate(step, self.actions):
+                if action.kind == "F":
+                    self._forward(step, action, outputs=outputs, training=True)
+                elif action.kind in "BI":
+                    self._backward(step, action, scale)
+                else:
+                    self._weights(step, action)
             loss = self._share_loss(step)
             leaves = self._share_outputs(step) if outputs else None
+        if loss is None:
+            raise ProgramError("the model has no loss")
         return loss, leaves
 
     def evaluate(
-        self, inputs: Mapping[str, Tensor], *, whole: bool = True
-    ) -> tuple[Tensor | None, tuple[Any, ...]]:
-        """Run the forwards alone; return the loss, if there is one, and the output leaves."""
-        step = _Step(inputs, whole)
+        self, inputs: Mapping[str, Tensor], *, outputs: bool, local: bool = False
+    ) -> tuple[Tensor | None, tuple[Any, ...] | None]:
+        """Run the forwards only; return the loss, if there is one, and output leaves on demand."""
+        step = _Step(inputs, local)
         with self._running(step):
-            for action in self._each(step, [a for a in self.actions if a.kind == "F"]):
-                self._forward(step, action, outputs=True, training=False)
-            loss = None if self.spec.loss_stage is None else self._share_loss(step)
-            return loss, self._share_outputs(step)
-
-    def evaluate_loss(self, inputs: Mapping[str, Tensor], *, whole: bool = True) -> Tensor:
-        """Run the forwards alone; return the loss."""
-        step = _Step(inputs, whole)
-        with self._running(step):
-            for action in self._each(step, [a for a in self.actions if a.kind == "F"]):
-                self._forward(step, action, outputs=False, training=False)
-            return self._share_loss(step)
+            for action in self._iterate(step, [a for a in self.actions if a.kind == "F"]):
+                self._forward(step, action, outputs=outputs, training=False)
+            return self._share_loss(step), self._share_outputs(step) if outputs else None
 
     @contextlib.contextmanager
     def _running(self, step: _Step) -> Iterator[None]:
@@ -233,45 +237,37 @@ class Executor:
             yield
             self.exchange.finish()
         except BaseException:
-            for flying in step.flying.values():
-                if flying.queue is not None:
-                    flying.queue.clear()
+            for microbatch in step.in_flight.values():
+                if microbatch.queue is not None:
+                    microbatch.queue.clear()
             self.exchange.abandon()
             raise
         finally:
             self.mesh.microbatch, self.mesh.final = 0, True
 
-    def _each(self, step: _Step, actions: Sequence[Action]) -> Iterator[Action]:
+    def _iterate(self, step: _Step, actions: Sequence[Action]) -> Iterator[Action]:
         """Iterate over actions, with the mesh at their micro-batch and receives posted."""
         for stage in dict.fromkeys(action.stage for action in actions):
-            step.before[stage] = self.reader.beforehand(step.inputs, stage)
+            step.precomputed[stage] = self.reader.precompute(step.inputs, stage)
         for index, action in enumerate(actions):
             self.exchange.post(actions, index)
             self.mesh.microbatch = action.microbatch
             self.mesh.final = self._last_forward.get(action.stage) == action
             yield action
 
-    def _run(self, step: _Step, action: Action, *, outputs: bool, scale: float) -> None:
-        if action.kind == "F":
-            self._forward(step, action, outputs=outputs, training=True)
-        elif action.kind in "BI":
-            self._backward(step, action, scale)
-        else:
-            self._weights(step, action)
-
     # --- actions -------------------------------------------------------------------------
 
     def _forward(self, step: _Step, action: Action, *, outputs: bool, training: bool) -> None:
         stage, k = action.stage, action.microbatch
-        here = self.stages[stage]
+        module, generated = self.stages[stage].modules[k], self.stages[stage].generated[k]
         received = self._received(stage, k, training)
-        rows = self.reader.microbatch(step.inputs, here.generated[k], k, whole=step.whole)
-        arguments = [*rows, *step.before[stage], *received.values()]
+        rows = self.reader.microbatch(step.inputs, generated, k, local=step.local)
+        arguments = [*rows, *step.precomputed[stage], *received.values()]
         queue = WeightQueue() if self._split else None
         probing(f"{stage}.{k}.")
         with self._span(action), self.store.forward(stage), _deferring(queue):
-            result = here.modules[k](*arguments, **({"outputs": True} if outputs else {}))
-        loss, sent = result[0], dict(zip(_sent(here.generated[k]), result[1], strict=True))
+            result = module(*arguments, **({"outputs": True} if outputs else {}))
+        loss, sent = result[0], dict(zip(getattr(generated, "SENT", ()), result[1], strict=True))
         if outputs:
             step.leaves.setdefault(stage, {})[k] = result[2]
         for index, transfer in self.exchange.out_of.get(stage, ()):
@@ -282,10 +278,10 @@ class Executor:
             step.loss = term if step.loss is None else step.loss + term
         if training:
             edges = {n: get_gradient_edge(t) for n, t in sent.items() if t.requires_grad}
-            step.flying[stage, k] = _InFlight(received, edges, loss, queue)
+            step.in_flight[stage, k] = _InFlight(received, edges, loss, queue)
 
     def _received(self, stage: int, k: int, training: bool) -> dict[int, Tensor]:
-        """Return what earlier stages sent for this micro-batch, by transfer."""
+        """Return the values that earlier stages sent for this micro-batch, by transfer."""
         result: dict[int, Tensor] = {}
         for index, transfer in self.exchange.into.get(stage, ()):
             tensor = self.exchange.arrived((index, k, False))
@@ -296,45 +292,47 @@ class Executor:
 
     def _backward(self, step: _Step, action: Action, scale: float) -> None:
         stage, k = action.stage, action.microbatch
-        flying = step.flying[stage, k]
+        microbatch = step.in_flight[stage, k]
         gradients: dict[str, Tensor] = {}
         for index, transfer in self.exchange.out_of.get(stage, ()):
             if not transfer.gradient:
                 continue
             arrived = self.exchange.arrived((index, k, True))
-            known = gradients.get(transfer.value)
-            gradients[transfer.value] = arrived if known is None else known.add_(arrived)
-        roots: list[Any] = [flying.edges[name] for name in gradients if name in flying.edges]
-        grads: list[Tensor | None] = [g for n, g in gradients.items() if n in flying.edges]
-        if flying.loss is not None and flying.loss.requires_grad:
+            total = gradients.get(transfer.value)
+            gradients[transfer.value] = arrived if total is None else total.add_(arrived)
+        edges, loss = microbatch.edges, microbatch.loss
+        roots: list[Any] = [edges[name] for name in gradients if name in edges]
+        grads: list[Tensor | None] = [g for n, g in gradients.items() if n in edges]
+        if loss is not None and loss.requires_grad:
             share = scale if self.spec.timed else scale / self.spec.num_microbatches
-            roots.append(flying.loss)
-            grads.append(torch.full_like(flying.loss, share))
+            roots.append(loss)
+            grads.append(torch.full_like(loss, share))
+        # Nothing may hold on to the graph, so that backward frees activations as it goes.
         gradients.clear()
-        flying.edges.clear()
-        flying.loss = None
+        edges.clear()
+        microbatch.loss = loss = None
         last = self._last_backward.get(stage) == action
         with (
             self._span(action),
             self.store.backward(stage, last=last),
-            _deferring(flying.queue),
+            _deferring(microbatch.queue),
         ):
             if roots:
                 torch.autograd.backward(roots, grads)
-            if action.kind == "B" and flying.queue is not None:
-                flying.queue.run()
+            if action.kind == "B" and microbatch.queue is not None:
+                microbatch.queue.run()
         for index, transfer in self.exchange.into.get(stage, ()):
             if transfer.gradient:
-                tensor = flying.received[index]
+                tensor = microbatch.received[index]
                 grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
                 self.exchange.send(grad, (index, k, True))
-        flying.received.clear()
+        microbatch.received.clear()
         if action.kind == "B":
-            del step.flying[stage, k]
+            del step.in_flight[stage, k]
 
     def _weights(self, step: _Step, action: Action) -> None:
         stage, k = action.stage, action.microbatch
-        queue = step.flying.pop((stage, k)).queue
+        queue = step.in_flight.pop((stage, k)).queue
         assert queue is not None
         last = self._last_backward.get(stage) == action
         with self._span(action), self.store.backward(stage, last=last):
@@ -342,10 +340,10 @@ class Executor:
 
     # --- results ---------------------------------------------------------------------------
 
-    def _share_loss(self, step: _Step) -> Tensor:
-        """Return the loss on all ranks."""
+    def _share_loss(self, step: _Step) -> Tensor | None:
+        """Return the loss on all ranks, if the model has one."""
         if self.spec.loss_stage is None:
-            raise ProgramError("the model has no loss")
+            return None
         return self.exchange.share(self.spec.loss_stage, step.loss, (), self._loss_dtype(), 0)
 
     def _loss_dtype(self) -> torch.dtype:
@@ -356,28 +354,17 @@ class Executor:
     def _share_outputs(self, step: _Step) -> tuple[Any, ...]:
         """Return the model's output leaves, in full on every rank."""
         leaves: list[Any] = []
-        given = dict.fromkeys(range(len(self.spec.stages)), 0)
+        next_index = dict.fromkeys(range(len(self.spec.stages)), 0)
         for number, output in enumerate(self.spec.outputs, start=1):
             if not isinstance(output, OutputSpec):
                 leaves.append(output)
                 continue
-            rows, place = step.leaves.get(output.stage), given[output.stage]
-            given[output.stage] += 1
-            own = None if rows is None else _joined(output, [rows[k][place] for k in sorted(rows)])
+            rows, index = step.leaves.get(output.stage), next_index[output.stage]
+            next_index[output.stage] += 1
+            own = None if rows is None else _join(output, [rows[k][index] for k in sorted(rows)])
             dtype = torch_dtype(output.dtype)
             leaves.append(self.exchange.share(output.stage, own, output.shape, dtype, number))
         return tuple(leaves)
-
-    # --- recording -------------------------------------------------------------------------
-
-    def _watch(self) -> None:
-        """Record the blocks of every module of this rank."""
-        seen: list[nn.Module] = []
-        for stage in self.stages.values():
-            for module in stage.modules:
-                if not any(module is known for known in seen):
-                    seen.append(module)
-                    self.recorder.watch(module, called_submodules(module))
 
     def _span(self, action: Action) -> contextlib.AbstractContextManager[object]:
         return self.recorder.span(
@@ -385,7 +372,7 @@ class Executor:
         )
 
 
-def _joined(output: OutputSpec, parts: list[Tensor]) -> Tensor:
+def _join(output: OutputSpec, parts: list[Tensor]) -> Tensor:
     """Join one output leaf of all micro-batches."""
     if output.split is not None:
         return join(parts, output.split.dim, output.split.of)
@@ -397,10 +384,6 @@ def _joined(output: OutputSpec, parts: list[Tensor]) -> Tensor:
 
 def _deferring(queue: WeightQueue | None) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if queue is None else queue.deferring()
-
-
-def _sent(generated: Any) -> tuple[str, ...]:
-    return getattr(generated, "SENT", ())
 
 
 def _last(actions: Sequence[Action], kinds: str) -> dict[int, Action]:
