@@ -1,7 +1,7 @@
-"""Whole emitted files, compared with what a person has read and found good.
+"""Emitted files equal files that a person has read and approved.
 
-`pytest tests/golden --update-golden` writes them anew; read the difference before you commit it.
-Source lines, versions and fingerprints are left out: they change with every edit elsewhere.
+`pytest tests/golden --update-golden` writes them again; read the difference before you commit it.
+Source lines, versions and fingerprints are removed because they change with every edit elsewhere.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def program(name: str) -> sw.types.Program:
 
 
 def normalized(source: str) -> str:
-    """The text without what changes with every edit of other files."""
+    """Return the text without the parts that change with every edit of other files."""
     source = re.sub(r"shardwise \S+ for the graph [0-9a-f]+", "shardwise for the graph G", source)
     return re.sub(r"[\w./-]*?([\w-]+\.py):\d+", r"\1", source)
 
@@ -57,7 +57,7 @@ def test_emitted_files(name: str, request: pytest.FixtureRequest) -> None:
         path.write_text(text)
     expected = path.read_text()
     changes = difflib.unified_diff(expected.splitlines(), text.splitlines(), lineterm="")
-    assert text == expected, "\n".join(["run with --update-golden if this is meant:", *changes])
+    assert text == expected, "\n".join(["run with --update-golden if intended:", *changes])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -101,7 +101,7 @@ def test_processes_and_hash_seeds_write_the_same_text() -> None:
 def train_compiled(
     name: str, strategy: str, mesh: rt.ProcessMesh, options: dict[str, Any], backend: str
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
-    """Loss and gradients of the emitted module under `torch.compile`."""
+    """Return the loss and gradients of the emitted module under `torch.compile`."""
     torch._dynamo.reset()
     model, batch = make(name)
     graph = sw.capture(model, batch)

@@ -20,7 +20,7 @@ EXAMPLES: dict[str, list[Arguments]] = {}
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """What `transformers.grouped_mm_fallback` computes, without that library."""
+    """Compute `transformers.grouped_mm_fallback` without that library."""
     ends = [0, *offs.tolist()]
     parts = [x[a:b] @ w for a, b, w in zip(ends, ends[1:], weight, strict=False)]
     return torch.cat([*parts, x.new_zeros(x.shape[0] - ends[-1], weight.shape[2])])
@@ -32,7 +32,7 @@ RUN: dict[str, Callable[..., Any]] = {
     "transformers.grouped_mm_fallback.default": grouped_mm,
 }
 
-# Operands, by position, that the operator has no derivative for.
+# Positions of operands for which the operator has no derivative.
 CONSTANT: dict[str, tuple[int, ...]] = {
     "aten.binary_cross_entropy.default": (2,),
     "aten.binary_cross_entropy_with_logits.default": (2, 3),
@@ -72,7 +72,7 @@ def add(op: str, *args: Any, **kwargs: Any) -> None:
 
 
 def ignoring(target: Tensor, every: int = 3, index: int = -100) -> Tensor:
-    """Labels of which every third is ignored."""
+    """Return labels, every third of which is ignored."""
     target = target.clone()
     target.view(-1)[::every] = index
     return target
@@ -297,7 +297,7 @@ add("conv_transpose2d.input", f(2, 6, 3, 3), f(6, 2, 2, 2), f(6), [1, 1], [0, 0]
 add("conv_transpose3d.input", f(2, 3, 2, 2, 2), f(3, 4, 2, 2, 2), f(4))
 add("convolution.default", f(2, 4, 6), f(6, 2, 3), f(6), [1], [0], [1], False, [0], 2)
 
-# Planes
+# Images
 add("avg_pool1d.default", f(2, 4, 6), [2])
 add("avg_pool2d.default", f(2, 4, 4, 4), [2, 2])
 add("avg_pool3d.default", f(2, 3, 4, 4, 4), [2, 2, 2])

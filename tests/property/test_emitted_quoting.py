@@ -1,4 +1,4 @@
-"""Whatever text reaches emitted code, it stays text: hostile strings change no statement."""
+"""Hostile strings in emitted code stay text and change no statement."""
 
 from __future__ import annotations
 
@@ -88,21 +88,21 @@ def captured() -> Graph:
 
 
 def statements(sources: Iterable[str]) -> Counter[str]:
-    """What emitted code does: calls, definitions and statements, however things are named."""
-    counted: Counter[str] = Counter()
-    spelled = (ast.Attribute, ast.Subscript, ast.Constant, ast.Name, ast.expr_context)
+    """Count calls, definitions and statements, regardless of names."""
+    counts: Counter[str] = Counter()
+    ignored = (ast.Attribute, ast.Subscript, ast.Constant, ast.Name, ast.expr_context)
     for source in sources:
         tree = ast.parse(source)
-        counted.update(type(n).__name__ for n in ast.walk(tree) if not isinstance(n, spelled))
+        counts.update(type(n).__name__ for n in ast.walk(tree) if not isinstance(n, ignored))
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 assert node.name.isidentifier()
                 assert not keyword.iskeyword(node.name)
-    return counted
+    return counts
 
 
 def renamed(graph: Graph, text: str, name: str) -> Graph:
-    """The graph with a hostile text wherever a user's model may have one."""
+    """Return the graph with a hostile text wherever a user's model may have one."""
 
     def path(module: str) -> str:
         return module.replace("inner", name)
@@ -156,7 +156,7 @@ def test_hostile_names_change_no_statement(kind: str, text: str, name: str) -> N
     graph = renamed(captured(), text, name)
     try:
         plan = plan_for(graph, kind)
-    except ShardwiseError:  # a plan's file takes lines of text alone
+    except ShardwiseError:  # a plan's name must be a single line of text
         graph = replace(graph, name="Net")
         plan = plan_for(graph, kind)
     assert statements(emitted(graph, plan)) == benign(kind)
@@ -164,7 +164,7 @@ def test_hostile_names_change_no_statement(kind: str, text: str, name: str) -> N
 
 @settings(deadline=None, max_examples=200)
 @given(st.one_of(texts, st.lists(texts, max_size=3).map(tuple), st.floats(), st.integers()))
-def test_a_literal_is_the_value(value: Any) -> None:
+def test_a_literal_evaluates_to_the_value(value: Any) -> None:
     tree = ast.parse(literal(value), mode="eval")
     assert not any(isinstance(n, ast.Call | ast.JoinedStr) for n in ast.walk(tree))
     if isinstance(value, str | tuple):
@@ -173,7 +173,7 @@ def test_a_literal_is_the_value(value: Any) -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(texts)
-def test_texts_stay_in_their_place(text: str) -> None:
+def test_texts_cannot_escape_their_context(text: str) -> None:
     for source in (
         f'"""{comment(text)}"""',
         f'"""{comment(text)}\n{comment(text)}."""',
@@ -195,7 +195,7 @@ def test_texts_stay_in_their_place(text: str) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(texts)
-def test_a_plan_takes_no_free_text_as_a_backend(text: str) -> None:
+def test_plans_reject_unknown_backends(text: str) -> None:
     row = {"operation": "all_reduce", "groups": ["0-1"], "uses": "library"}
     if text in ("library", "hierarchical", "solved", "shared"):
         return
@@ -223,11 +223,11 @@ AXES = (
     ],
 )
 def test_any_axis_name_gives_code_that_runs(axes: tuple[str, ...]) -> None:
-    """Names that Python, torch or the model use already, and ones that join to another's."""
+    """Try names that Python, torch or the model use, and ones whose combinations clash."""
     model, batch = Net().double(), {"x": torch.randn(8, 4), "y": torch.randn(8, 4)}
     batch = {key: value.double() for key, value in batch.items()}
     graph = sw.capture(model, batch)
-    # Two axes of the batch and one of parameters: sums over both are of joined axes.
+    # Two batch axes and one for parameters: some reductions are over combined axes.
     usual = ("dp", "tp", "ep")[: len(axes)]
     plan = sw.strategies.hybrid(graph, sw.Cluster.local(4), dp=2, tp=2)
     if len(axes) == 3:

@@ -25,7 +25,7 @@ CASES = [
     )
     for i, (op, number, arguments) in enumerate(CALLS)
 ]
-TALKING = {  # operators that communicate inside: their first call on two mesh axes, every day
+COMMUNICATING = {  # also tested on two mesh axes every day, with their first example
     "aten.cross_entropy_loss.default",
     "aten.embedding.default",
     "aten.layer_norm.default",
@@ -41,13 +41,13 @@ def check(op: str, arguments: Arguments, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(("op", "arguments", "ranks"), CASES)
-def test_every_candidate_equals_the_whole_call(op: str, arguments: Arguments, ranks: int) -> None:
-    check(op, arguments, ranks=(ranks,), pairs=op in TALKING and arguments is EXAMPLES[op][0])
+def test_every_candidate_equals_the_full_call(op: str, arguments: Arguments, ranks: int) -> None:
+    check(op, arguments, ranks=(ranks,), pairs=op in COMMUNICATING and arguments is EXAMPLES[op][0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "arguments", "ranks"), CASES)
-def test_every_pair_of_candidates_equals_the_whole_call(
+def test_every_pair_of_candidates_equals_the_full_call(
     op: str, arguments: Arguments, ranks: int
 ) -> None:
     check(op, arguments, ranks=tuple(n for n in (2, 3, 4, 5) if n != ranks), pairs=True)
@@ -55,7 +55,7 @@ def test_every_pair_of_candidates_equals_the_whole_call(
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_drops_the_same_weights_on_any_number_of_ranks(causal: bool) -> None:
-    def whole(
+    def unsharded(
         q: Tensor, k: Tensor, v: Tensor, _: None, p: float, causal: bool, **gqa: Any
     ) -> Tensor:
         options = {"rng": Rng(0), "key": "node", "shape": (2, 6, 4, 4), "is_causal": causal, **gqa}
@@ -63,6 +63,6 @@ def test_attention_drops_the_same_weights_on_any_number_of_ranks(causal: bool) -
 
     args = (f(2, 6, 4, 3), f(2, 2, 4, 3), f(2, 2, 4, 5), None, 0.4, causal)
     op = "aten.scaled_dot_product_attention.default"
-    check_rule(op, args, {"enable_gqa": True}, ranks=(2, 5), pairs=not causal, run=whole)
-    kept = torch.ops.aten.scaled_dot_product_attention(*args[:4], 0.0, causal, enable_gqa=True)
-    assert not torch.allclose(whole(*args, enable_gqa=True), kept)
+    check_rule(op, args, {"enable_gqa": True}, ranks=(2, 5), pairs=not causal, run=unsharded)
+    undropped = torch.ops.aten.scaled_dot_product_attention(*args[:4], 0.0, causal, enable_gqa=True)
+    assert not torch.allclose(unsharded(*args, enable_gqa=True), undropped)

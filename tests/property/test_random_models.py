@@ -1,4 +1,4 @@
-"""Random small models under random strategies equal themselves on one device."""
+"""Random small models under random strategies compute the same as on one device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPLITS = {4: [(2, 2)], 6: [(2, 3), (3, 2)]}
 
 @st.composite
 def strategies(draw: Any) -> tuple[str, int, dict[str, Any]]:
-    """A strategy's name, the number of ranks, and its options."""
+    """Draw a strategy's name, the number of ranks, and its options."""
     ranks = draw(st.sampled_from([2, 3, 4, 5, 6, 7]))
     names = ["ddp", "zero1", "zero2", "fsdp", "tensor", "tensor", "tensor"]
     name = draw(st.sampled_from(names + ["hybrid"] * 3 * (ranks in SPLITS)))
@@ -33,12 +33,12 @@ def strategies(draw: Any) -> tuple[str, int, dict[str, Any]]:
 
 
 def weights(ranks: int) -> st.SearchStrategy[list[int]]:
-    """Shares of the ranks along an axis, of which some take nothing."""
+    """Draw shares of the ranks along an axis, some of which may be zero."""
     return st.lists(st.integers(0, 5), min_size=ranks, max_size=ranks).filter(any)
 
 
 def check(recipe: Recipe, strategy: tuple[str, int, dict[str, Any]]) -> None:
-    """The plan is proved equal; only a batch of one may leave nothing to cut."""
+    """Verify the plan; only a batch of one sample may be impossible to shard."""
     name, ranks, options = strategy
     model, batch = build(recipe)
     graph = sw.capture(model, batch)
@@ -80,13 +80,13 @@ def recipe(*layers: tuple[Any, ...], **changes: Any) -> Recipe:
 
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize(
-    "found",
+    "model_recipe",
     [
         recipe(("uneven",)),  # local parts of a chunk that are not equal
         recipe(("+", "mix", "shift"), length=5, batch=1),  # factors that refine without end
-        recipe(("conv", "down", "batch"), kind="image"),  # a gradient that is rounding alone
+        recipe(("conv", "down", "batch"), kind="image"),  # a gradient of rounding errors only
     ],
-    ids=lambda found: str(found.layers[0]),
+    ids=lambda model_recipe: str(model_recipe.layers[0]),
 )
-def test_models_that_once_failed(found: Recipe, ranks: int) -> None:
-    check(found, ("tensor", ranks, {}))
+def test_models_that_once_failed(model_recipe: Recipe, ranks: int) -> None:
+    check(model_recipe, ("tensor", ranks, {}))

@@ -1,4 +1,4 @@
-"""Every operator of the zoo has a rule that was executed, or says why it has none."""
+"""Every operator of the zoo has a rule that is executed here, or a reason for having none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("op", "arguments", "ranks"), CASES)
-def test_every_candidate_equals_the_whole_call(op: str, arguments: Arguments, ranks: int) -> None:
+def test_every_candidate_equals_the_full_call(op: str, arguments: Arguments, ranks: int) -> None:
     args, kwargs = arguments
     check_rule(op, args, kwargs, ranks=(ranks,))
 
@@ -44,7 +44,7 @@ def test_shards_on_two_axes_of_random_numbers_equal_one_draw(op: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "arguments", "ranks"), CASES)
-def test_every_pair_of_candidates_equals_the_whole_call(
+def test_every_pair_of_candidates_equals_the_full_call(
     op: str, arguments: Arguments, ranks: int
 ) -> None:
     args, kwargs = arguments
@@ -52,7 +52,7 @@ def test_every_pair_of_candidates_equals_the_whole_call(
     check_rule(op, args, kwargs, ranks=others, pairs=True)
 
 
-REMOVED = {  # what a captured graph never holds
+REMOVED = {  # never in a captured graph
     "aten._assert_tensor_metadata.default",
     "aten._assert_scalar.default",
     "aten._native_batch_norm_legit_functional.default",  # becomes shardwise.batch_norm
@@ -63,7 +63,7 @@ REMOVED = {  # what a captured graph never holds
 
 
 def is_removed(op: str) -> bool:
-    """Removed by capture: in-place variants, symbolic sizes, higher-order and Python operators."""
+    """Return whether capture removes an operator: in-place, symbolic, higher-order or Python."""
     name = op.split(".")[1] if op.startswith("aten.") else ""
     in_place = (name.endswith("_") and not name.endswith("__")) or name == "__ior__"
     return in_place or op in REMOVED or op.startswith(("py:", "HOP:"))

@@ -24,7 +24,7 @@ def positions(high: int, *shape: int) -> Tensor:
 
 @st.composite
 def indexed(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Tensor | None]]:
-    """A shape and index tensors for some of its dims, which broadcast together."""
+    """Draw a shape and index tensors for some of its dims, which broadcast together."""
     shape = tuple(draw(sizes))
     common = draw(st.lists(st.integers(0, 5), min_size=1, max_size=2))
     used = draw(st.lists(st.booleans(), min_size=1, max_size=len(shape)).filter(any))
@@ -37,21 +37,21 @@ def indexed(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Tensor | None]]:
 
 @few
 @given(indexed(), ranks)
-def test_index(found: tuple[tuple[int, ...], list[Tensor | None]], num: int) -> None:
-    shape, indices = found
+def test_index(case: tuple[tuple[int, ...], list[Tensor | None]], num: int) -> None:
+    shape, indices = case
     check_rule("aten.index.Tensor", (numbers(*shape), indices), ranks=(num,))
 
 
 @few
 @given(indexed(), st.data(), ranks)
 def test_index_put(
-    found: tuple[tuple[int, ...], list[Tensor | None]], data: st.DataObject, num: int
+    case: tuple[tuple[int, ...], list[Tensor | None]], data: st.DataObject, num: int
 ) -> None:
-    shape, indices = found
+    shape, indices = case
     x = numbers(*shape)
     full = torch.ops.aten.index.Tensor(x, indices).shape
-    kept = data.draw(st.integers(0, len(full)))
-    own = [data.draw(st.sampled_from([1, n])) for n in full[len(full) - kept :]]
+    num_dims = data.draw(st.integers(0, len(full)))
+    own = [data.draw(st.sampled_from([1, n])) for n in full[len(full) - num_dims :]]
     check_rule("aten.index_put.default", (x, indices, numbers(*own), True), ranks=(num,))
 
 

@@ -1,4 +1,4 @@
-"""Rules of shape operators on random shapes: every candidate equals the whole call."""
+"""Rules of shape operators on random shapes: every candidate equals the full call."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ def numbers(*shape: int) -> Tensor:
 
 @st.composite
 def broadcast(draw: st.DrawFn, num: int) -> list[tuple[int, ...]]:
-    """Shapes that broadcast together."""
-    whole = draw(shapes)
-    found = []
+    """Draw shapes that broadcast together."""
+    full = draw(shapes)
+    result = []
     for _ in range(num):
-        kept = draw(st.integers(0, len(whole)))
-        found.append(tuple(draw(st.sampled_from([1, n])) for n in whole[len(whole) - kept :]))
-    return found
+        rank = draw(st.integers(0, len(full)))
+        result.append(tuple(draw(st.sampled_from([1, n])) for n in full[len(full) - rank :]))
+    return result
 
 
 @few
 @given(broadcast(3), ranks, st.sampled_from(["add.Tensor", "mul.Tensor", "maximum.default"]))
-def test_binary(found: list[tuple[int, ...]], num: int, op: str) -> None:
-    check_rule(f"aten.{op}", (numbers(*found[0]), numbers(*found[1]) + 0.01), ranks=(num,))
+def test_binary(operands: list[tuple[int, ...]], num: int, op: str) -> None:
+    check_rule(f"aten.{op}", (numbers(*operands[0]), numbers(*operands[1]) + 0.01), ranks=(num,))
 
 
 @few
 @given(broadcast(3), ranks)
-def test_where(found: list[tuple[int, ...]], num: int) -> None:
-    a, b, c = (numbers(*shape) for shape in found)
+def test_where(operands: list[tuple[int, ...]], num: int) -> None:
+    a, b, c = (numbers(*shape) for shape in operands)
     check_rule("aten.where.self", (a > 0, b, c), ranks=(num,))
 
 
@@ -54,7 +54,7 @@ def test_where(found: list[tuple[int, ...]], num: int) -> None:
     ranks,
 )
 def test_view(factors: list[int], left: set[int], right: set[int], num: int) -> None:
-    """The same factors grouped in two ways."""
+    """Group the same factors in two ways."""
 
     def group(bounds: set[int]) -> tuple[int, ...]:
         ends = [0, *sorted(b for b in bounds if b < len(factors)), len(factors)]
@@ -81,8 +81,8 @@ def test_squeeze_and_unsqueeze(shape: tuple[int, ...], data: st.DataObject, num:
 
 @few
 @given(broadcast(1), shapes, ranks)
-def test_expand(found: list[tuple[int, ...]], new: tuple[int, ...], num: int) -> None:
-    shape = tuple(1 if n == 0 else n for n in found[0])
+def test_expand(sources: list[tuple[int, ...]], new: tuple[int, ...], num: int) -> None:
+    shape = tuple(1 if n == 0 else n for n in sources[0])
     target = tuple(4 if n == 1 else -1 for n in shape)
     check_rule("aten.expand.default", (numbers(*shape), (*new, *target)), ranks=(num,))
 

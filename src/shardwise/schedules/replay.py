@@ -61,10 +61,9 @@ def replay(
 ) -> Timeline:
     """Run every group's list in order, each action waiting for its inputs.
 
-    `durations` maps `(kind, stage, microbatch)` or `(kind, stage)` to seconds, where the longer key
-    has precedence, or is a function of the action. A result arrives at another group `transfer`
-    seconds after it is computed; both groups continue meanwhile. Use `check` to prove that the
-    schedule is complete.
+    `durations` maps `(kind, stage)` to seconds, and `(kind, stage, number)` for one micro-batch, or
+    is a function of the action. A result arrives at another group `transfer` seconds after it is
+    computed; both groups continue meanwhile. Use `check` to prove that the schedule is complete.
     """
     seconds = durations if callable(durations) else _lookup(durations)
     if not (math.isfinite(transfer) and transfer >= 0):

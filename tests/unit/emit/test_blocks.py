@@ -1,4 +1,4 @@
-"""Repeated layers are written once, and called in a loop where one feeds the next."""
+"""Repeated layers are written once, and called in a loop if each uses the previous result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers called as `order` says."""
+    """Layers that the function `order` calls."""
 
     def __init__(self, hidden: tuple[int, ...], order: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def side_by_side(x: Tensor, layers: nn.ModuleList) -> Tensor:
 
 
 def collected(x: Tensor, layers: nn.ModuleList) -> Tensor:
-    """Every layer's result is used at the end, too."""
+    """Use every layer's result at the end as well."""
     states = [x]
     for layer in layers:
         states.append(layer(states[-1]))
@@ -63,7 +63,7 @@ def collected(x: Tensor, layers: nn.ModuleList) -> Tensor:
 
 
 def skipped(x: Tensor, layers: nn.ModuleList) -> Tensor:
-    """The first input is used by every layer."""
+    """Use the first input in every layer."""
     y = x
     for layer in layers:
         y = layer(y + x)
@@ -85,7 +85,7 @@ def test_equal_layers_in_turn_are_one_class_and_a_loop() -> None:
 
 
 def test_a_first_layer_whose_input_has_no_gradient_may_differ() -> None:
-    """Its norm's gradient goes to its own parameters alone, and is summed with their gradients."""
+    """The gradient of its norm reaches only parameters, and is reduced with their gradients."""
     text, _ = source(Stack((8, 8, 8), in_turn), "tensor")
     assert text.count("(nn.Module):") == 3
     assert "for i in range(1, 3):" in text
@@ -106,7 +106,7 @@ GRID = [(order, strategy) for order in ORDERS for strategy in ("fsdp", "tensor")
     thinned(GRID, lambda i, _: i % 2 == i // 2 % 2),
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_any_order_of_layers_is_right(order: Callable[..., Tensor], strategy: str) -> None:
+def test_any_order_of_layers_is_correct(order: Callable[..., Tensor], strategy: str) -> None:
     torch.manual_seed(0)
     model = Stack((8, 8, 8), order)
     _, plan = source(model, strategy)
@@ -115,7 +115,7 @@ def test_any_order_of_layers_is_right(order: Callable[..., Tensor], strategy: st
 
 
 class Oddly(nn.Module):
-    """Parameters in lists and dicts, under names that Python does not take as attributes."""
+    """Parameters in lists and dicts, with names that are not valid attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Last(nn.Module):
 
 
 def sequential() -> nn.Module:
-    """Blocks that are sequences, in a model that is one."""
+    """Return a sequential model of sequential blocks."""
     layers = [
         nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6), nn.Tanh())
         for _ in range(3)
@@ -146,7 +146,7 @@ def sequential() -> nn.Module:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
 @pytest.mark.parametrize("make", [Oddly, sequential])
-def test_members_without_a_name(make: Callable[[], nn.Module], strategy: str) -> None:
+def test_members_without_a_valid_name(make: Callable[[], nn.Module], strategy: str) -> None:
     torch.manual_seed(0)
     model = make()
     _, plan = source(model, strategy)

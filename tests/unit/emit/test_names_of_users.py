@@ -85,7 +85,7 @@ def test_functions_of_one_name_from_two_files(tmp_path: Path) -> None:
 
 
 class Named(nn.Module):
-    """Modules and inputs under names that the emitted file uses; all of them stay in use."""
+    """Modules and inputs with names that the emitted file uses itself."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Whole programs whose text has something special: recomputed regions, members named like ours."""
+"""Programs with recomputed regions, with clashing member names, and comments about modules."""
 
 from __future__ import annotations
 
@@ -79,16 +79,16 @@ class Blocks(nn.Module):
 
 
 def test_every_comment_names_the_module_of_its_lines() -> None:
-    """Moves before a block are of the block; what a loss function computes is of no module."""
+    """Moves before a block belong to the block, and a loss function belongs to no module."""
     batch = (torch.zeros(4, 3, dtype=torch.long),)
     graph = sw.capture(Blocks(), batch, lambda out, _: out.square().mean())
     source = sw.compile(graph, sw.strategies.tensor(graph, sw.Cluster.local(2))).source()
     assert "# blocks.0  (test_programs.py:" in source
     assert "# outside the model  (test_programs.py:" in source
-    source = sw.compile(*planned_alone(Clashing())).source()
+    source = sw.compile(*planned_for_one_rank(Clashing())).source()
     assert re.search(r"def forward\(.*\):\n +# Clashing  \(test_programs.py:\d+\)\n", source)
 
 
-def planned_alone(model: nn.Module) -> tuple[sw.Graph, sw.Plan]:
+def planned_for_one_rank(model: nn.Module) -> tuple[sw.Graph, sw.Plan]:
     graph = sw.capture(model, (torch.randn(5, 6),))
     return graph, sw.strategies.ddp(graph, sw.Cluster.local(1))

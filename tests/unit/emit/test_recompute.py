@@ -1,4 +1,4 @@
-"""Recomputed programs: what they look like, that they are equal, and what they keep."""
+"""Programs with recomputation: their text, their equality to the model, and their memory."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def test_parts_of_a_block_are_functions() -> None:
     assert "backward recomputes model.layers.*.mlp (2)" in result.lowered.notes
 
 
-def test_blocks_that_are_recomputed_differently_are_calls_of_their_own() -> None:
+def test_blocks_that_are_recomputed_differently_are_separate_calls() -> None:
     text = program("fused_gpt", "ddp", ("blocks.1",)).source()
     assert "x = self.blocks[0](add)" in text
     assert f"x = checkpoint(self.blocks[1], x, {OPTIONS})" in text
-    assert text.count("(nn.Module):") == 2  # of one class
+    assert text.count("(nn.Module):") == 2  # one class for both blocks, and the model
 
 
 def test_nothing_changes_without_recomputation() -> None:
@@ -71,7 +71,7 @@ def test_nothing_changes_without_recomputation() -> None:
 
 
 class Clashing(nn.Module):
-    """A module and an argument named like what recomputation imports."""
+    """A module and an argument named like the function that recomputation imports."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,12 +123,12 @@ def test_equal_to_the_model(name: str, dropout: float, strategy: str, recompute:
 
 
 class Meter(TorchDispatchMode):
-    """Remembers what was allocated, and how often products were computed."""
+    """Records allocated storages, except the ignored ones, and counts products."""
 
-    def __init__(self, but: set[int]) -> None:
+    def __init__(self, ignored: set[int]) -> None:
         super().__init__()
-        self.but = but
-        self.result: dict[int, weakref.ref[Any]] = {}
+        self.ignored = ignored
+        self.storages: dict[int, weakref.ref[Any]] = {}
         self.products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,18 +137,18 @@ class Meter(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                if storage.data_ptr() not in self.but:
-                    self.result[storage._cdata] = weakref.ref(storage)
+                if storage.data_ptr() not in self.ignored:
+                    self.storages[storage._cdata] = weakref.ref(storage)
         return result
 
     @property
     def live_bytes(self) -> int:
-        alive = [storage for ref in self.result.values() if (storage := ref()) is not None]
+        alive = [storage for ref in self.storages.values() if (storage := ref()) is not None]
         return sum(storage.nbytes() for storage in alive)
 
 
 def measured(recompute: Any, backwards: int = 1) -> tuple[int, int, dict[str, Tensor]]:
-    """Bytes that a forward leaves for backward, products in all, and gradients."""
+    """Return the bytes that forward saves for backward, the number of products, and gradients."""
     model, batch, graph = captured("fused_gpt")
     plan = sw.strategies.ddp(graph, sw.Cluster.local(1)).with_(recompute=recompute)
     generated = load(sw.compile(graph, plan).source())
@@ -165,7 +165,7 @@ def measured(recompute: Any, backwards: int = 1) -> tuple[int, int, dict[str, Te
     return live, meter.products, {n: p.grad for n, p in module.named_parameters()}
 
 
-def test_memory_falls_and_products_are_repeated_only_in_full() -> None:
+def test_recomputation_saves_memory_and_only_full_repeats_products() -> None:
     result = {mode: measured(mode) for mode in ("none", "full", "selective")}
     live = {mode: row[0] for mode, row in result.items()}
     products = {mode: row[1] for mode, row in result.items()}

@@ -68,7 +68,7 @@ def test_torch_literals(constant: Any) -> None:
     assert eval(literal(constant)) == constant
 
 
-def test_nan_is_written_so_that_it_can_be_read() -> None:
+def test_infinities_and_nan_are_valid_expressions() -> None:
     assert literal((math.nan, -math.inf)) == "(math.nan, -math.inf)"
 
 
@@ -85,7 +85,7 @@ def test_nan_is_written_so_that_it_can_be_read() -> None:
         ("mylib.op.default", (Ref("x"),), {}, "torch.ops.mylib.op.default(x)"),
     ],
 )
-def test_calls_are_written_as_a_person_would(
+def test_calls_are_written_idiomatically(
     fn: str, args: tuple[Any, ...], kwargs: dict[str, Any], expected: str
 ) -> None:
     assert render(fn, args, kwargs, value) == expected
@@ -107,13 +107,13 @@ def expressions(draw: Any, depth: int = 3) -> str:
 
 
 @given(expressions(), st.sampled_from(["value = ", "return ", "first, second = ", ""]))
-def test_broken_lines_mean_the_same(expression: str, start: str) -> None:
+def test_wrapped_lines_have_the_same_meaning(expression: str, start: str) -> None:
     line = f"    {start}{expression}"
     module = ast.dump(ast.parse(f"def f():\n{line}"))
     assert ast.dump(ast.parse(f"def f():\n{wrap(line)}")) == module
 
 
-def test_long_calls_are_broken() -> None:
+def test_long_calls_are_wrapped() -> None:
     line = f"value = f({', '.join(f'argument_{i}' for i in range(30))})"
     assert max(map(len, wrap(line).splitlines())) <= WIDTH
     assert wrap("short(1)") == "short(1)"

@@ -1,4 +1,4 @@
-"""Micro-batches equal the whole batch, whatever the loss; what couples samples is refused."""
+"""Micro-batches equal the full batch for any loss; models that couple samples are rejected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORDS = 20
 
 
 class Words(nn.Module):
-    """A model of a few layers whose loss is one of many."""
+    """A small model with a choice of losses."""
 
     def __init__(self, kind: str, norm: bool = False) -> None:
         super().__init__()
@@ -71,28 +71,28 @@ class Words(nn.Module):
 
 
 def batch(rows: int) -> dict[str, Tensor]:
-    made = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, WORDS, (rows, 6), generator=made)
-    labels = torch.randint(0, WORDS, (rows, 6), generator=made)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, WORDS, (rows, 6), generator=generator)
+    labels = torch.randint(0, WORDS, (rows, 6), generator=generator)
     for row in range(rows):
         labels[row, : (2 * row) % 6] = -100
     return {"ids": ids, "labels": labels}
 
 
-def made(kind: str, norm: bool) -> nn.Module:
+def make_model(kind: str, norm: bool) -> nn.Module:
     torch.manual_seed(0)
     return Words(kind, norm).double()
 
 
 @functools.cache
 def captured(kind: str, norm: bool, rows: int) -> sw.Graph:
-    return sw.capture(made(kind, norm), batch(rows))
+    return sw.capture(make_model(kind, norm), batch(rows))
 
 
 def verify(
     kind: str, rows: int, strategy: str, ranks: int, norm: bool = False, **options: Any
 ) -> sw.types.Certificate:
-    model, data = made(kind, norm), batch(rows)
+    model, data = make_model(kind, norm), batch(rows)
     make = getattr(sw.strategies, strategy)
     plan = make(captured(kind, norm, rows), sw.Cluster.local(ranks), **options)
     return sw.verify(model, data, plan)
@@ -102,7 +102,7 @@ EXACT = ("mean", "sum", "weighted", "log", "masked", "square", "soft", "decay", 
 
 
 @pytest.mark.parametrize("kind", thinned(EXACT, lambda i, _: i % 2 == 0))
-def test_the_loss_is_that_of_the_full_batch(kind: str) -> None:
+def test_the_loss_equals_that_of_the_full_batch(kind: str) -> None:
     certificate = verify(kind, 7, "hybrid", 4, dp=2, pp=2, num_microbatches=3)
     assert certificate.ok, certificate
     certificate = verify(kind, 7, "ddp", 1, num_microbatches=4)
@@ -112,20 +112,20 @@ def test_the_loss_is_that_of_the_full_batch(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "node"), [("contrast", "matmul"), ("product", "mul"), ("root", "sqrt")]
 )
-def test_nodes_that_couple_samples_are_named(kind: str, node: str) -> None:
+def test_nodes_that_couple_samples_are_reported(kind: str, node: str) -> None:
     with pytest.raises(InfeasiblePlan, match="couples the samples") as caught:
         verify(kind, 8, "pipeline", 2, pp=2, num_microbatches=2)
     assert node in str(caught.value)
     assert "test_micro_batches.py" in str(caught.value)
     assert "per_microbatch=True" in str(caught.value)
-    one = verify(kind, 8, "pipeline", 2, pp=2, num_microbatches=1)
-    assert one.ok, one
-    own = verify(kind, 8, "pipeline", 2, pp=2, num_microbatches=2, per_microbatch=True)
-    assert own.ok, own
+    single = verify(kind, 8, "pipeline", 2, pp=2, num_microbatches=1)
+    assert single.ok, single
+    separate = verify(kind, 8, "pipeline", 2, pp=2, num_microbatches=2, per_microbatch=True)
+    assert separate.ok, separate
 
 
 @pytest.mark.parametrize("kind", ["mean", "masked"])
-def test_batch_norm_over_micro_batches_is_refused_or_per_micro_batch(kind: str) -> None:
+def test_batch_norm_requires_separate_micro_batches(kind: str) -> None:
     options = {"pp": 2, "num_microbatches": 4}
     with pytest.raises(InfeasiblePlan, match="batch_norm"):
         verify(kind, 8, "pipeline", 2, norm=True, **options)
@@ -133,12 +133,12 @@ def test_batch_norm_over_micro_batches_is_refused_or_per_micro_batch(kind: str) 
     assert certificate.ok, certificate
 
 
-def test_micro_batches_of_their_own_have_one_size() -> None:
+def test_separate_micro_batches_must_have_equal_sizes() -> None:
     with pytest.raises(sw.errors.BatchError, match="7 samples"):
         verify("contrast", 7, "pipeline", 2, pp=2, num_microbatches=2, per_microbatch=True)
 
 
-def test_random_numbers_are_those_of_the_full_batch() -> None:
+def test_random_numbers_equal_those_of_the_full_batch() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.3))
     data = (torch.randn(7, 4, dtype=torch.float64),)
@@ -148,14 +148,14 @@ def test_random_numbers_are_those_of_the_full_batch() -> None:
 
     graph = sw.capture(model.double(), data, loss)
     for options in ({}, {"per_microbatch": True, "num_microbatches": 7}):
-        made = {"pp": 2, "num_microbatches": 3, "schedule": "zero_bubble", **options}
-        plan = sw.strategies.pipeline(graph, sw.Cluster.local(2), **made)
+        arguments = {"pp": 2, "num_microbatches": 3, "schedule": "zero_bubble", **options}
+        plan = sw.strategies.pipeline(graph, sw.Cluster.local(2), **arguments)
         certificate = sw.verify(model, data, plan, loss)
         assert certificate.ok, certificate
 
 
-def test_a_listed_schedule_may_split_some_backwards_only() -> None:
-    """Gradients are synchronized after the last of them, be it a B or a W."""
+def test_a_listed_schedule_may_split_only_some_backwards() -> None:
+    """Gradients are synchronized after the last one, be it a B or a W."""
     model, data = Words("mean").double(), batch(6)
     graph = sw.capture(model, data)
     plan = sw.strategies.pipeline(graph, sw.Cluster.local(4), pp=2, num_microbatches=3)
@@ -167,7 +167,7 @@ def test_a_listed_schedule_may_split_some_backwards_only() -> None:
     assert certificate.ok, certificate
 
 
-def test_a_listed_schedule_that_cannot_run_is_refused_before_anything_starts() -> None:
+def test_an_invalid_listed_schedule_is_rejected_by_compile() -> None:
     model, data = Words("mean").double(), batch(4)
     graph = sw.capture(model, data)
     plan = sw.strategies.pipeline(graph, sw.Cluster.local(2), pp=2, num_microbatches=2)

@@ -1,4 +1,4 @@
-"""Which nodes are in which group of recomputation."""
+"""Nodes are assigned to recomputation groups as the plan says."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def marked(model: nn.Module, batch: Any, recompute: Any) -> Graph:
 
 
 def groups(graph: Graph) -> dict[str, list[str]]:
-    """Group -> operators of its nodes."""
+    """Map each group to the operators of its nodes."""
     result: dict[str, list[str]] = {}
     for node in graph.nodes:
         if node.recompute:
@@ -34,7 +34,7 @@ def groups(graph: Graph) -> dict[str, list[str]]:
 
 
 class Layer(nn.Module):
-    """With a checkpoint of its own around its inner half, or around all of it."""
+    """A layer with an optional checkpoint around its inner half."""
 
     def __init__(self, own: str = "") -> None:
         super().__init__()
@@ -65,15 +65,14 @@ class Stack(nn.Module):
         return x
 
     def forward(self, x: Tensor) -> Tensor:
-        every = self.own == "all"
-        x = checkpoint(self.run, x, use_reentrant=False) if every else self.run(x)
+        x = checkpoint(self.run, x, use_reentrant=False) if self.own == "all" else self.run(x)
         return x.pow(2).mean()
 
 
 BATCH = (torch.ones(6, 6),)
 
 
-def test_full_takes_every_node_of_a_block() -> None:
+def test_full_recomputes_every_node_of_a_block() -> None:
     graph = marked(Stack(), BATCH, "full")
     block = ["layer_norm", "linear", "relu", "mul", "linear", "tanh", "add"]
     assert groups(graph) == {"layers.0": block, "layers.1": block}
@@ -87,25 +86,25 @@ def test_code_of_a_block_in_its_parent_belongs_to_it() -> None:
     assert "scaled_dot_product_attention" in result["blocks.0"]
 
 
-def test_selective_has_the_same_nodes() -> None:
+def test_selective_has_the_same_groups_as_full() -> None:
     full, selective = (groups(marked(Stack(), BATCH, mode)) for mode in ("full", "selective"))
     assert selective == {name + PRODUCTS_KEPT: ops for name, ops in full.items()}
     assert all(map(keeps_products, selective))
     assert not any(map(keeps_products, full))
 
 
-def test_globs_take_the_outermost_module() -> None:
+def test_globs_select_the_outermost_module() -> None:
     graph = marked(Stack(), BATCH, ("layers.1*", "layers.0.[ud]*"))
     expected = {"layers.0.up": 1, "layers.0.down": 1, "layers.1": 7}
     assert {name: len(ops) for name, ops in groups(graph).items()} == expected
 
 
-def test_a_glob_without_a_module_is_an_error() -> None:
+def test_a_glob_that_matches_no_module_is_rejected() -> None:
     with pytest.raises(PlanError, match=r"did you mean 'layers\.0\.up'"):
         marked(Stack(), BATCH, ("layer.0.up",))
 
 
-def test_checkpoints_of_the_model_stay() -> None:
+def test_checkpoints_of_the_model_are_preserved() -> None:
     inner = ["linear", "relu", "mul"]
     result = groups(marked(Stack("half"), BATCH, "none"))
     assert list(result.values()) == [inner, inner]
@@ -118,7 +117,7 @@ def test_checkpoints_of_the_model_stay() -> None:
 
 
 class Counting(nn.Module):
-    """Divides by a buffer that it then changes."""
+    """A layer that divides by a buffer and then changes it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,11 +172,11 @@ class Frozen(nn.Module):
         return self.line(x).pow(2).mean()
 
 
-def test_nothing_without_gradients_is_recomputed() -> None:
+def test_nodes_without_gradients_are_not_recomputed() -> None:
     assert groups(marked(Frozen(), BATCH, ("table", "line"))) == {"line": ["linear"]}
 
 
-def test_a_plan_without_blocks_says_so() -> None:
+def test_a_plan_without_units_notes_that_nothing_is_recomputed() -> None:
     model, batch = zoo.build("mlp")
     graph = sw.capture(model, batch)
     plan = sw.strategies.ddp(graph, sw.Cluster.local(2)).with_(recompute="full")

@@ -1,4 +1,4 @@
-"""Programs of ranks that take unequal shares: their classes, their text, and what is refused."""
+"""Programs of ranks with unequal shares: their classes, their text, and invalid shares."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def graph() -> sw.Graph:
 @pytest.mark.parametrize(
     ("weights", "classes"), [((5, 2, 1), 3), ((1, 2, 1), 2), ((1, 1, 1), 2), ((1, 0, 1), 2)]
 )
-def test_ranks_of_equal_shares_run_one_program(
+def test_ranks_with_equal_shares_run_one_program(
     graph: sw.Graph, weights: tuple[int, ...], classes: int
 ) -> None:
     plan = sw.strategies.ddp(graph, sw.Cluster.local(3), shares={"dp": weights})
@@ -67,7 +67,7 @@ def test_generated_files_list_the_shares(graph: sw.Graph) -> None:
     assert sw.verify(Net(), BATCH, plan).ok
 
 
-def test_a_plan_of_unequal_shares_is_another_plan(graph: sw.Graph) -> None:
+def test_plans_with_unequal_shares_differ_from_even_ones(graph: sw.Graph) -> None:
     plan = sw.strategies.ddp(graph, sw.Cluster.local(2), shares={"dp": (2, 1)})
     assert plan.to_json()["mesh"] == {"dp": [2, 1]}
     assert "Mesh(dp=2:1)" in str(plan)
@@ -76,7 +76,7 @@ def test_a_plan_of_unequal_shares_is_another_plan(graph: sw.Graph) -> None:
     assert sw.compile(graph, plan).source() != sw.compile(graph, even).source()
 
 
-def test_shares_that_do_not_fit_are_refused(graph: sw.Graph) -> None:
+def test_shares_that_do_not_match_the_mesh_are_rejected(graph: sw.Graph) -> None:
     cluster = sw.Cluster.local(2)
     for shares, message in [
         ({"dp": (2, 1, 1)}, "ddp: shares for 3 ranks along dp, Mesh(dp=2) has 2"),

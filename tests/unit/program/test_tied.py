@@ -13,7 +13,7 @@ from shardwise.program import build_pipeline
 
 
 class Tied(nn.Module):
-    """A table that reads tokens and scores them."""
+    """A model whose embedding table is also its output layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,17 +11,17 @@ from shardwise.sharding.candidates import ShardAxis, candidates, match_choice
 from shardwise.sharding.rule import Axis, NodeRule
 
 
-def cuts(axis: Axis, structure: tuple[tuple[int, ...], ...]) -> list[str]:
+def shard_choices(axis: Axis, structure: tuple[tuple[int, ...], ...]) -> list[str]:
     rule = NodeRule(axes={"v": axis}, operands=((("v",),),), results=((("v",),),))
-    found = candidates(rule, {"v": structure})
-    return [str(c.choice) for c in found if isinstance(c.choice, ShardAxis)]
+    options = candidates(rule, {"v": structure})
+    return [str(c.choice) for c in options if isinstance(c.choice, ShardAxis)]
 
 
-def test_an_outermost_axis_is_cut_as_one_range() -> None:
+def test_an_outermost_axis_is_sharded_as_one_range() -> None:
     axis = Axis("v", 12, outermost=True)
-    assert cuts(axis, ((3, 4),)) == ["shard v:[3]x4"]
-    assert cuts(axis, ((8,), (4,))) == ["shard v"]
-    assert cuts(Axis("v", 12), ((8,), (4,))) == ["shard v:[8]|[4]", "shard v"]
+    assert shard_choices(axis, ((3, 4),)) == ["shard v:[3]x4"]
+    assert shard_choices(axis, ((8,), (4,))) == ["shard v"]
+    assert shard_choices(Axis("v", 12), ((8,), (4,))) == ["shard v:[8]|[4]", "shard v"]
 
 
 @pytest.mark.parametrize(
@@ -29,10 +29,10 @@ def test_an_outermost_axis_is_cut_as_one_range() -> None:
     [
         ((8, 128), "shard v:[8]x128", ["shard v:[8]x128"]),
         ((6, 128), "shard v:[8]x128", ["shard v:[6]x128"]),  # another batch
-        ((6, 64), "shard v:8x[128]", ["shard v:6x[64]"]),  # other lengths besides
+        ((6, 64), "shard v:8x[128]", ["shard v:6x[64]"]),  # another batch and another length
         ((6, 4, 16), "shard v:8x[4]x16", ["shard v:6x[4]x16"]),
-        ((6, 5, 4, 16), "shard v:40x[4]x16", ["shard v:30x[4]x16"]),  # of two inside the outer one
-        ((6, 5, 4, 16), "shard v:99x[9]x99", []),  # either
+        ((6, 5, 4, 16), "shard v:40x[4]x16", ["shard v:30x[4]x16"]),  # the inner of two factors
+        ((6, 5, 4, 16), "shard v:99x[9]x99", []),  # ambiguous
         ((128,), "shard v:[8]x128", ["shard v:[1]x128"]),  # one row: a factor of one
         ((128,), "shard v:128x[8]", ["shard v:128x[1]"]),
         ((128,), "shard v:2x[8]x64", []),
@@ -44,19 +44,17 @@ def test_an_outermost_axis_is_cut_as_one_range() -> None:
         ((8, 128), "same", ["same"]),
     ],
 )
-def test_a_choice_is_found_again_with_other_sizes(
-    sizes: tuple[int, ...], text: str, chosen: list[str]
-) -> None:
+def test_choices_match_up_to_sizes(sizes: tuple[int, ...], text: str, chosen: list[str]) -> None:
     axis = Axis("v", math.prod(sizes))
     rule = NodeRule(axes={"v": axis}, operands=((("v",),),), results=((("v",),),))
-    found = candidates(rule, {"v": (sizes,)})
-    assert [str(c.choice) for c in match_choice(rule, found, text)] == chosen
+    options = candidates(rule, {"v": (sizes,)})
+    assert [str(c.choice) for c in match_choice(rule, options, text)] == chosen
 
 
-def test_axes_of_a_reshape_that_are_gone_leave_it_free() -> None:
+def test_a_reshape_without_the_axis_matches_all_candidates() -> None:
     axes = {"g0_0": Axis("g0_0", 16)}
     rule = NodeRule(axes=axes, operands=(((), ("g0_0",)),), results=((("g0_0",),),), by_size=True)
-    found = candidates(rule)
-    assert match_choice(rule, found, "shard g0_1") == found
+    options = candidates(rule)
+    assert match_choice(rule, options, "shard g0_1") == options
     other = dataclasses.replace(rule, by_size=False)
-    assert match_choice(other, found, "shard g0_1") == ()
+    assert match_choice(other, options, "shard g0_1") == ()

@@ -1,4 +1,4 @@
-"""Rules found by experiment: what they allow, what they refuse, and that they are right."""
+"""Discovered rules allow what experiments confirm, and are correct."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def pairs(x: Tensor, heads: int) -> Tensor:
 
 
 class Cube(torch.autograd.Function):
-    """Its backward is what counts, not the derivative of its forward."""
+    """An element-wise function whose backward is not the derivative of its forward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -96,42 +96,42 @@ class CoupledBackward(torch.autograd.Function):
         return grad / grad.norm()
 
 
-def found(op: str, *args: Any, run: Any = None) -> NodeRule:
+def discovered_rule(op: str, *args: Any, run: Any = None) -> NodeRule:
     return discover(dense_call(op, args, run=run).call, run)
 
 
-def cuts(rule: NodeRule) -> list[tuple[list[str], list[str]]]:
-    """Operand and result placements of every cut, sorted."""
+def placements(rule: NodeRule) -> list[tuple[list[str], list[str]]]:
+    """Return the operand and result placements of every sharding, sorted."""
     return sorted(
         ([str(p) for p in c.operands], [str(p) for p in c.results]) for c in candidates(rule)[1:]
     )
 
 
 def test_elementwise() -> None:
-    rule = found("discovery_test.swish.default", f(8, 6), f(6))
+    rule = discovered_rule("discovery_test.swish.default", f(8, 6), f(6))
     assert rule.discovered
     assert rule.replicated_because is None
-    assert cuts(rule) == [(["S(0)", "R~"], ["S(0)"]), (["S(1)", "S(0)"], ["S(1)"])]
+    assert placements(rule) == [(["S(0)", "R~"], ["S(0)"]), (["S(1)", "S(0)"], ["S(1)"])]
 
 
 def test_row_wise_normalization_freezes_the_row() -> None:
-    rule = found("discovery_test.rows.default", f(8, 4, 6), f(6))
-    assert cuts(rule) == [
+    rule = discovered_rule("discovery_test.rows.default", f(8, 4, 6), f(6))
+    assert placements(rule) == [
         (["S(0)", "R~"], ["S(0)", "S(0)"]),
         (["S(1)", "R~"], ["S(1)", "S(1)"]),
     ]
 
 
 def test_product_leaves_a_partial_sum() -> None:
-    rule = found("discovery_test.product.default", f(8, 6), f(10, 6))
-    assert (["S(1)", "S(1)"], ["P"]) in cuts(rule)
-    assert (["S(0)", "R~"], ["S(0)"]) in cuts(rule)
-    assert (["R~", "S(0)"], ["S(1)"]) in cuts(rule)
+    rule = discovered_rule("discovery_test.product.default", f(8, 6), f(10, 6))
+    assert (["S(1)", "S(1)"], ["P"]) in placements(rule)
+    assert (["S(0)", "R~"], ["S(0)"]) in placements(rule)
+    assert (["R~", "S(0)"], ["S(1)"]) in placements(rule)
 
 
 def test_permutation_and_equal_sizes() -> None:
-    rule = found("discovery_test.turn.default", f(4, 4, 4))
-    assert cuts(rule) == [
+    rule = discovered_rule("discovery_test.turn.default", f(4, 4, 4))
+    assert placements(rule) == [
         (["S(0)"], ["S(1)"]),
         (["S(1)"], ["S(2)"]),
         (["S(2)"], ["S(0)"]),
@@ -139,17 +139,17 @@ def test_permutation_and_equal_sizes() -> None:
 
 
 @pytest.mark.parametrize("op", ["tangled", "clipped"])
-def test_coupled_elements_are_left_whole(op: str) -> None:
-    rule = found(f"discovery_test.{op}.default", f(6))
+def test_operators_that_couple_elements_stay_replicated(op: str) -> None:
+    rule = discovered_rule(f"discovery_test.{op}.default", f(6))
     assert rule.replicated_because
     assert op in rule.replicated_because
 
 
 def test_integer_operands_stay_in_range() -> None:
-    rule = found("discovery_test.lookup.default", f(9, 6), torch.tensor([0, 3, 8, 1]))
-    assert (["R~", "S(0)"], ["S(0)"]) in cuts(rule)
-    assert (["S(1)", "R~"], ["S(1)"]) in cuts(rule)
-    assert all(operands[0] != "S(0)" for operands, _ in cuts(rule))
+    rule = discovered_rule("discovery_test.lookup.default", f(9, 6), torch.tensor([0, 3, 8, 1]))
+    assert (["R~", "S(0)"], ["S(0)"]) in placements(rule)
+    assert (["S(1)", "R~"], ["S(1)"]) in placements(rule)
+    assert all(operands[0] != "S(0)" for operands, _ in placements(rule))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_integer_operands_stay_in_range() -> None:
         ("absent", "not registered"),
     ],
 )
-def test_an_operator_that_cannot_be_tried_is_left_whole(op: str, reason: str) -> None:
+def test_operators_that_cannot_be_tried_stay_replicated(op: str, reason: str) -> None:
     call = dense_call("discovery_test.noise.default", (f(4, 6),)).call
     node = call.node.__class__(
         name="n", op=f"discovery_test.{op}.default", args=call.node.args, outputs=("y0",)
@@ -171,20 +171,20 @@ def test_an_operator_that_cannot_be_tried_is_left_whole(op: str, reason: str) ->
     assert reason in rule.replicated_because
 
 
-def test_shapes_that_cannot_shrink_are_tried_as_they_are() -> None:
-    rule = found("discovery_test.pairs.default", f(5, 12), 3)
-    assert cuts(rule) == [(["S(0)"], ["S(0)"])]
+def test_shapes_that_cannot_shrink_are_tried_unchanged() -> None:
+    rule = discovered_rule("discovery_test.pairs.default", f(5, 12), 3)
+    assert placements(rule) == [(["S(0)"], ["S(0)"])]
 
 
 def test_autograd_functions_are_judged_by_their_backward() -> None:
-    cube = found("autograd_function.m.Cube", f(4, 6), run=Cube.apply)
-    assert len(cuts(cube)) == 2
+    cube = discovered_rule("autograd_function.m.Cube", f(4, 6), run=Cube.apply)
+    assert len(placements(cube)) == 2
     check_rule("autograd_function.m.Cube", (f(4, 6),), run=Cube.apply, rule=cube)
-    coupled = found("autograd_function.m.Coupled", f(4, 6), run=CoupledBackward.apply)
+    coupled = discovered_rule("autograd_function.m.Coupled", f(4, 6), run=CoupledBackward.apply)
     assert coupled.replicated_because
 
 
-def test_found_rules_pass_the_check() -> None:
+def test_discovered_rules_pass_the_check() -> None:
     for op, args in [
         ("swish", (f(8, 6), f(6))),
         ("rows", (f(8, 4, 6), f(6))),
@@ -193,4 +193,4 @@ def test_found_rules_pass_the_check() -> None:
         ("lookup", (f(9, 6), torch.tensor([0, 3, 8, 1]))),
     ]:
         name = f"discovery_test.{op}.default"
-        check_rule(name, args, ranks=(2, 5), rule=found(name, *args))
+        check_rule(name, args, ranks=(2, 5), rule=discovered_rule(name, *args))

@@ -1,4 +1,4 @@
-"""What is computed of parameters alone is made whole on every rank, its gradients left partial."""
+"""Every rank computes values of parameters alone in full, and their gradients are partial."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tests.support.tiers import thinned
 
 
 class Net(nn.Module):
-    """A table, two matrices and a scale for a function of them."""
+    """A function of an input, a table, matrices and a scale."""
 
     def __init__(self, body: Callable[..., Tensor], width: int = 8) -> None:
         super().__init__()
         self.body = body
         generator = torch.Generator().manual_seed(0)
 
-        def made(*shape: int) -> nn.Parameter:
+        def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.randn(*shape, generator=generator) / width**0.5)
 
-        self.table, self.w = made(6, width), made(width, width)
-        self.up, self.down, self.scale = made(width, 2), made(2, width), made(width)
+        self.table, self.w = parameter(6, width), parameter(width, width)
+        self.up, self.down, self.scale = parameter(width, 2), parameter(2, width), parameter(width)
 
     def forward(self, x: Tensor, places: Tensor | None = None) -> Tensor:
         return self.body(self, x, places)
@@ -80,8 +80,8 @@ def batch(body: Callable[..., Tensor], width: int = 8) -> tuple[Tensor, ...]:
     return (x, torch.arange(6).flip(0)[None]) if body is given_positions else (x,)
 
 
-def sent(graph: Graph, plan: sw.Plan) -> list[str]:
-    """What travels over `dp` within a step, besides the loss."""
+def communicated(graph: Graph, plan: sw.Plan) -> list[str]:
+    """Return the values that a step communicates over `dp`, except the loss."""
     program = sw.compile(graph, plan).lowered.of_rank(0)
     return [
         f"{step.fn} {program.values[step.inputs[0]].value}"
@@ -94,13 +94,13 @@ def sent(graph: Graph, plan: sw.Plan) -> list[str]:
 
 
 @pytest.mark.parametrize("body", thinned(CHAINS, lambda i, _: i % 2 == 0))
-def test_nothing_travels_but_gradients_and_the_loss(body: Callable[..., Tensor]) -> None:
+def test_only_gradients_and_the_loss_are_communicated(body: Callable[..., Tensor]) -> None:
     net, data = Net(body), batch(body)
     graph = sw.capture(net, data)
     plans = [sw.strategies.zero2(graph, sw.Cluster.local(3))]
     plans.append(sw.strategies.hybrid(graph, sw.Cluster.local(4), dp=2, tp=2))
     for plan in plans:
-        assert sent(graph, plan) == []
+        assert communicated(graph, plan) == []
         certificate = sw.verify(net, data, plan)
         assert certificate.ok, str(certificate)
 
@@ -112,20 +112,20 @@ def large(net: Net, x: Tensor, _: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("width", [8, 8192])
-def test_a_large_computation_is_made_in_parts(width: int) -> None:
+def test_a_large_computation_is_sharded(width: int) -> None:
     with torch.device("meta"):
         graph = sw.capture(Net(large, width), (torch.empty(4096, 6, width),))
-    moves = sent(graph, sw.strategies.ddp(graph, sw.Cluster.local(2)))
+    moves = communicated(graph, sw.strategies.ddp(graph, sw.Cluster.local(2)))
     assert [move.split()[0] for move in moves] == ["rt.gather_fanout"] * (width > 8)
 
 
 def halves(net: Net, x: Tensor, _: Any) -> Tensor:
-    """Of one parameter's parts, one meets the batch and one is the same for every rank."""
+    """Use one half of a parameter with the batch, and the other equally on every rank."""
     one, other = net.w.chunk(2)
     return F.linear(x, one).square().mean() + other.square().mean()
 
 
-def test_parts_of_a_parameter_that_are_used_differently_and_alike() -> None:
+def test_halves_of_a_parameter_may_have_different_uses() -> None:
     net, data = Net(halves), batch(halves)
     plan = sw.strategies.ddp(sw.capture(net, data), sw.Cluster.local(2))
     certificate = sw.verify(net, data, plan)

@@ -1,4 +1,4 @@
-"""Mistakes in the one-line notation are shown with the text and the place."""
+"""Errors in the one-line notation quote the rule and the mistake."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def call(*shapes: tuple[int, ...], result: tuple[int, ...]) -> Call:
         ("(b (h e)) -> b", "'(' inside '('"),
     ],
 )
-def test_malformed_rules(text: str, message: str) -> None:
+def test_malformed_rules_are_rejected(text: str, message: str) -> None:
     with pytest.raises(RuleError) as caught:
         parse(text)
     assert message in str(caught.value)
@@ -53,7 +53,7 @@ def test_malformed_rules(text: str, message: str) -> None:
         ("b (h e) -> b h e", ((2, 12),), (2, 5, 3), "12"),
     ],
 )
-def test_rules_that_do_not_fit_a_call(
+def test_rules_that_do_not_match_a_call_are_rejected(
     text: str, shapes: tuple[tuple[int, ...], ...], result: tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(RuleError) as caught:
@@ -62,7 +62,7 @@ def test_rules_that_do_not_fit_a_call(
     assert text in str(caught.value)
 
 
-def test_what_a_rule_says() -> None:
+def test_notation_determines_axes_and_linear_operands() -> None:
     rule = from_notation("~b... k+, ~n k+, +n -> b... n")(
         call((2, 3, 4), (5, 4), (5,), result=(2, 3, 5))
     )
@@ -77,7 +77,7 @@ def test_what_a_rule_says() -> None:
     assert rule.linear == (frozenset({0, 2}), frozenset({1, 2}))
 
 
-def test_an_axis_that_leaves_without_a_mark_is_frozen() -> None:
+def test_an_axis_that_is_reduced_without_a_mark_is_frozen() -> None:
     rule = from_notation("b k -> b")(call((2, 3), result=(2,)))
     assert rule.axes["k"].frozen
     assert not rule.axes["b"].frozen

@@ -1,4 +1,4 @@
-"""Calls by schema name, and what rules say of local calls."""
+"""Arguments by schema name, and local calls of rules."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def test_parts_of_an_axis_are_its_segments() -> None:
     rule = rule_for(call)
     assert rule is not None
     assert axis_structures(rule)["d0"] == ((8,), (2,), (2,))
-    (cut,) = [c for c in candidates(rule) if str(c.choice).startswith("shard")]
-    assert [str(p) for p in cut.results] == ["S(0)", "S(0)", "S(0)"]
-    assert str(cut.operands[0]) == "S(0:[8]|[2]|[2])"
+    (sharded,) = [c for c in candidates(rule) if str(c.choice).startswith("shard")]
+    assert [str(p) for p in sharded.results] == ["S(0)", "S(0)", "S(0)"]
+    assert str(sharded.operands[0]) == "S(0:[8]|[2]|[2])"
 
 
 def local_text(op: str, *args: object, choice: str, ranks: int = 2) -> str:
-    """The local call of the last rank when one axis is cut."""
+    """Return the local call of the last rank if one axis is sharded."""
     call = dense_call(op, args).call
     rule = rule_for(call)
     assert rule is not None
-    chosen = next(c for c in candidates(rule) if str(c.choice) == choice)
-    local = localized(call, rule, Arrangement({"x": ranks}, {"x": chosen}), (ranks - 1,))
+    candidate = next(c for c in candidates(rule) if str(c.choice) == choice)
+    local = localized(call, rule, Arrangement({"x": ranks}, {"x": candidate}), (ranks - 1,))
     return f"{local.fn}{local.args}"
 
 
@@ -66,8 +66,8 @@ x = torch.ones(4, 6)
     ],
 )
 def test_sizes_become_local(op: str, args: tuple[object, ...], choice: str, expected: str) -> None:
-    found = local_text(f"aten.{op}", *args, choice=choice)
-    assert found.replace("Ref(name='x0')", "x0") == expected
+    text = local_text(f"aten.{op}", *args, choice=choice)
+    assert text.replace("Ref(name='x0')", "x0") == expected
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_sizes_become_local(op: str, args: tuple[object, ...], choice: str, expe
         ("aten.exp.default", torch.float32, False),
     ],
 )
-def test_partial_sums_pass_linear_operators_on_numbers(
+def test_partial_sums_pass_linear_operators_on_floats(
     op: str, dtype: torch.dtype, linear: bool
 ) -> None:
     rule = rule_for(dense_call(op, (torch.ones(4).to(dtype),)).call)
@@ -87,7 +87,7 @@ def test_partial_sums_pass_linear_operators_on_numbers(
     assert bool(rule.linear) == linear
 
 
-def test_a_cast_to_fewer_bits_reduces_first() -> None:
+def test_partial_sums_do_not_pass_a_narrowing_cast() -> None:
     wide, narrow = torch.ones(4), torch.ones(4).half()
     down = rule_for(dense_call("aten.to.dtype", (wide, torch.float16)).call)
     up = rule_for(dense_call("aten.to.dtype", (narrow, torch.float32)).call)

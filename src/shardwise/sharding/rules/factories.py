@@ -194,8 +194,8 @@ def random_rule(
     """Return the rule of an operator that draws one number for each element: all axes are free."""
 
     def localize(call: Call, local: Local) -> LocalCall:
-        made = () if options is None else (("options", options), *placed(call))
-        return LocalCall(fn, args, (*drawn(call, local), *made))
+        factory_options = () if options is None else (("options", options), *placed(call))
+        return LocalCall(fn, args, (*drawn(call, local), *factory_options))
 
     return replace(elementwise_rule(call), localize=localize)
 
@@ -218,21 +218,21 @@ def feature_dropout(call: Call) -> NodeRule:
     fn = f"rt.{op_name(call).removeprefix('feature_')}"
 
     def localize(call: Call, local: Local) -> LocalCall:
-        given = dict(drawn(call, local))
-        given["shape"] = call.results[0][:2]
-        given["splits"] = tuple(split for split in given["splits"] if split[1] < 2)
-        return LocalCall(fn, (x, p), tuple(given.items()))
+        options = dict(drawn(call, local))
+        options["shape"] = call.results[0][:2]
+        options["splits"] = tuple(split for split in options["splits"] if split[1] < 2)
+        return LocalCall(fn, (x, p), tuple(options.items()))
 
     return replace(elementwise_rule(call), localize=localize)
 
 
 def draw(call: Call, kind: str, *options: Any) -> NodeRule:
     """Return the rule of `rt.draw(kind, …)`, or of `rt.draw_like(x, kind, …)` given a tensor."""
-    like = [arg for arg in call.node.args[:1] if isinstance(arg, Ref)]
-    if len(call.operands) > len(like):
+    template = [arg for arg in call.node.args[:1] if isinstance(arg, Ref)]
+    if len(call.operands) > len(template):
         return replicated_rule(call, "parameters of a distribution that are tensors")
-    if like:
-        return random_rule(call, "rt.draw_like", *like, kind, options=options)
+    if template:
+        return random_rule(call, "rt.draw_like", *template, kind, options=options)
     return random_rule(call, "rt.draw", kind, options=options)
 
 
