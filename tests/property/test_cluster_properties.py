@@ -27,7 +27,7 @@ meshes = st.dictionaries(st.sampled_from(["dp", "fsdp", "tp", "cp", "pp"]), size
 )
 positive = st.floats(1e-6, 1e18)
 latency = st.just(0.0) | st.floats(1e-12, 1)
-efficiency = st.floats(1e-6, 2)  # sums in a switch reach more than the wire carries
+efficiency = st.floats(1e-6, 2)  # sums in a switch exceed the link's bandwidth
 words = st.text("abc: #-{}'\"\\é 0123", min_size=1)
 curves = st.dictionaries(positive, positive, min_size=1).map(
     lambda points: Curve(tuple(sorted(points.items())))
@@ -39,7 +39,7 @@ factors = st.dictionaries(
         min_size=1,
         unique_by=lambda factor: factor.ranks,
     ).map(tuple),
-).map(lambda found: tuple(found.items()))
+).map(lambda mapping: tuple(mapping.items()))
 links = st.builds(
     Link,
     bandwidth_bytes_per_s=positive,
@@ -52,7 +52,7 @@ nics = st.builds(
     Nic, bandwidth_bytes_per_s=positive, latency_s=latency, count=sizes, efficiency=efficiency
 )
 rates = st.dictionaries(st.sampled_from(["float32", "bfloat16"]), curves, min_size=1).map(
-    lambda found: tuple(found.items())
+    lambda mapping: tuple(mapping.items())
 )
 devices = st.builds(
     Device,

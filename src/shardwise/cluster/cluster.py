@@ -90,7 +90,7 @@ class Start:
         )
 
 
-AS_HERE = Start()
+DEFAULT_START = Start()
 NodeDevices = Annotated[tuple[Device, ...], "by names of the file's devices"]
 
 
@@ -107,7 +107,7 @@ class ClusterNode:
     nic: Nic | None = None
     address: Pattern = ""
     ssh: Ssh | None = None
-    start: Start = AS_HERE
+    start: Start = DEFAULT_START
 
     def __post_init__(self) -> None:
         where = f"node {self.name}"
@@ -166,7 +166,7 @@ class Cluster:
     nodes: tuple[ClusterNode, ...]
     network: Network = NO_NETWORK
     port: Port = DEFAULT_PORT
-    start: Start = AS_HERE
+    start: Start = DEFAULT_START
 
     def __post_init__(self) -> None:
         check_fields(self, ClusterError)
@@ -182,15 +182,15 @@ class Cluster:
 
     @classmethod
     def local(cls, num_ranks: int) -> Cluster:
-        """`num_ranks` CPU processes on this machine, connected by gloo over loopback.
+        """Return `num_ranks` CPU processes on this machine, connected by gloo over loopback.
 
-        Memory is this machine's, shared equally. Compute rates and the link are estimates for a
-        server CPU, one thread per rank, not a measurement of this machine (`shardwise profile` is
-        one); ranks beyond its number of cores share them.
+        They share the memory of this machine equally. Compute rates and the link are estimates for
+        a server CPU, one thread per rank; `shardwise profile` measures them instead. If there are
+        more ranks than cores, ranks share the cores.
         """
         if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
             raise ClusterError(
-                f"a cluster needs at least 1 rank, not {num_ranks!r}", hint="Cluster.local(2)"
+                f"a cluster needs at least 1 rank, got {num_ranks!r}", hint="Cluster.local(2)"
             )
         from shardwise.cluster.presets import preset
 
@@ -211,7 +211,7 @@ class Cluster:
         network_latency_us: float | None = None,
         oversubscription: float = 1.0,
     ) -> Cluster:
-        """Equal nodes of a known kind, for example `Cluster.preset("h100", nodes=8)`.
+        """Return equal nodes of a known kind, for example `Cluster.preset("h100", nodes=8)`.
 
         `nic_gbit_per_s` is the total of all network cards of a node.
         """
@@ -236,19 +236,19 @@ class Cluster:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of every field."""
+        """A hex digest of all fields."""
         return hashlib.sha256(self.to_yaml().encode()).hexdigest()[:16]
 
     @cached_property
     def topology(self) -> Topology:
         """The resources that traffic shares, as arrays over ranks."""
-        from shardwise.cluster.topology import build_topology
+        from shardwise.cluster.topology import TopologyBuilder
 
-        return build_topology(self)
+        return TopologyBuilder(self).build()
 
     @property
     def capacities(self) -> Mapping[str, float]:
-        """Bytes per second of every directed resource: ports, buses, cards, switches, trunks."""
+        """The bytes per second of every directed resource, by name."""
         return self.topology.capacities
 
     def path(self, a: int, b: int) -> LinkPath:
@@ -272,14 +272,35 @@ class Cluster:
         return tuple(node.machine(i) for node in self.nodes for i in range(node.copies))
 
     def subset(self, ranks: Collection[int]) -> Cluster:
-        """Return the cluster of some of these ranks, numbered from 0 in this order."""
-        return subset(self, ranks)
+        """Return the cluster of these ranks, numbered from 0 in the same order.
+
+        If only some devices of a node remain, `CUDA_VISIBLE_DEVICES` selects them. Raise a
+        `ClusterError` if the network is described by groups of nodes that this would change.
+        """
+        remaining = set(ranks)
+        outside = sorted(rank for rank in remaining if not 0 <= rank < self.num_ranks)
+        if not remaining or outside:
+            raise ClusterError(
+                f"ranks {outside} are not among the {self.num_ranks} of cluster {self.name}"
+            )
+        if len(remaining) == self.num_ranks:
+            return self
+        nodes = tuple(_remaining_nodes(self, remaining))
+        if len(nodes) == nodes[0].copies == 1 < self.num_nodes:
+            # Without settings for ssh, the launcher would start a single node on this machine.
+            nodes = (replace(nodes[0], ssh=nodes[0].ssh or Ssh()),)
+        names = set(expand_all(node.name for node in nodes))
+        return replace(
+            self,
+            name=f"{len(remaining)} of {self.num_ranks} ranks of {self.name}",
+            nodes=nodes,
+            network=_remaining_network(self.network, names),
+        )
 
     def link_between(self, a: int, b: int) -> Link:
         """Return the link from rank `a` to rank `b` in the absence of other traffic."""
         path = self.path(a, b)
-        capacities = self.topology.capacity_of
-        slowest = min((capacities(name) for name in path.resources), default=math.inf)
+        slowest = min((self.capacities[name] for name in path.resources), default=math.inf)
         return Link(bandwidth_bytes_per_s=slowest, latency_s=path.latency_s)
 
     def _locate(self, rank: int) -> tuple[int, int, int]:
@@ -309,24 +330,24 @@ class Cluster:
         return from_yaml(text, where)
 
     def save(self, path: str | Path) -> None:
-        """Write `to_yaml` to `path`."""
+        """Write the cluster to a YAML file."""
         write_text(path, self.to_yaml(), ClusterError)
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
         """Read a cluster file."""
-        inside = Path(path) / "cluster.yaml"
-        hint = f"{inside}" if Path(path).is_dir() else f"shardwise profile -o {path}"
+        is_folder = Path(path).is_dir()
+        hint = f"{Path(path) / 'cluster.yaml'}" if is_folder else f"shardwise profile -o {path}"
         text = read_text(path, ClusterError, what="cluster file", hint=hint, max_bytes=MAX_BYTES)
         return cls.from_yaml(text, str(path))
 
     def __str__(self) -> str:
         parts = []
         for node in self.nodes:
-            kinds = {device: node.devices.count(device) for device in node.devices}
-            each = " + ".join(f"{number} x {device}" for device, number in kinds.items())
-            nodes = "" if node.copies == 1 else f", {node.copies} nodes"
-            parts.append(f"{each} on {node.name}{nodes}")
+            counts = Counter(node.devices).items()
+            devices = " + ".join(f"{number} x {device}" for device, number in counts)
+            copies = "" if node.copies == 1 else f", {node.copies} nodes"
+            parts.append(f"{devices} on {node.name}{copies}")
         return f"Cluster {self.name}: {self.num_ranks} ranks; {'; '.join(parts)}"
 
 
@@ -342,20 +363,20 @@ def machine_memory_bytes() -> int:
 
 
 def check(cluster: Cluster) -> None:
-    """Refuse a cluster whose parts contradict each other."""
-    known = _check_names(cluster)
-    domain_of = _check_domains(cluster, known)
+    """Raise if parts of a cluster contradict each other."""
+    node_names = _check_names(cluster)
+    domain_of = _check_domains(cluster, node_names)
     _check_links(cluster, set(domain_of))
-    _check_switches(cluster, known, domain_of)
+    _check_switches(cluster, node_names, domain_of)
     for index, trunk in enumerate(cluster.network.trunks):
         with _errors_at(f"trunk {trunk.name}", "network", "trunks", index):
-            _check_trunk(trunk, known, domain_of)
+            _check_trunk(trunk, node_names, domain_of)
     for kind in ("switches", "trunks"):
-        given = [item.name for item in getattr(cluster.network, kind)]
-        for index, name in enumerate(given):
-            if name in given[:index]:
+        names = [item.name for item in getattr(cluster.network, kind)]
+        for index, name in enumerate(names):
+            if name in names[:index]:
                 with _errors_at(f"network.{kind}", "network", kind, index):
-                    raise ClusterError(f"{given.count(name)} {kind} are named {name!r}")
+                    raise ClusterError(f"{names.count(name)} {kind} are named {name!r}")
 
 
 @contextmanager
@@ -368,24 +389,22 @@ def _errors_at(what: str, *part: str | int) -> Iterator[None]:
 
 
 def _check_names(cluster: Cluster) -> set[str]:
-    known = Counter(name for node in cluster.nodes for name in expand(node.name))
-    twice = {name for name, number in known.items() if number > 1}
+    names = Counter(name for node in cluster.nodes for name in expand(node.name))
+    repeated = {name for name, number in names.items() if number > 1}
     for index, node in reversed(list(enumerate(cluster.nodes))):
-        for name in sorted(twice.intersection(expand(node.name))):
+        for name in sorted(repeated.intersection(expand(node.name))):
             with _errors_at(f"node {node.name}", "nodes", index):
-                raise ClusterError(
-                    f"{known[name]} nodes are named {name!r}", hint="name each differently"
-                )
-    return set(known)
+                raise ClusterError(f"{names[name]} nodes are named {name!r}", hint="unique names")
+    return set(names)
 
 
-def _check_domains(cluster: Cluster, known: set[str]) -> dict[str, int]:
+def _check_domains(cluster: Cluster, node_names: set[str]) -> dict[str, int]:
     domain_of: dict[str, int] = {}
     groups = 0
     for index, domain in enumerate(cluster.network.domains):
         with _errors_at(f"domain of {', '.join(domain.nodes)}", "network", "domains", index):
             _check_finite(domain.link)
-            _check_known(domain.nodes, known)
+            _check_nodes(domain.nodes, node_names)
             for group in domain.groups():
                 for name in group:
                     if name in domain_of:
@@ -398,14 +417,14 @@ def _check_domains(cluster: Cluster, known: set[str]) -> dict[str, int]:
 def _check_links(cluster: Cluster, in_domains: set[str]) -> None:
     for index, node in enumerate(cluster.nodes):
         with _errors_at(f"node {node.name}", "nodes", index):
-            inside = [name in in_domains for name in expand(node.name)]
+            in_domain = [name in in_domains for name in expand(node.name)]
             if node.link is not None:
                 _check_finite(node.link)
-            if any(inside) and node.link is not None:
+            if any(in_domain) and node.link is not None:
                 raise ClusterError("has its own link and is in a domain", hint="remove its link")
-            if not all(inside) and node.link is None and node.count > 1:
+            if not all(in_domain) and node.link is None and node.count > 1:
                 raise ClusterError(
-                    f"{node.count} devices without a link between them",
+                    f"has {node.count} devices without a link between them",
                     hint="link: {bandwidth_gb_per_s: 450, latency_us: 1}",
                 )
             if node.nic is None and cluster.num_nodes > 1:
@@ -416,16 +435,16 @@ def _check_links(cluster: Cluster, in_domains: set[str]) -> None:
 
 
 def _check_finite(link: Link) -> None:
-    """Refuse infinite bandwidth, which only the link from a rank to itself may have."""
+    """Raise for infinite bandwidth, which only the link from a rank to itself may have."""
     if link.bandwidth_bytes_per_s == math.inf:
         raise ClusterError("bandwidth_bytes_per_s is inf, must be a finite number", where="link")
 
 
-def _check_switches(cluster: Cluster, known: set[str], domain_of: Mapping[str, int]) -> None:
+def _check_switches(cluster: Cluster, node_names: set[str], domain_of: Mapping[str, int]) -> None:
     groups = []
     for index, switch in enumerate(cluster.network.switches):
         with _errors_at(f"switch {switch.name}", "network", "switches", index):
-            _check_known(switch.nodes, known)
+            _check_nodes(switch.nodes, node_names)
             for group in switch.groups():
                 _check_domain_is_complete(group, domain_of)
                 groups.append((index, frozenset(group)))
@@ -435,28 +454,27 @@ def _check_switches(cluster: Cluster, known: set[str], domain_of: Mapping[str, i
 def _check_nesting(
     switches: Sequence[Switch], switched: Iterable[tuple[int, frozenset[str]]]
 ) -> None:
-    """Refuse groups that overlap without one containing the other; each has its switch's index."""
-    groups = sorted(switched, key=lambda each: -len(each[1]))
-    around: dict[str, int] = {}  # node -> the smallest group so far
+    """Raise if groups overlap without one containing the other; each has its switch's index."""
+    groups = sorted(switched, key=lambda item: -len(item[1]))
+    smallest: dict[str, int] = {}  # node -> the smallest group so far
     for number, (index, group) in enumerate(groups):
-        within = {around[name] for name in group if name in around}
-        for other in sorted(within):
+        for other in sorted({smallest[name] for name in group if name in smallest}):
             outer = groups[other][1]
             if group <= outer:
                 continue
-            switch, before = switches[index], switches[groups[other][0]]
+            switch, larger = switches[index], switches[groups[other][0]]
             with _errors_at(f"switch {switch.name}", "network", "switches", index):
                 raise ClusterError(
-                    f"switches {before.name} and {switch.name} share {min(group & outer)}, but "
-                    f"{min(outer - group)} and {min(group - outer)} are behind one of them alone",
+                    f"switches {larger.name} and {switch.name} share {min(group & outer)}, but "
+                    f"{min(outer - group)} and {min(group - outer)} are behind only one of them",
                     hint="put all nodes of the smaller switch behind the larger one, or none",
                 )
-        around.update(dict.fromkeys(group, number))
+        smallest.update(dict.fromkeys(group, number))
 
 
-def _check_trunk(trunk: Trunk, known: set[str], domain_of: Mapping[str, int]) -> None:
+def _check_trunk(trunk: Trunk, node_names: set[str], domain_of: Mapping[str, int]) -> None:
     for side in trunk.between:
-        _check_known(side, known)
+        _check_nodes(side, node_names)
     ends = [set(expand_all(side)) for side in trunk.between]
     if ends[0] & ends[1]:
         raise ClusterError(
@@ -481,67 +499,39 @@ def _check_domain_is_complete(group: tuple[str, ...], domain_of: Mapping[str, in
             )
 
 
-def _check_known(patterns: Iterable[str], known: set[str]) -> None:
+def _check_nodes(patterns: Iterable[str], node_names: set[str]) -> None:
     names = expand_all(patterns)
     for name in names:
-        if name not in known:
+        if name not in node_names:
             raise ClusterError(
-                f"no node {name!r}{did_you_mean(name, sorted(known))}",
-                hint=f"name one of the {len(known)} nodes, such as {min(known)}",
+                f"no node {name!r}{did_you_mean(name, sorted(node_names))}",
+                hint=f"name one of the {len(node_names)} nodes, such as {min(node_names)}",
             )
     if not names:
-        raise ClusterError("no node is named", hint=f"nodes: [{min(known)}]")
+        raise ClusterError("no node is named", hint=f"nodes: [{min(node_names)}]")
     if len(set(names)) != len(names):
         raise ClusterError("a node is named twice")
 
 
-# ------------------------------------------------------------ a part of a cluster
-
+# ------------------------------------------------------------ subsets
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def subset(cluster: Cluster, ranks: Collection[int]) -> Cluster:
-    """Return the cluster of these ranks, in its order.
-
-    Where only some devices of a node remain, `CUDA_VISIBLE_DEVICES` selects them. Raises a
-    `ClusterError` where the network is described in groups of nodes that this would change.
-    """
-    wanted = set(ranks)
-    outside = sorted(rank for rank in wanted if not 0 <= rank < cluster.num_ranks)
-    if not wanted or outside:
-        raise ClusterError(
-            f"ranks {outside} are not among the {cluster.num_ranks} of cluster {cluster.name}"
-        )
-    if len(wanted) == cluster.num_ranks:
-        return cluster
-    nodes = tuple(_nodes(cluster, wanted))
-    if len(nodes) == nodes[0].copies == 1 < cluster.num_nodes:
-        # Without settings for ssh, the launcher would start a single node on this machine.
-        nodes = (replace(nodes[0], ssh=nodes[0].ssh or Ssh()),)
-    names = set(expand_all(node.name for node in nodes))
-    return replace(
-        cluster,
-        name=f"{len(wanted)} of {cluster.num_ranks} ranks of {cluster.name}",
-        nodes=nodes,
-        network=_network(cluster.network, names),
-    )
-
-
-def _nodes(cluster: Cluster, wanted: set[int]) -> Iterator[ClusterNode]:
+def _remaining_nodes(cluster: Cluster, ranks: set[int]) -> Iterator[ClusterNode]:
     first = 0
     for node in cluster.nodes:
-        machines = []
+        devices_of_copies = []
         for _ in range(node.copies):
-            machines.append([i for i in range(node.count) if first + i in wanted])
+            devices_of_copies.append([i for i in range(node.count) if first + i in ranks])
             first += node.count
-        if all(local == machines[0] for local in machines):
-            if machines[0]:
-                yield _with_devices(node, machines[0])
+        if all(devices == devices_of_copies[0] for devices in devices_of_copies):
+            if devices_of_copies[0]:
+                yield _with_devices(node, devices_of_copies[0])
             continue
-        for index, local in enumerate(machines):
-            if local:
-                yield _with_devices(node.machine(index), local)
+        for index, devices in enumerate(devices_of_copies):
+            if devices:
+                yield _with_devices(node.machine(index), devices)
 
 
 def _with_devices(node: ClusterNode, local: list[int]) -> ClusterNode:
@@ -549,22 +539,21 @@ def _with_devices(node: ClusterNode, local: list[int]) -> ClusterNode:
         return node
     start = node.start
     if node.device.kind != "cpu":
-        before = dict(start.environment).get(VISIBLE)
+        environment = dict(start.environment)
+        before = environment.get(VISIBLE)
         visible = before.split(",") if before else [str(i) for i in range(node.count)]
-        given = {**dict(start.environment), VISIBLE: ",".join(visible[i] for i in local)}
-        start = replace(start, environment=tuple(given.items()))
+        environment[VISIBLE] = ",".join(visible[i] for i in local)
+        start = replace(start, environment=tuple(environment.items()))
     return replace(node, devices=tuple(node.devices[i] for i in local), start=start)
 
 
-def _network(network: Network, names: set[str]) -> Network:
-    """Return the network of the nodes in `names`."""
-
+def _remaining_network(network: Network, names: set[str]) -> Network:
     def select(patterns: tuple[str, ...], every: int) -> tuple[str, ...]:
-        known = expand_all(patterns)
-        selected = tuple(name for name in known if name in names)
-        if every and selected and len(selected) < len(known):
+        all_names = expand_all(patterns)
+        selected = tuple(name for name in all_names if name in names)
+        if every and selected and len(selected) < len(all_names):
             raise ClusterError(f"cannot remove nodes that form groups of {every}")
-        return patterns if len(selected) == len(known) else selected
+        return patterns if len(selected) == len(all_names) else selected
 
     domains = [replace(d, nodes=select(d.nodes, d.every)) for d in network.domains]
     switches = [replace(s, nodes=select(s.nodes, s.every)) for s in network.switches]

@@ -41,7 +41,7 @@ class Curve:
                 raise ClusterError(f"a rate has the point {(size, rate)}", hint="numbers above 0")
         sizes = [size for size, _ in self.points]
         if sorted(set(sizes)) != sizes:
-            raise ClusterError(f"sizes {sizes} of a rate do not ascend", hint="sort the points")
+            raise ClusterError(f"sizes {sizes} of a rate must ascend", hint="sort the points")
 
     @classmethod
     def constant(cls, rate: float) -> Curve:
@@ -110,8 +110,8 @@ class Device:
             )
         if self.reserved_bytes >= self.memory_bytes:
             raise ClusterError(
-                f"{self.reserved_bytes / 2**30:.2f} GiB of {self.memory_bytes / 2**30:.2f} GiB are "
-                "reserved, which leaves nothing",
+                f"all memory is reserved: {self.reserved_bytes / 2**30:.2f} GiB of "
+                f"{self.memory_bytes / 2**30:.2f} GiB",
                 where=where,
                 hint="reduce reserved_gib",
             )
@@ -128,7 +128,7 @@ class Device:
     def matmul_rate(self, dtype: str, m: float, n: float, k: float, batch: float = 1) -> float:
         """Return the operations per second of `batch` products of m×k and k×n matrices.
 
-        A batch of small products fills the device like one product of as many operations.
+        A batch of small products fills the device like one product with the same operations.
         """
         return self._matmul(dtype).at((m * n * k * batch) ** (1 / 3)) * self.speed
 
@@ -151,5 +151,5 @@ class Device:
         return rates[dtype]
 
     def __str__(self) -> str:
-        slowed = "" if self.speed == 1 else f" at {self.speed:g} of its speed"
-        return f"{self.name} ({self.memory_bytes / 2**30:.1f} GiB){slowed}"
+        speed = "" if self.speed == 1 else f" at {self.speed:g} of its speed"
+        return f"{self.name} ({self.memory_bytes / 2**30:.1f} GiB){speed}"

@@ -1,8 +1,8 @@
 """Read and write cluster files: YAML text to `Cluster` and back.
 
-A round trip gives the same cluster. The text has one canonical form, from which the fingerprint is
-computed. `docs/guides/clusters.md` describes every field. Numbers are read as
-decimals, so that converting units loses no digits.
+A round trip preserves the cluster. The text has one canonical form, from which the fingerprint is
+computed. `docs/guides/clusters.md` describes every field. Numbers are read as decimals, so that
+converting units loses no digits.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import partial
+from itertools import groupby
 from typing import Annotated, Any
 
 import yaml
 
 from shardwise.cluster.cluster import (
-    AS_HERE,
     DEFAULT_PORT,
+    DEFAULT_START,
     Cluster,
     ClusterNode,
     NodeDevices,
@@ -44,7 +45,7 @@ class ClusterFile:
     version: int
     name: str = "cluster"
     port: Port = DEFAULT_PORT
-    start: Start = AS_HERE
+    start: Start = DEFAULT_START
     devices: Mapping[str, Device]
     nodes: tuple[ClusterNode, ...]
     network: Network = field(default_factory=Network)
@@ -65,9 +66,9 @@ def from_yaml(text: str, file: str) -> Cluster:
             ("version",) if version else (),
             hint=f"version: {FORMAT_VERSION}",
         )
-    given = reader.fields(ClusterFile, value)
-    del given["version"], given["devices"]
-    return reader.construct(Cluster, (), **{"name": "cluster", **given})
+    fields = reader.fields(ClusterFile, value)
+    del fields["version"], fields["devices"]
+    return reader.construct(Cluster, (), **{"name": "cluster", **fields})
 
 
 def open_reader(text: str, file: str) -> tuple[Reader, Any]:
@@ -97,28 +98,29 @@ def read_device(reader: Reader, value: Any, path: KeyPath, name: str) -> Device:
 def _override(
     reader: Reader, base: Device, value: Mapping[str, Any], path: KeyPath, *omit: str, **more: str
 ) -> Device:
-    rest = {name: item for name, item in value.items() if name not in omit}
-    given = reader.fields(Device, rest, path, required=False)
-    return reader.construct(partial(replace, base), path, **given, **more)
+    overrides = {name: item for name, item in value.items() if name not in omit}
+    fields = reader.fields(Device, overrides, path, required=False)
+    return reader.construct(partial(replace, base), path, **fields, **more)
 
 
 def _read_devices(
-    known: dict[str, Device], reader: Reader, value: Any, path: KeyPath
+    devices: dict[str, Device], reader: Reader, value: Any, path: KeyPath
 ) -> Mapping[str, Device]:
     for name, item in reader.read(Mapping[str, Any], value, path).items():
-        known[name] = read_device(reader, item, (*path, name), name)
-    return known
+        devices[name] = read_device(reader, item, (*path, name), name)
+    return devices
 
 
 def _read_node_devices(
-    known: Mapping[str, Device], reader: Reader, value: Any, path: KeyPath
+    devices: Mapping[str, Device], reader: Reader, value: Any, path: KeyPath
 ) -> tuple[Device, ...]:
     """Read `{h100: 8}`, or a list of names and of `{device: h100, count: 2, speed: 0.5}`."""
 
     def named(name: str, path: KeyPath) -> Device:
-        if name not in known:
-            reader.fail(f"no device {name!r}{did_you_mean(name, known)}", path, ", ".join(known))
-        return known[name]
+        if name not in devices:
+            message = f"no device {name!r}{did_you_mean(name, devices)}"
+            reader.fail(message, path, ", ".join(devices))
+        return devices[name]
 
     if isinstance(value, Mapping):
         counts = ((name, reader.read(Count, n, (*path, name))) for name, n in value.items())
@@ -164,11 +166,11 @@ def _read_factor(reader: Reader, value: Any, path: KeyPath) -> Factor:
 
 
 class _Number(str):
-    """A number as it is written."""
+    """The digits of a number, to be written without quotes."""
 
 
 class _Flow(list[Any]):
-    """A list on one line."""
+    """A list to be written on one line."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -190,11 +192,10 @@ _Dumper.add_representer(_Flow, _write_flow)
 
 
 def to_yaml(cluster: Cluster) -> str:
-    """Return the text of a cluster's file."""
+    """Return the text of a cluster file."""
     bases: dict[str, Device] = {}  # the first device of every name; others list their differences
-    for node in cluster.nodes:
-        for device in node.devices:
-            bases.setdefault(device.name, device)
+    for device in (device for node in cluster.nodes for device in node.devices):
+        bases.setdefault(device.name, device)
     document = _WRITER.fields(
         ClusterFile(
             version=FORMAT_VERSION,
@@ -238,12 +239,7 @@ _WRITER = Writer(format_number, {Curve: _write_curve})
 
 
 def _node_devices(node: ClusterNode, bases: Mapping[str, Mapping[str, Any]]) -> Any:
-    runs: list[tuple[Device, int]] = []
-    for device in node.devices:
-        if runs and runs[-1][0] == device:
-            runs[-1] = (device, runs[-1][1] + 1)
-        else:
-            runs.append((device, 1))
+    runs = [(device, len(list(run))) for device, run in groupby(node.devices)]
     written = [
         {"device": device.name, "count": n}
         | {k: v for k, v in _WRITER.fields(device).items() if v != bases[device.name][k]}

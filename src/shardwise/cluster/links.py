@@ -134,19 +134,19 @@ _PLAIN = Factor()
 
 
 def factor_of(factors: Factors, operation: str, ranks: int) -> Factor:
-    """Return the factor of `operation` on groups of `ranks`, interpolated between known sizes."""
-    known = sorted(dict(factors).get(operation, ()), key=lambda factor: factor.ranks)
-    if not known:
+    """Return the factor of `operation` on groups of `ranks`, interpolated by size."""
+    measured = sorted(dict(factors).get(operation, ()), key=lambda factor: factor.ranks)
+    if not measured:
         return _PLAIN
-    above = next((f for f in known if f.ranks >= ranks), known[-1])
-    below = next((f for f in reversed(known) if f.ranks <= ranks), known[0])
+    above = next((f for f in measured if f.ranks >= ranks), measured[-1])
+    below = next((f for f in reversed(measured) if f.ranks <= ranks), measured[0])
     if below.ranks == above.ranks or not below.ranks:
         return above
     share = math.log(ranks / below.ranks) / math.log(above.ranks / below.ranks)
     sizes = sorted({size for f in (below, above) for size, _ in f.bytes.points})
-    mixed = [(x, below.bytes.at(x) ** (1 - share) * above.bytes.at(x) ** share) for x in sizes]
+    points = [(x, below.bytes.at(x) ** (1 - share) * above.bytes.at(x) ** share) for x in sizes]
     latency = below.latency ** (1 - share) * above.latency**share
-    return Factor(latency=latency, bytes=Curve(tuple(mixed)), ranks=ranks)
+    return Factor(latency=latency, bytes=Curve(tuple(points)), ranks=ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +181,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nic:
-    """The network cards of a node: `count` equal ones, each serving as many devices."""
+    """The network cards of a node: `count` equal ones, which serve equally many devices."""
 
     count: Annotated[int, Range(1, MAX_COUNT), Stored(always=True)] = 1
     bandwidth_bytes_per_s: Annotated[
@@ -196,7 +196,7 @@ class Nic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """Nodes whose devices share one link, as in a GB200 rack; each `every` nodes form one."""
+    """Nodes whose devices share one link, as in a GB200 rack, in domains of `every` nodes."""
 
     nodes: Names
     every: Every = 0
@@ -229,7 +229,7 @@ class Switch:
         check_fields(self, ClusterError, where)
         if self.uplink_bytes_per_s is not None and self.oversubscription != 1:
             raise ClusterError(
-                "uplink and oversubscription exclude each other", where=where, hint="give one"
+                "uplink and oversubscription are mutually exclusive", where=where, hint="set one"
             )
 
     def groups(self) -> tuple[tuple[str, ...], ...]:
@@ -269,9 +269,9 @@ class Network:
 
 
 def _check_factors(factors: Factors, where: str) -> None:
-    """Refuse two factors of an operation for groups of the same size."""
-    for name, known in factors:
-        ranks = [factor.ranks for factor in known]
+    """Raise for two factors of an operation on groups of the same size."""
+    for name, of_operation in factors:
+        ranks = [factor.ranks for factor in of_operation]
         if len(set(ranks)) != len(ranks) or (0 in ranks and len(ranks) > 1):
             raise ClusterError(
                 f"{name} has several factors for groups of the same size",

@@ -17,7 +17,7 @@ from shardwise.errors import ClusterError, did_you_mean
 from shardwise.shares import AxisSize, axes_of, num_ranks, written
 
 MAX_AXES = 16
-MAX_RANKS = 1 << 22  # counts micro-batches as well, which are an axis, too
+MAX_RANKS = 1 << 22  # more than a cluster has, because micro-batches may be an axis as well
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
@@ -47,7 +47,7 @@ class Mesh:
                     hint="Mesh.of(dp=2, tp=2)",
                 )
         if len(self.axes) > MAX_AXES:
-            raise ClusterError(f"a mesh of {len(self.axes)} axes, more than {MAX_AXES}")
+            raise ClusterError(f"a mesh of {len(self.axes)} axes exceeds the limit of {MAX_AXES}")
         repeated = [name for name in self.names if self.names.count(name) > 1]
         if repeated:
             raise ClusterError(f"mesh axis {repeated[0]} is given twice in {self}")
@@ -113,8 +113,8 @@ class Mesh:
             raise ClusterError(f"axes {inner} repeat a name", where=str(self))
         outer = tuple(name for name in self.names if name not in inner)
         return tuple(
-            tuple(self.rank(rest | along) for along in self._coordinates(inner))
-            for rest in self._coordinates(outer)
+            tuple(self.rank(fixed | varied) for varied in self._coordinates(inner))
+            for fixed in self._coordinates(outer)
         )
 
     def _coordinates(self, names: tuple[str, ...]) -> list[dict[str, int]]:
@@ -125,16 +125,15 @@ class Mesh:
     def _check_known(self, names: Iterable[str]) -> None:
         for name in names:
             if name not in self.names:
-                near = did_you_mean(name, self.names)
-                raise ClusterError(f"{self} has no axis {name!r}{near}")
+                raise ClusterError(f"{self} has no axis {name!r}{did_you_mean(name, self.names)}")
 
     def to_json(self) -> dict[str, Any]:
-        """Return `{"dp": 2}`, or `{"dp": [2, 1]}` where ranks take unequal shards."""
+        """Return `{"dp": 2}`, or `{"dp": [2, 1]}` if ranks take unequal shards."""
         return {name: written(size) for name, size in self.axes}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Mesh:
-        """Return the mesh described by the result of `to_json`, or an edited one."""
+        """Read a mesh from plain data."""
         return Mesh(axes=tuple(data.items()))
 
     def __str__(self) -> str:

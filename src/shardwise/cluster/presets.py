@@ -26,7 +26,7 @@ SUFFIXES = (".yaml", ".yml", ".json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """A common node: its device, how many it has, and what connects them."""
+    """A common kind of node: its devices, and the links inside and between nodes."""
 
     device: Device
     devices_per_node: int
@@ -47,8 +47,8 @@ def preset(
     oversubscription: float = 1.0,
 ) -> Cluster:
     """Return equal nodes of a known kind; see `Cluster.preset`."""
-    known = _find(kind)
-    per_node = known.devices_per_node if devices_per_node is None else devices_per_node
+    base = _find(kind)
+    per_node = base.devices_per_node if devices_per_node is None else devices_per_node
     for name, value in (("nodes", nodes), ("devices_per_node", per_node)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ClusterError(
@@ -56,23 +56,24 @@ def preset(
                 hint=f'Cluster.preset("{kind}", nodes=2, devices_per_node=8)',
             )
     names = "node0" if nodes == 1 else f"node[0-{nodes - 1}]"
-    network = known.network
+    network = base.network
     if network_latency_us is not None:
         network = replace(network, latency_s=network_latency_us * 1e-6)
     if oversubscription != 1:
         switch = Switch(name="leaf", nodes=(names,), every=1, oversubscription=oversubscription)
         network = replace(network, switches=(switch,))
-    link: Link | None = known.link
-    if known.domain_devices > per_node and nodes > 1:
-        every = max(1, known.domain_devices // per_node)
-        domain = Domain(nodes=(names,), every=min(every, nodes), link=known.link)
+    link: Link | None = base.link
+    if base.domain_devices > per_node and nodes > 1:
+        every = max(1, base.domain_devices // per_node)
+        domain = Domain(nodes=(names,), every=min(every, nodes), link=base.link)
         network, link = replace(network, domains=(domain,)), None
-    node = ClusterNode(
-        name=names,
-        devices=(known.device,) * per_node,
-        link=link,
-        nic=_cards(known, per_node, nic_gbit_per_s),
-    )
+    # As many network cards per device as in a full node, but at least one.
+    nic = replace(base.nic, count=max(1, round(base.nic.count * per_node / base.devices_per_node)))
+    if nic_gbit_per_s is not None:
+        count = min(nic.count, per_node)
+        rate = nic_gbit_per_s * _GBIT / count
+        nic = replace(nic, count=count, bandwidth_bytes_per_s=rate)
+    node = ClusterNode(name=names, devices=(base.device,) * per_node, link=link, nic=nic)
     return Cluster(name=f"{kind}-{nodes * per_node}", nodes=(node,), network=network)
 
 
@@ -86,23 +87,13 @@ def preset_names() -> tuple[str, ...]:
     return tuple(_presets())
 
 
-def _cards(known: Preset, per_node: int, gbit_per_s: float | None) -> Nic:
-    """Return the network cards of a node: as many per device as in a full one, at least one."""
-    count = max(1, round(known.nic.count * per_node / known.devices_per_node))
-    if gbit_per_s is None:
-        return replace(known.nic, count=count)
-    count = min(count, per_node)
-    return replace(known.nic, count=count, bandwidth_bytes_per_s=gbit_per_s * _GBIT / count)
-
-
 def _find(kind: str) -> Preset:
-    known = {other: name for name, p in _presets().items() for other in (name, *p.aliases)}
-    name = known.get(kind.lower())
-    if name is None:
+    presets = {alias: p for name, p in _presets().items() for alias in (name, *p.aliases)}
+    if kind.lower() not in presets:
         raise ClusterError(
-            f"no preset {kind!r}{did_you_mean(kind, known)}", hint=", ".join(_presets())
+            f"no preset {kind!r}{did_you_mean(kind, presets)}", hint=", ".join(_presets())
         )
-    return _presets()[name]
+    return presets[kind.lower()]
 
 
 @cache
@@ -111,10 +102,10 @@ def _presets() -> dict[str, Preset]:
     reader, value = open_reader(text, "presets.yaml")
 
     def read(name: str, item: Mapping[str, Any]) -> Preset:
-        rest = {key: inner for key, inner in item.items() if key != "device"}
-        given = reader.fields(Preset, rest, (name,), required=False)
+        others = {key: inner for key, inner in item.items() if key != "device"}
+        fields = reader.fields(Preset, others, (name,), required=False)
         device = read_device(reader, item["device"], (name, "device"), name)
-        return Preset(device=device, **given)
+        return Preset(device=device, **fields)
 
     return {name: read(name, item) for name, item in value.items()}
 
@@ -128,14 +119,14 @@ def parse_cluster(text: str) -> Cluster:
     if path.suffix in SUFFIXES or path.is_file() or "/" in text:
         return Cluster.load(path)
     kind, colon, sizes = text.partition(":")
-    nodes, each = _parse_sizes(sizes, text) if colon else (1, None)
+    nodes, devices = _parse_sizes(sizes, text) if colon else (1, None)
     if kind == "local":
-        return Cluster.local((nodes or 1) * (each or 1))
+        return Cluster.local((nodes or 1) * (devices or 1))
     try:
         if nodes is None:
-            assert each is not None
-            return preset_of_size(kind, each)
-        return preset(kind, nodes=nodes, devices_per_node=each)
+            assert devices is not None
+            return preset_of_size(kind, devices)
+        return preset(kind, nodes=nodes, devices_per_node=devices)
     except ClusterError as error:
         if "no preset" not in error.message:
             raise
@@ -149,16 +140,17 @@ def preset_of_size(kind: str, count: int) -> Cluster:
     CPU cores are in one node, however many.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ClusterError(f"{count!r} devices of {kind}", hint="1 or more")
-    known = preset(kind)
-    usual = count if known.device(0).kind == "cpu" else known.num_ranks
-    each = max(size for size in range(1, min(usual, count) + 1) if count % size == 0)
-    return preset(kind, nodes=count // each, devices_per_node=each)
+        raise ClusterError(f"{count!r} devices of {kind}, must be at least 1")
+    base = _find(kind)
+    max_per_node = count if base.device.kind == "cpu" else base.devices_per_node
+    per_node = max(size for size in range(1, min(max_per_node, count) + 1) if count % size == 0)
+    return preset(kind, nodes=count // per_node, devices_per_node=per_node)
 
 
 def _parse_sizes(sizes: str, text: str) -> tuple[int | None, int | None]:
-    """Return nodes and devices of each for `8x4`, or None and all devices for `16`."""
-    nodes, cross, each = sizes.partition("x")
-    if not nodes.isdigit() or (cross and not each.isdigit()) or 0 in map(int, (nodes, each or 1)):
-        raise ClusterError(f"{text!r} has no sizes of a cluster", hint=FORMS)
-    return (int(nodes), int(each)) if cross else (None, int(nodes))
+    """Return the nodes and devices per node of `8x4`, or None and the devices of `16`."""
+    nodes, cross, per_node = sizes.partition("x")
+    valid = nodes.isdigit() and (not cross or per_node.isdigit())
+    if not valid or 0 in map(int, (nodes, per_node or 1)):
+        raise ClusterError(f"{text!r} does not have valid sizes of a cluster", hint=FORMS)
+    return (int(nodes), int(per_node)) if cross else (None, int(nodes))

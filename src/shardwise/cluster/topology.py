@@ -5,9 +5,9 @@ ranks, it returns the resources that each pair crosses, and the latency.
 
 An *island* is a set of ranks that one link connects: the devices of a node, or of a domain of
 nodes. Within one, traffic leaves through the sender's port, enters through the receiver's, and
-crosses the bus if there is one. Between islands it crosses the sender's card, every switch that
-holds the sender and not the receiver, the trunk between them, every switch that holds the
-receiver and not the sender, and the receiver's card.
+crosses the bus if there is one. Between islands it crosses the sender's card, every switch above
+the sender and not the receiver, the trunk between them, every switch above the receiver and not the
+sender, and the receiver's card.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Path:
 
 @dataclass(frozen=True, kw_only=True)  # no slots: names are computed on first use
 class Topology:
-    """Arrays over ranks, nodes and resources; the resources' order is ports first, then the rest.
+    """Arrays over ranks, nodes and resources; the ports of ranks are the first resources.
 
-    Rank r's ports are the resources r (out) and num_ranks + r (in). `levels` and `trunks` hold, for
+    Rank r's ports are the resources r (out) and num_ranks + r (in). `levels` and `trunks` are, for
     each level of switches and for each trunk, the switch or the end that a node is at, or -1.
     """
 
@@ -67,7 +67,7 @@ class Topology:
     labels: tuple[str, ...]
 
     def crossed(self, a: Ints, b: Ints) -> tuple[list[Ints], Floats]:
-        """Return latencies from `a[i]` to `b[i]` after columns of resources crossed (-1: none)."""
+        """Return columns of the resources from `a[i]` to `b[i]` (-1: none), and the latencies."""
         same = self.island[a] == self.island[b]
         node_a, node_b = self.node[a], self.node[b]
         columns = [
@@ -91,10 +91,10 @@ class Topology:
         return columns, np.where(same, self.link_latency_s[self.island[a]], far_s)
 
     def figures(self, ranks: Ints) -> bytes:
-        """Return a key of how ranks are connected: groups with equal keys have equal traffic times.
+        """Return a key of the ranks' connections: groups with equal keys have equal traffic times.
 
-        It holds the rates of their ports and cards, which of them share switches, the rates of
-        those, and the ends of trunks that they are at.
+        It has the rates of their ports and cards, the switches that they share and their rates, and
+        the ends of trunks that they are at.
         """
         nodes = self.node[ranks]
         rows: list[NDArray[Any]] = [self.capacity[ranks]]
@@ -130,17 +130,10 @@ class Topology:
         names = (self.label(i) for i in range(len(self.capacity)))
         return dict(zip(names, self.capacity.tolist(), strict=True))
 
-    def capacity_of(self, name: str) -> float:
-        """Return the bytes per second of one resource."""
-        return self.capacities[name]
 
+class TopologyBuilder:
+    """Build the topology of a cluster; resources are added one kind after the other."""
 
-def build_topology(cluster: Cluster) -> Topology:
-    """Return the topology of `cluster`."""
-    return _Builder(cluster).build()
-
-
-class _Builder:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.num_ranks = cluster.num_ranks
@@ -156,9 +149,10 @@ class _Builder:
         self.extra: list[float] = []  # capacities after the ports
 
     def build(self) -> Topology:
+        """Return the topology."""
         island_of_node, links = self._islands()
         island = island_of_node[self.node]
-        # Of one device, into and out of its island.
+        # The rate of one device into and out of its island.
         rates = [x.bandwidth_bytes_per_s * x.efficiency if x else math.inf for x in links]
         port = np.array(rates)[island]
         bus = self._buses(links)

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from shardwise.cluster import Cluster
-from shardwise.cluster.cluster import AS_HERE
+from shardwise.cluster.cluster import DEFAULT_START
 from shardwise.collectives.messages.choice import chosen
 from shardwise.cost import OpTable
 from shardwise.ir import Graph
@@ -135,8 +135,10 @@ def cluster_json(cluster: Cluster) -> dict[str, Any]:
 
     Readers of a report should not see the addresses, keys and environments of a cluster file.
     """
-    nodes = tuple(replace(n, address="", ssh=None, start=AS_HERE) for n in cluster.nodes)
-    shown: dict[str, Any] = yaml.safe_load(replace(cluster, nodes=nodes, start=AS_HERE).to_yaml())
+    nodes = tuple(replace(n, address="", ssh=None, start=DEFAULT_START) for n in cluster.nodes)
+    shown: dict[str, Any] = yaml.safe_load(
+        replace(cluster, nodes=nodes, start=DEFAULT_START).to_yaml()
+    )
     return shown
 
 

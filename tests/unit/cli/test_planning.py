@@ -205,7 +205,7 @@ def test_advice_gives_the_reason_if_nothing_fits() -> None:
     ("arguments", "code", "message"),
     [
         (["-c", "h10:1x4"], 1, "did you mean 'h100'?"),
-        (["-c", "h100:4y"], 1, "no sizes of a cluster"),
+        (["-c", "h100:4y"], 1, "valid sizes of a cluster"),
         (["-c", "missing.yaml"], 1, "there is no cluster file missing.yaml"),
         (["-c", "h100", "--recompute", "ful"], 2, "did you mean 'full'?"),
         (["-c", "h100", "--schedule", "1f1"], 2, "did you mean '1f1b'?"),

@@ -40,7 +40,7 @@ def node(name: str, count: int = 2, **more: object) -> ClusterNode:
 TWO_NODES = Cluster(name="two", nodes=(node("a"), node("b", 1)), network=Network(latency_s=8e-5))
 
 
-def test_local_has_the_ranks_asked_for() -> None:
+def test_local_has_the_requested_ranks() -> None:
     cluster = Cluster.local(4)
     assert cluster.num_ranks == 4
     assert cluster == Cluster.local(4)
@@ -51,12 +51,12 @@ def test_local_has_the_ranks_asked_for() -> None:
 
 def test_ranks_beyond_the_cores_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    alone, shared = (Cluster.local(n).device(0).matmul_rate("float32", 9, 9, 9) for n in (2, 8))
-    assert shared == alone / 4
+    dedicated, shared = (Cluster.local(n).device(0).matmul_rate("float32", 9, 9, 9) for n in (2, 8))
+    assert shared == dedicated / 4
 
 
 @pytest.mark.parametrize("num_ranks", [0, -3, True, 1.5])
-def test_fewer_than_one_rank_is_refused(num_ranks: int) -> None:
+def test_fewer_than_one_rank_raises(num_ranks: int) -> None:
     with pytest.raises(ClusterError, match="at least 1 rank") as caught:
         Cluster.local(num_ranks)
     assert caught.value.hint == "Cluster.local(2)"
@@ -100,7 +100,7 @@ def test_every_resource_of_a_path_has_a_capacity() -> None:
     assert cluster.capacities["nic n0.0 out"] == 0.5e9
 
 
-def test_switches_of_switches_are_both_crossed() -> None:
+def test_nested_switches_are_both_crossed() -> None:
     switches = (
         Switch(name="leaf", nodes=("n[0-7]",), every=2),
         Switch(name="spine", nodes=("n[0-7]",), every=4, uplink_bytes_per_s=7.0),
@@ -151,7 +151,7 @@ def test_a_domain_spans_nodes() -> None:
                     )
                 ),
             },
-            "switches m and l share n1, but n2 and n0 are behind one of them alone",
+            "switches m and l share n1, but n2 and n0 are behind only one of them",
         ),
         (
             {"nodes": (node("a", link=Link(bandwidth_bytes_per_s=math.inf, latency_s=0.0)),)},
@@ -171,7 +171,7 @@ def test_a_domain_spans_nodes() -> None:
         ),
     ],
 )
-def test_inconsistent_parts_are_refused(change: dict[str, object], message: str) -> None:
+def test_inconsistent_parts_raise(change: dict[str, object], message: str) -> None:
     with pytest.raises(ClusterError, match=message):
         Cluster(**({"name": "x", "nodes": TWO_NODES.nodes} | change))  # type: ignore[arg-type]
 

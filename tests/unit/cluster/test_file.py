@@ -1,4 +1,4 @@
-"""The cluster file: every field is read, and says what is wrong with it."""
+"""The cluster file: every field matters, and errors name the field."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"
 
 
 def figures(cluster: Cluster) -> dict[str, Any]:
-    """Everything that an estimate or a launch takes from a cluster."""
-    found: dict[str, Any] = {"ranks": cluster.num_ranks}
+    """Return everything that an estimate or a launch uses of a cluster."""
+    figures: dict[str, Any] = {"ranks": cluster.num_ranks}
     for rank in range(cluster.num_ranks):
         device = cluster.device(rank)
-        found[f"device {rank}"] = (
+        figures[f"device {rank}"] = (
             device.kind,
             device.usable_bytes,
             device.memory_bytes,
@@ -100,8 +100,8 @@ def figures(cluster: Cluster) -> dict[str, Any]:
             device.overlap_loss,
         )
     paths = [(a, b) for a in range(cluster.num_ranks) for b in range(0, cluster.num_ranks, 6)]
-    found["paths"] = [cluster.path(a, b) for a, b in paths]
-    found["capacities"] = dict(cluster.capacities)
+    figures["paths"] = [cluster.path(a, b) for a, b in paths]
+    figures["capacities"] = dict(cluster.capacities)
     half = cluster.num_ranks // 2
     shapes = {"inside": [[0, 1], [2, 3]], "three": [[0, 1, 2]], "all": [range(cluster.num_ranks)]}
     shapes["across"] = np.arange(2 * half).reshape(2, half).T
@@ -109,16 +109,16 @@ def figures(cluster: Cluster) -> dict[str, Any]:
         for operation in OPERATIONS:
             if operation != "send" or len(groups[0]) == 2:
                 model = collective_model(cluster, operation, groups)
-                found[f"{operation} {name}"] = [model.seconds(n) for n in (0, 1e4, 1e9)]
+                figures[f"{operation} {name}"] = [model.seconds(n) for n in (0, 1e4, 1e9)]
     shared = select(cluster, "all_reduce", [[0, 1]], use="shared")
-    found["shared"] = shared.to_json() if shared is not None else None
-    found["message_s"] = [Network.of_cluster(cluster, r).message_s for r in ([0, 1], [0, 5])]
-    found["launch"] = launch_commands(cluster, ["train.py"])
-    return found
+    figures["shared"] = shared.to_json() if shared is not None else None
+    figures["message_s"] = [Network.of_cluster(cluster, r).message_s for r in ([0, 1], [0, 5])]
+    figures["launch"] = launch_commands(cluster, ["train.py"])
+    return figures
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every scalar."""
+    """Yield the path of every scalar."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, item in items:
         if isinstance(item, dict | list):
@@ -128,7 +128,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changed(value: Any, path: tuple[Any, ...]) -> Any:
-    """Another value that the field may have."""
+    """Return another valid value of the field."""
     names = {
         "kind": "cpu",
         "preset": "a100",
@@ -191,7 +191,7 @@ def test_every_field_changes_a_figure_or_the_launch(
     assert after != before
 
 
-def test_no_field_was_left_out_of_the_sample() -> None:
+def test_the_sample_has_every_field() -> None:
     given = {key for path in leaves(DOCUMENT) for key in path}
     assert {"preset", *field_names(Device), *field_names(Link)} <= given
 
@@ -205,7 +205,7 @@ def test_the_sample_round_trips() -> None:
 
 
 def edit(*path: Any, **given: Any) -> str:
-    """The sample with fields of the part at `path` set, or removed when None."""
+    """Return the sample with fields of the part at `path` set, or removed if None."""
     document = copy.deepcopy(DOCUMENT)
     place = document
     for key in path:
@@ -247,7 +247,7 @@ QUICK = ("devices", "quick")
         (edit(*QUICK, memory_gib="eight"), "memory_gib is 'eight'", "devices.quick.memory_gib"),
         (edit(*QUICK, reserved_gib=90), "90.00 GiB of", "devices.quick"),
         (edit(*QUICK, matmul_flops_per_s=3), "is '3'", "matmul_flops_per_s"),
-        (edit(*QUICK, memory_bytes_per_s=[[2, 3], [1, 4]]), "do not ascend", "memory_bytes_per_s"),
+        (edit(*QUICK, memory_bytes_per_s=[[2, 3], [1, 4]]), "must ascend", "memory_bytes_per_s"),
         (edit(*QUICK, memory_bytes_per_s=[[2]]), "1 items, must have 2", "memory_bytes_per_s[0]"),
         (edit(*QUICK, kind="gpu"), "kind 'gpu'", "devices.quick.kind"),
         (edit(*QUICK, speed=-1), "speed is '-1'", "devices.quick.speed"),
@@ -275,13 +275,13 @@ QUICK = ("devices", "quick")
             "1 items, must have 2",
             "trunks[0].between",
         ),
-        (edit("network", "switches", 1, oversubscription=2), "exclude each other", "switches[1]"),
+        (edit("network", "switches", 1, oversubscription=2), "mutually exclusive", "switches[1]"),
         ("a: {", "not plain YAML", "c.yaml:"),
         ("", "the file is empty", "c.yaml"),
         ("version: 2\nname: a\nname: b\n", "duplicate field 'name'", "c.yaml:3"),
     ],
 )
-def test_a_wrong_file_is_refused_with_the_place(text: str, message: str, place: str) -> None:
+def test_errors_of_a_file_name_the_place(text: str, message: str, place: str) -> None:
     with pytest.raises(ClusterError) as caught:
         Cluster.from_yaml(text, "c.yaml")
     assert message in str(caught.value)
@@ -298,7 +298,7 @@ def test_an_error_names_the_line() -> None:
 
 
 @pytest.mark.parametrize("value", [".inf", "inf", "-.inf", ".nan", "nan"])
-def test_what_is_not_finite_is_refused(value: str) -> None:
+def test_infinite_values_raise(value: str) -> None:
     for field in ("bandwidth_gb_per_s: 450", "bandwidth_gbit_per_s: 400", "uplink_gbit_per_s: 30"):
         name = field.partition(":")[0]
         with pytest.raises(ClusterError, match=f"{name} is '{value}', must be a finite") as caught:
@@ -307,7 +307,7 @@ def test_what_is_not_finite_is_refused(value: str) -> None:
         assert "c.yaml:" in str(caught.value.where)
 
 
-def test_a_hint_can_be_typed() -> None:
+def test_hints_are_valid_input() -> None:
     for number in ("0", "1.5", "-3", "many", "[]"):
         with pytest.raises(ClusterError) as caught:
             Cluster.from_yaml(SAMPLE.replace("{quick: 4}", f"{{quick: {number}}}"), "c.yaml")

@@ -21,7 +21,7 @@ def test_the_example_is_a_cluster_of_unequal_nodes() -> None:
     assert Cluster.from_yaml(cluster.to_yaml()) == cluster
 
 
-def test_the_error_shown_is_the_error_raised() -> None:
+def test_the_error_of_the_guide_is_the_error_raised() -> None:
     wrong = EXAMPLE.replace("{bandwidth_gb_per_s: 450", "{bandwith_gb_per_s: 450")
     with pytest.raises(ClusterError) as caught:
         Cluster.from_yaml(wrong, "cluster.yaml")

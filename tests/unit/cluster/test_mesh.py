@@ -51,7 +51,7 @@ def test_an_axis_needs_a_rank(size: int) -> None:
         Mesh.of(dp=size)
 
 
-def test_errors_say_what_is_wrong() -> None:
+def test_errors_describe_the_mistake() -> None:
     mesh = Mesh.of(fsdp=2, tp=2)
     with pytest.raises(ClusterError, match=r"no axis 'fdsp'; did you mean 'fsdp'\?"):
         mesh.groups(["fdsp"])

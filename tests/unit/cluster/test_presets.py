@@ -36,7 +36,7 @@ def test_presets_make_clusters(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", LABELS)
-def test_presets_are_the_published_facts(kind: str) -> None:
+def test_presets_equal_the_published_facts(kind: str) -> None:
     if not FACTS.is_file():
         pytest.skip(f"{FACTS} is not on this machine")
     with FACTS.open() as file:
@@ -69,7 +69,7 @@ def test_overrides() -> None:
     assert thin.capacities["switch leaf.0 up"] == pytest.approx(sum(outs) * 4 / 4)
 
 
-def test_unknown_kinds_are_refused() -> None:
+def test_unknown_kinds_raise() -> None:
     with pytest.raises(ClusterError, match="no preset 'h10'; did you mean 'h100'"):
         Cluster.preset("h10")
     with pytest.raises(ClusterError, match="nodes is 0"):

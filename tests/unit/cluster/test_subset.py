@@ -1,4 +1,4 @@
-"""Some devices of a cluster as a cluster of their own."""
+"""Subsets of the devices of a cluster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ network:
 """
 
 
-def test_whole_nodes_are_left_out() -> None:
+def test_a_subset_without_some_nodes() -> None:
     cluster = Cluster.from_yaml(FILE)
     part = cluster.subset(range(12))
     assert part.num_ranks == 12
@@ -35,7 +35,7 @@ def test_whole_nodes_are_left_out() -> None:
     assert Cluster.from_yaml(part.to_yaml()) == part
 
 
-def test_some_devices_of_a_node_are_left_out() -> None:
+def test_a_subset_of_the_devices_of_a_node() -> None:
     cluster = Cluster.from_yaml(FILE)
     part = cluster.subset([0, 1, 2, 3, 5, 7, 13])
     assert [(n.name, n.count) for n in part.machines()] == [("new0", 4), ("new1", 2), ("old", 1)]
@@ -45,12 +45,12 @@ def test_some_devices_of_a_node_are_left_out() -> None:
         {"CUDA_VISIBLE_DEVICES": "1,3"},
         {"CUDA_VISIBLE_DEVICES": "1"},
     ]
-    again = part.subset([4, 5])  # the second of new1's two, and old's
+    again = part.subset([4, 5])  # the second device of new1, and old
     assert [n.name for n in again.machines()] == ["new1"] or again.num_ranks == 2
     assert dict(part.subset([5]).nodes[0].start.environment) == {"CUDA_VISIBLE_DEVICES": "3"}
 
 
-def test_all_ranks_are_the_cluster_itself_and_others_are_refused() -> None:
+def test_all_ranks_return_the_cluster_itself_and_invalid_ranks_raise() -> None:
     cluster = Cluster.from_yaml(FILE)
     assert cluster.subset(range(14)) is cluster
     with pytest.raises(ClusterError, match=r"ranks \[14\] .* 14"):
