@@ -118,8 +118,9 @@ def parallelize(
 
         keep_heap()
     mesh = factory.mesh()
-    factory.recorder = _recorder(record, mesh, factory.device)
-    if factory.recorder is not None:
+    if record:
+        rank, enabled = mesh.ranks[mesh.rank], record != "paused"
+        factory.recorder = rt.Recorder(rank, enabled=enabled, device=factory.device)
         mesh.note(factory.recorder)
     rng = rt.Rng(first_plan.seed, first_plan.rng, mesh)
     store, first_steps = factory.first_steps(programs, owners, mesh, rng)
@@ -146,14 +147,6 @@ def parallelize(
     )
     factory.detect_changes = claim(root, pm)
     return pm
-
-
-def _recorder(
-    record: bool | Literal["paused"], mesh: rt.ProcessMesh, device: torch.device
-) -> rt.Recorder | None:
-    if not record:
-        return None
-    return rt.Recorder(mesh.ranks[mesh.rank], enabled=record != "paused", device=device)
 
 
 def _title(model: nn.Module, plan: Plan) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.batch import Call, path_name
 from shardwise.errors import CaptureError
-from shardwise.frontend.builder import SYMBOLIC, UNKNOWN_SIZE, Alias, Builder, RawNode, tensor_type
+from shardwise.frontend.builder import SYMBOLIC, UNKNOWN_SIZE, Alias, Builder, tensor_type
 from shardwise.frontend.convert import Recorder
 from shardwise.frontend.errors import DATA_DEPENDENT, EXPERTS, cure_for_operator
 from shardwise.frontend.fake import has_data
@@ -73,10 +73,10 @@ def identifier(wish: str) -> str:
     return f"v_{base}" if base[0].isdigit() else base
 
 
-def live_nodes(nodes: list[RawNode], results: Iterable[str]) -> list[RawNode]:
+def live_nodes(nodes: list[Node], results: Iterable[str]) -> list[Node]:
     """Return the nodes that some result needs, in order."""
     needed = set(results)
-    live: list[RawNode] = []
+    live: list[Node] = []
     for node in reversed(nodes):
         if not needed.isdisjoint(node.outputs):
             live.append(node)
@@ -84,70 +84,52 @@ def live_nodes(nodes: list[RawNode], results: Iterable[str]) -> list[RawNode]:
     return live[::-1]
 
 
-def check_static(nodes: list[RawNode], types: Mapping[str, TensorType]) -> None:
+def check_static(nodes: list[Node], types: Mapping[str, TensorType]) -> None:
     """Refuse graphs in which a size or a number depends on the data."""
     for node in nodes:
         unknown = any(UNKNOWN_SIZE in types[output].shape for output in node.outputs)
         if node.op == SYMBOLIC or unknown:
             op = str(node.args[0]) if node.op == SYMBOLIC else node.op
-            origin = node.region.origin
             cure = cure_for_operator(op) or DATA_DEPENDENT
-            experts = "expert" in f"{origin.module} {origin.module_class}".lower()
+            experts = "expert" in f"{node.module} {node.module_class}".lower()
             raise CaptureError(
                 f"{cure.reason} ({op})",
-                where=f"{origin.source}: {origin.source_text}" if origin.source else None,
+                where=f"{node.source}: {node.source_text}" if node.source else None,
                 hint=f"{EXPERTS} in transformers; else {cure.hint}" if experts else cure.hint,
             )
 
 
-def check_dtypes(nodes: list[RawNode], types: Mapping[str, TensorType]) -> None:
+def check_dtypes(nodes: list[Node], types: Mapping[str, TensorType]) -> None:
     """Refuse products of different dtypes, which tracing accepts and devices do not."""
     for node in nodes:
-        autocast, origin = node.region.autocast, node.region.origin
-        if not _ONE_DTYPE.match(node.op) or (autocast is not None and autocast[2]):
+        if not _ONE_DTYPE.match(node.op) or (node.autocast is not None and node.autocast[2]):
             continue
         used = dict.fromkeys(types[ref.name].dtype for ref in iter_refs(node.args))
         if len(used) > 1:
             raise CaptureError(
                 f"{_short(node.op)} needs one dtype, but got {' and '.join(map(str, used))}",
-                where=f"{origin.source}: {origin.source_text}" if origin.source else origin.module,
+                where=f"{node.source}: {node.source_text}" if node.source else node.module,
                 hint="convert the batch to the dtype of the model's parameters (tensor.to(dtype)), "
                 "or convert it in forward",
             )
 
 
 def finish_nodes(
-    nodes: list[RawNode], types: Mapping[str, TensorType], names: dict[str, str], namer: Namer
+    nodes: list[Node], types: Mapping[str, TensorType], names: dict[str, str], namer: Namer
 ) -> tuple[tuple[Node, ...], dict[str, TensorType]]:
     """Return the nodes with names and the types of their outputs; add new names to `names`."""
     done: list[Node] = []
     values: dict[str, TensorType] = {}
-    for raw in nodes:
-        name = namer.name(_short(raw.op))
+    for node in nodes:
+        name = namer.name(_short(node.op))
         outputs: tuple[str, ...] = (name,)
-        if len(raw.outputs) > 1:
-            outputs = tuple(namer.name(f"{name}_out{i}") for i in range(len(raw.outputs)))
-        args, kwargs = map_refs((raw.args, raw.kwargs), lambda ref: Ref(names[ref.name]))
-        for old, new in zip(raw.outputs, outputs, strict=True):
+        if len(node.outputs) > 1:
+            outputs = tuple(namer.name(f"{name}_out{i}") for i in range(len(node.outputs)))
+        args, kwargs = map_refs((node.args, node.kwargs), lambda ref: Ref(names[ref.name]))
+        for old, new in zip(node.outputs, outputs, strict=True):
             names[old] = new
             values[new] = types[old]
-        region, origin = raw.region, raw.region.origin
-        done.append(
-            Node(
-                name=name,
-                op=raw.op,
-                args=args,
-                kwargs=kwargs,
-                outputs=outputs,
-                module=origin.module,
-                module_class=origin.module_class,
-                source=origin.source,
-                source_text=origin.source_text,
-                grad_enabled=region.grad_enabled,
-                autocast=region.autocast,
-                recompute=region.recompute,
-            )
-        )
+        done.append(replace(node, name=name, args=args, kwargs=kwargs, outputs=outputs))
     return tuple(done), values
 
 

@@ -17,8 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError
-from shardwise.frontend.errors import Origin
-from shardwise.ir import Ref, TensorType, iter_refs
+from shardwise.ir import Node, Ref, TensorType
 
 # ---------------------------------------------------------------- aliases
 
@@ -80,6 +79,9 @@ def new_root(name: str) -> Alias:
 
 SYMBOLIC = "symbolic"  # op of a pseudo-node: a Python number read from a tensor
 UNKNOWN_SIZE = -1
+# A node without a call, from which appended nodes take their gradient mode, autocast, recompute
+# group and origin.
+REGION = Node(name="", op="", args=(), outputs=())
 _DETACHED = {
     *("aten.detach.default", "aten.zeros_like.default", "aten.ones_like.default"),
     *("aten.empty_like.default", "aten.full_like.default", "aten.rand_like.default"),
@@ -88,44 +90,18 @@ _DETACHED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """The context of a node: gradient mode, autocast, recompute group, origin."""
-
-    grad_enabled: bool = True
-    autocast: tuple[str, torch.dtype, bool] | None = None
-    recompute: str | None = None
-    origin: Origin = field(default_factory=Origin)
-
-
-@dataclass(slots=True)
-class RawNode:
-    """A node before renaming."""
-
-    op: str
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-    outputs: tuple[str, ...]
-    region: Region
-
-    @property
-    def inputs(self) -> list[str]:
-        """The names of the values that this node uses."""
-        return [ref.name for ref in iter_refs((self.args, self.kwargs))]
-
-
 @dataclass(slots=True)
 class Builder:
     """Append calls and track aliases, types and differentiability."""
 
     device: torch.device
-    nodes: list[RawNode] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)  # with preliminary names
     types: dict[str, TensorType] = field(default_factory=dict)
     differentiable: set[str] = field(default_factory=set)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     storages: dict[int, Storage] = field(default_factory=dict)  # by address of fake storage
     owners: dict[int, str] = field(default_factory=dict)  # id(root alias) -> "parameter x"
-    region: Region = field(default_factory=Region)
+    region: Node = REGION
     warnings: list[str] = field(default_factory=list)
 
     def source(self, name: str, type_: TensorType, owner: str, *, differentiable: bool) -> Alias:
@@ -167,7 +143,7 @@ class Builder:
         """Append a call and return the names of its results."""
         outputs = tuple(f"%{len(self.types) + i}" for i in range(len(types)))
         self.types.update(zip(outputs, types, strict=True))
-        node = RawNode(op, args, kwargs, outputs, self.region)
+        node = replace(self.region, name="", op=op, args=args, kwargs=kwargs, outputs=outputs)
         tracked = self.region.grad_enabled and op not in _DETACHED
         if tracked and not self.differentiable.isdisjoint(node.inputs):
             typed = zip(outputs, (kind.dtype for kind in types), strict=True)
@@ -231,7 +207,7 @@ class Builder:
 
     def _check_write(self, alias: Alias, root: Alias) -> None:
         owner = self.owners.get(id(root), "")
-        where = self.region.origin.source or None
+        where = self.region.source or None
         if owner.startswith("parameter"):
             raise CaptureError(
                 f"forward modifies {owner} in place",
@@ -385,7 +361,7 @@ def append_call(
     if not tensors:
         if value is None or isinstance(value, bool | int | float) or value == () or value == []:
             return value
-        where = builder.region.origin.source or None
+        where = builder.region.source or None
         raise CaptureError(f"{op} returns a {type(value).__name__}", where=where)
     plain = refs(builder, args)
     named = tuple((key, refs(builder, kwargs[key])) for key in sorted(kwargs))
@@ -428,7 +404,7 @@ def refs(builder: Builder, value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(refs(builder, item) for item in value)
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        raise CaptureError("a size depends on data", where=builder.region.origin.source or None)
+        raise CaptureError("a size depends on data", where=builder.region.source or None)
     return value
 
 

@@ -20,7 +20,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from shardwise.batch import Call, read_batch
 from shardwise.errors import CaptureError
 from shardwise.frontend.build_graph import Sources, assemble
-from shardwise.frontend.builder import Alias, Builder, NotFunctional, Region
+from shardwise.frontend.builder import REGION, Alias, Builder, NotFunctional
 from shardwise.frontend.convert import Converter, Recorder, recording
 from shardwise.frontend.errors import (
     ROOT,
@@ -121,7 +121,7 @@ class Traced:
         kind = self.device.type
         ambient = (kind, torch.get_autocast_dtype(kind), True)
         autocast = ambient if torch.is_autocast_enabled(kind) else None
-        builder = Builder(device=self.device, region=Region(autocast=autocast))
+        builder = Builder(device=self.device, region=replace(REGION, autocast=autocast))
         roots = sources.declare(builder)
         inputs = _placeholders(program, builder, sources, roots)
         results = Converter(builder, self.recorder).run(program.graph_module, inputs)

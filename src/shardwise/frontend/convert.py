@@ -259,7 +259,7 @@ class Converter:
         if node.target is operator.getitem and isinstance(args[0], tuple):
             return args[0][args[1]]
         recompute = node.meta.get(RECOMPUTE, self.builder.region.recompute)
-        with self.builder.inside(origin=origin_of(node.meta), recompute=recompute):
+        with self.builder.inside(**origin_of(node.meta), recompute=recompute):
             return self._dispatch(node, args, _lookup(environment, node.kwargs))
 
     def _dispatch(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -299,8 +299,8 @@ class Converter:
             autocast = (device_type, dtype, True) if enabled else None
             with self.builder.inside(autocast=autocast):
                 return self.run(module, operands)
-        origin = self.builder.region.origin
-        place = f"{origin.source}: {origin.source_text}" if origin.source else None
+        region = self.builder.region
+        place = f"{region.source}: {region.source_text}" if region.source else None
         raise NotFunctional(f"higher-order operator {name}", place)
 
     def _symbolic(self, op: str, args: tuple[Any, ...]) -> Alias:

@@ -31,16 +31,6 @@ _PYTHON = sysconfig.get_path("stdlib") + "/"
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """`module` as in `named_modules()`, its class, `file.py:line` and the line's text."""
-
-    module: str = ""
-    module_class: str = ""
-    source: str = ""
-    source_text: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Frame:
     """One line of a stack trace."""
 
@@ -57,19 +47,20 @@ class Frame:
         return f"{self.place}: {self.text}" if self.text else self.place
 
 
-def origin_of(meta: dict[str, Any]) -> Origin:
-    """Return the origin of a node, from its fx meta."""
-    module, module_class = "", ""
+def origin_of(meta: dict[str, Any]) -> dict[str, str]:
+    """Return the fields of a `Node` that say where it came from, from its fx meta."""
+    origin = dict.fromkeys(("module", "module_class", "source", "source_text"), "")
     stack = meta.get("nn_module_stack")
     if stack:
         path, qualified = list(stack.values())[-1]
-        module, module_class = _strip_root(path), _class_name(qualified)
-        if path == "":  # the step itself: loss code outside the model
-            module_class = ""
+        origin["module"] = _strip_root(path)
+        if path:  # otherwise the step itself: loss code outside the model
+            name = qualified if isinstance(qualified, str) else qualified.__qualname__
+            origin["module_class"] = str(name).rsplit(".", 1)[-1]
     frame = user_frame(meta.get("stack_trace") or "")
-    if frame is None:
-        return Origin(module, module_class)
-    return Origin(module, module_class, frame.place, frame.text)
+    if frame is not None:
+        origin |= {"source": frame.place, "source_text": frame.text}
+    return origin
 
 
 @functools.lru_cache(maxsize=65536)
@@ -133,11 +124,6 @@ def is_user_code(file: str) -> bool:
 def _strip_root(path: str) -> str:
     path = re.sub(r"@\d+", "", path)
     return "" if path == ROOT else path.removeprefix(f"{ROOT}.")
-
-
-def _class_name(qualified: Any) -> str:
-    name = qualified if isinstance(qualified, str) else qualified.__qualname__
-    return str(name).rsplit(".", 1)[-1]
 
 
 # ---------------------------------------------------------------- known causes

@@ -143,7 +143,7 @@ def _instance_norm(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: 
     if args[3] is not None and args[5]:
         raise CaptureError(
             "instance norm with running statistics is not supported in training",
-            where=builder.region.origin.source or None,
+            where=builder.region.source or None,
             hint="track_running_stats=False",
         )
     return None
@@ -159,7 +159,7 @@ def _strided_scatter(builder: Builder, value: Any, args: tuple[Any, ...], kwargs
     if any(builder.read(alias) in builder.differentiable for alias in args[:2]):
         raise CaptureError(
             "forward writes in place through as_strided, or a view that torch expresses by it",
-            where=builder.region.origin.source or None,
+            where=builder.region.source or None,
             hint="write through slices, or compute a new tensor",
         )
     return None
@@ -270,7 +270,7 @@ def convert(
         raise NotFunctional(f"{target} writes to {', '.join(written)}")
     alias = args[0]
     if name in _REFUSED:
-        raise CaptureError(f"{name} changes a tensor's memory", where=builder.region.origin.source)
+        raise CaptureError(f"{name} changes a tensor's memory", where=builder.region.source)
     value = node.meta["val"]
     if name in _VIEWS:
         return append_call(builder, f"aten.{functional}.{overload}", value, args, kwargs)
