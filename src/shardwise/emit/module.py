@@ -277,18 +277,13 @@ class _File:
         where = block.path if len(blocks) == 1 else f"{block.path} … {blocks[-1].path}"
         where = comment(where)
         source = comment(next((s.source for s in block.steps if s.source), ""))
-        init = self._init(block.steps, block.own, scope, path_argument=True)
-        lines = [
-            f"class {name}({_base(own.values())}):",
-            f'{INDENT}"""{where} ({source})."""' if source else f'{INDENT}"""{where}."""',
-            "",
-            *init,
-            "",
-            *_indented([wrap(f"def forward(self, {', '.join(arguments.values())}):")]),
-            *_indented(map(wrap, [f"{INDENT}{line}" for line in body.lines])),
-            f"{INDENT * 2}return {returned}",
-        ]
-        return "\n".join(lines)
+        return _class(
+            f"{name}({_base(own.values())})",
+            f"{where} ({source})." if source else f"{where}.",
+            self._init(block.steps, block.own, scope, path_argument=True),
+            f"self, {', '.join(arguments.values())}",
+            [*body.lines, f"return {returned}"],
+        )
 
     def _wishes(self, block: BlockCall) -> dict[str, str]:
         """Return argument names: `x` for the previous block's result, else the value's name."""
@@ -342,17 +337,13 @@ class _File:
         signature = ", ".join(["self", *arguments.values(), "outputs=False"])
         steps = [item for item in self.items if isinstance(item, Step)]
         steps += self.ranks.output_steps
-        init = self._init(tuple(steps), tuple(own), scope, path_argument=False)
-        lines = [
-            f"class Model({_base([*self.owners.values(), *(b.path for b in self.blocks)])}):",
-            f'{INDENT}"""This rank\'s part of {comment(self.graph.name)}."""',
-            "",
-            *init,
-            "",
-            *_indented([wrap(f"def forward({signature}):")]),
-            *_indented(map(wrap, [f"{INDENT}{line}" for line in (*body.lines, *closing)])),
-        ]
-        return "\n".join(lines)
+        return _class(
+            f"Model({_base([*self.owners.values(), *(b.path for b in self.blocks)])})",
+            f"This rank's part of {comment(self.graph.name)}.",
+            self._init(tuple(steps), tuple(own), scope, path_argument=False),
+            signature,
+            [*body.lines, *closing],
+        )
 
     def _closing(self, body: Body) -> list[str]:
         """Update buffers, return the loss, and the outputs if they are requested."""
@@ -475,6 +466,15 @@ def _name_functions(ranks: RankProgram) -> dict[str, str]:
         wish = identifier(op.rsplit(".", 1)[1])
         names[op] = unused(wish, {"Model", *TABLES, *names.values()})
     return names
+
+
+def _class(
+    header: str, docstring: str, init: list[str], arguments: str, body: Iterable[str]
+) -> str:
+    """Return the source of a module class with `__init__` and `forward`."""
+    forward = [f"def forward({arguments}):", *(f"{INDENT}{line}" for line in body)]
+    lines = [f'{INDENT}"""{docstring}"""', "", *init, "", *_indented(map(wrap, forward))]
+    return "\n".join([f"class {header}:", *lines])
 
 
 def _base(paths: Iterable[str]) -> str:

@@ -32,7 +32,7 @@ from shardwise.plans.execution import (
     check_stages,
 )
 from shardwise.plans.search_result import HOOKS, SearchResult
-from shardwise.schedules.schedule import require_size
+from shardwise.schedules.schedule import require_counts
 from shardwise.schema import Form, Reader, Writer
 
 __all__ = ["used_devices"]
@@ -427,7 +427,7 @@ def _check_execution(plan: Plan) -> None:
         raise PlanError(
             f"num_microbatches={plan.num_microbatches:,}", hint=f"1 to {MAX_MICROBATCHES:,} of them"
         )
-    require_size(len(plan.all_stages), plan.num_microbatches)
+    require_counts(len(plan.all_stages), plan.num_microbatches)
     if isinstance(plan.recompute, str) and plan.recompute not in RECOMPUTE_MODES:
         raise PlanError(
             f"recompute {plan.recompute!r}{did_you_mean(plan.recompute, RECOMPUTE_MODES)}",

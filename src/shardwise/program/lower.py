@@ -531,7 +531,6 @@ def _step(node: Node | None, **fields: object) -> Step:
             "module": node.module,
             "module_class": node.module_class,
             "source": node.source,
-            "source_text": node.source_text,
             "grad_enabled": node.grad_enabled,
             "autocast": node.autocast,
             "recompute": node.recompute,

@@ -46,7 +46,6 @@ class Step:
     module: str = ""
     module_class: str = ""
     source: str = ""
-    source_text: str = ""
     grad_enabled: bool = True
     autocast: tuple[str, torch.dtype, bool] | None = None
     recompute: str | None = None

@@ -24,6 +24,7 @@ from shardwise.errors import PlanError, did_you_mean
 from shardwise.ir import Graph, Node, Ref
 from shardwise.ir.blocks import node_blocks
 from shardwise.plans import Plan
+from shardwise.sharding.factors import gradient_carriers
 from shardwise.sharding.rule import LocalCall
 
 PRODUCTS_KEPT = " with products kept"
@@ -110,7 +111,7 @@ def _within(planned: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str
 
 def _useful(graph: Graph, groups: Mapping[str, str]) -> dict[str, str]:
     """Return the groups without nodes that must not be recomputed and groups that save nothing."""
-    carries = _carrying(graph)
+    carries = gradient_carriers(graph)
     once = _unrepeatable(graph)
     members: dict[str, list[Node]] = {}
     for node in graph.nodes:
@@ -123,17 +124,6 @@ def _useful(graph: Graph, groups: Mapping[str, str]) -> dict[str, str]:
         if trained and not only_loss:
             useful |= {node.name: group for node in nodes}
     return useful
-
-
-def _carrying(graph: Graph) -> set[str]:
-    """Return the values that may have a gradient."""
-    received = [i.value for i in graph.inputs if i.kind == "received"]
-    values = {v for v in received if graph.values[v].dtype.is_floating_point}
-    values |= {p.value for p in graph.parameters if p.requires_grad}
-    for node in graph.nodes:
-        if node.grad_enabled and values.intersection(node.inputs):
-            values |= {o for o in node.outputs if graph.values[o].dtype.is_floating_point}
-    return values
 
 
 def _unrepeatable(graph: Graph) -> set[str]:

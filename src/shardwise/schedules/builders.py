@@ -17,8 +17,8 @@ from shardwise.schedules.schedule import (
     Action,
     Schedule,
     ScheduleError,
+    require_counts,
     require_positive,
-    require_size,
 )
 
 
@@ -137,9 +137,7 @@ def _one_stage_each(
     warm_up: Callable[[int], int],
     delay: Callable[[int], int | None] = lambda _: None,
 ) -> Schedule:
-    require_positive("num_stages", num_stages)
-    require_positive("num_microbatches", num_microbatches)
-    require_size(num_stages, num_microbatches)
+    require_counts(num_stages, num_microbatches)
     by_stage = [[(stage, m) for m in range(num_microbatches)] for stage in range(num_stages)]
     return Schedule(
         name=name,
@@ -185,9 +183,7 @@ def interleaved(num_stages: int, num_microbatches: int, num_groups: int) -> Sche
     If the number of stages is not a multiple of the groups, the schedule is built for the next
     multiple and the actions of the added last stages are dropped, which can only shorten waits.
     """
-    require_positive("num_stages", num_stages)
-    require_positive("num_microbatches", num_microbatches)
-    require_size(num_stages, num_microbatches)
+    require_counts(num_stages, num_microbatches)
     require_positive("num_groups", num_groups)
     if num_stages < num_groups:
         raise ScheduleError(
@@ -239,9 +235,7 @@ def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
     half as large as a stage of 1F1B, so the memory is that of 1F1B. If F, I and W take equally
     long, a group hardly waits for anything but its first input.
     """
-    require_positive("num_stages", num_stages)
-    require_positive("num_microbatches", num_microbatches)
-    require_size(num_stages, num_microbatches)
+    require_counts(num_stages, num_microbatches)
     if num_stages % 2:
         raise ScheduleError(
             f"zero_bubble_v has two stages per group, {num_stages} is odd",

@@ -95,9 +95,7 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
 
     def __post_init__(self) -> None:
-        require_positive("num_stages", self.num_stages)
-        require_positive("num_microbatches", self.num_microbatches)
-        require_size(self.num_stages, self.num_microbatches)
+        require_counts(self.num_stages, self.num_microbatches)
         if len(self.placement) != self.num_stages:
             raise ScheduleError(
                 f"the schedule {self.name!r} has {self.num_stages} stages, its placement has "
@@ -186,8 +184,10 @@ class Schedule:
         return "\n".join([head, *lines])
 
 
-def require_size(stages: int, num_microbatches: int) -> None:
-    """Refuse schedules so long that building them would take minutes and gigabytes."""
+def require_counts(stages: int, num_microbatches: int) -> None:
+    """Raise unless both are positive, and few enough to build a schedule in reasonable time."""
+    require_positive("num_stages", stages)
+    require_positive("num_microbatches", num_microbatches)
     if stages * num_microbatches > MAX_ACTIONS:
         raise ScheduleError(
             f"{num_microbatches:,} micro-batches of {stages:,} stages are "

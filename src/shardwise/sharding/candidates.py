@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -30,6 +29,7 @@ from shardwise.sharding.placements import (
     Placement,
     Shard,
     format_pattern,
+    parse_pattern,
 )
 from shardwise.sharding.rule import Dim, Dims, NodeRule, Part
 
@@ -64,7 +64,6 @@ class Pass:
 
 
 Choice = Same | ShardAxis | Pass
-_FACTORS = re.compile(r"(?:(\d+)x)?\[(\d+)\](?:x(\d+))?")  # of a segment: 3x[4]x16
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +102,11 @@ def match_choice(rule: NodeRule, options: Sequence[Candidate], text: str) -> tup
     matches all its candidates.
     """
     exact = tuple(c for c in options if str(c.choice) == text)
-    asked = _parse_shard_axis(text)
-    if exact or asked is None:
+    axis, _, factors = text.removeprefix("shard ").partition(":")
+    pattern = parse_pattern(factors or "[1]")
+    if exact or pattern is None:
         return exact
+    asked = ShardAxis(axis, pattern)
     if asked.axis not in rule.axes:
         return tuple(options) if rule.by_size else ()
     similar = [
@@ -137,16 +138,6 @@ def _single_element(asked: ShardAxis, size: int) -> Pattern | None:
 def _up_to_sizes(choice: ShardAxis) -> tuple[object, ...]:
     """Return the axis, and on which sides of the sharded factor there are other factors."""
     return choice.axis, *((outer == 1, inner == 1) for outer, _, inner in choice.pattern)
-
-
-def _parse_shard_axis(text: str) -> ShardAxis | None:
-    """Return the choice with this text, if it shards an axis."""
-    axis, _, factors = text.removeprefix("shard ").partition(":")
-    matches = [_FACTORS.fullmatch(part) for part in (factors or "[1]").split("|")]
-    if not all(matches):
-        return None
-    sizes = [[int(size or 1) for size in match.groups()] for match in matches if match]
-    return ShardAxis(axis, tuple((outer, size, inner) for outer, size, inner in sizes))
 
 
 def axis_structures(rule: NodeRule) -> dict[str, Structure]:

@@ -67,8 +67,10 @@ def node_rule(graph: Graph, call: Call) -> NodeRule:
 
 
 def gradient_carriers(graph: Graph) -> frozenset[str]:
-    """Return the values through which a gradient reaches a parameter."""
-    carriers = {p.value for p in graph.parameters if p.requires_grad}
+    """Return the values through which a gradient reaches a parameter or an earlier stage."""
+    received = (i.value for i in graph.inputs if i.kind == "received")
+    carriers = {v for v in received if graph.values[v].dtype.is_floating_point}
+    carriers |= {p.value for p in graph.parameters if p.requires_grad}
     for node in graph.nodes:
         if not node.grad_enabled or node.op.startswith("aten.detach."):
             continue

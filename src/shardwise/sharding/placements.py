@@ -82,13 +82,28 @@ def parse_placement(text: str, shape: tuple[int, ...]) -> Replicate | Shard:
 
 
 def format_pattern(pattern: Pattern) -> str:
-    """Return `:3x[4]x16` for a factor, nothing for plain contiguous shards."""
+    """Return `:3x[4]x16` for a factor, and nothing for plain contiguous shards."""
     if len(pattern) == 1 and pattern[0][0] == pattern[0][2] == 1:
         return ""
     return ":" + "|".join(
         f"{outer}x" * (outer != 1) + f"[{size}]" + f"x{inner}" * (inner != 1)
         for outer, size, inner in pattern
     )
+
+
+def parse_pattern(text: str) -> Pattern | None:
+    """Return the pattern of a text such as `3x[4]x16`, or None if it is malformed.
+
+    >>> parse_pattern("2x3x[4]x16|[4]")
+    ((6, 4, 16), (1, 4, 1))
+    """
+    pattern = []
+    for segment in map(SEGMENT.fullmatch, text.split("|")):
+        if segment is None:
+            return None
+        outer, size, inner = (prod(map(int, filter(None, g.split("x")))) for g in segment.groups())
+        pattern.append((outer, size, inner))
+    return tuple(pattern)
 
 
 def parse_shard(text: str, shape: tuple[int, ...]) -> Shard:
@@ -100,8 +115,8 @@ def parse_shard(text: str, shape: tuple[int, ...]) -> Shard:
     Shard(dim=1, of=((1, 64, 1),))
     """
     head, colon, tail = text.partition(":")
-    segments = [SEGMENT.fullmatch(piece) for piece in tail.split("|")] if colon else []
-    if not re.fullmatch(r"-?\d+", head) or not all(segments):
+    of = parse_pattern(tail) if colon else ()
+    if not re.fullmatch(r"-?\d+", head) or of is None:
         raise RuleError(
             f"layout {text!r} is not understood",
             hint=f"a dim such as '0', or '0:3x[4]x16', which shards the 4 of 3*4*16, or "
@@ -113,18 +128,13 @@ def parse_shard(text: str, shape: tuple[int, ...]) -> Shard:
     dim %= len(shape)
     if not colon:
         return Shard(dim, ((1, shape[dim], 1),))
-    of = []
-    for segment in segments:
-        assert segment is not None
-        sizes = [prod(int(f) for f in group.split("x") if f) for group in segment.groups()]
-        of.append((sizes[0], sizes[1], sizes[2]))
-    total = sum(prod(segment) for segment in of)
+    total = sum(map(prod, of))
     if total != shape[dim]:
         raise RuleError(
             f"layout {text!r} describes {total} elements, dim {dim} of shape {shape} has "
             f"{shape[dim]}"
         )
-    return Shard(dim, merge(tuple(of)))
+    return Shard(dim, merge(of))
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from shardwise.sharding.rule import (
     LocalCall,
     Localize,
     MeshAxis,
+    NodeRule,
     Part,
 )
 
@@ -147,6 +148,23 @@ def passes(call: Call, *operands: int) -> tuple[frozenset[int], ...]:
     """Let partial sums pass from these operands, all together; never integers and booleans."""
     names = (*(call.node.inputs[i] for i in operands), *call.node.outputs)
     return (frozenset(operands),) if operands and _are_float(call, names) else ()
+
+
+def linear_rule(
+    call: Call,
+    axes: dict[str, Axis],
+    operand: Dims,
+    *results: Dims,
+    localize: Localize | None = None,
+) -> NodeRule:
+    """Return the rule of a call that is linear in its only tensor operand."""
+    return NodeRule(
+        axes=axes,
+        operands=(operand,),
+        results=results,
+        linear=passes(call, 0),
+        localize=localize,
+    )
 
 
 def is_float(call: Call) -> bool:

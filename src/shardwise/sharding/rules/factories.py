@@ -17,6 +17,7 @@ from shardwise.sharding.rule import Axis, Call, Dims, Local, LocalCall, NodeRule
 from shardwise.sharding.rules.building_blocks import (
     axes_of,
     frozen_axes,
+    linear_rule,
     op_name,
     passes,
     single_shard,
@@ -160,13 +161,7 @@ def triangle(call: Call) -> NodeRule:
         args = (call.get("self"), call.get("diagonal", 0))
         return LocalCall(f"rt.{op_name(call)}", args, shards)
 
-    return NodeRule(
-        axes=axes,
-        operands=(dims,),
-        results=(dims,),
-        linear=passes(call, 0),
-        localize=localize,
-    )
+    return linear_rule(call, axes, dims, dims, localize=localize)
 
 
 keep_replicated(

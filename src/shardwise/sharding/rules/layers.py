@@ -26,6 +26,7 @@ from shardwise.sharding.rules.building_blocks import (
     guard_empty,
     guarded,
     is_float,
+    linear_rule,
     operand_dims,
     positions,
 )
@@ -177,13 +178,7 @@ def pixel_shuffle(call: Call) -> NodeRule:
     deep: Dims = (*batch, ("c", "r", "q"), ("h",), ("w",))
     wide: Dims = (*batch, ("c",), ("h", "r"), ("w", "q"))
     source, result = (deep, wide) if small is call.operands[0] else (wide, deep)
-    return NodeRule(
-        axes=axes,
-        operands=(source,),
-        results=(result,),
-        linear=(frozenset({0}),),
-        localize=guarded(),
-    )
+    return linear_rule(call, axes, source, result, localize=guarded())
 
 
 @rule("aten.channel_shuffle")
@@ -193,12 +188,8 @@ def channel_shuffle(call: Call) -> NodeRule:
     axes = {f"d{i}": Axis(f"d{i}", n) for i, n in enumerate(shape) if i != 1}
     axes |= {"g": Axis("g", groups, frozen=True), "c": Axis("c", shape[1] // groups)}
     rest = each(f"d{i}" for i in range(2, len(shape)))
-    return NodeRule(
-        axes=axes,
-        operands=((("d0",), ("g", "c"), *rest),),
-        results=((("d0",), ("c", "g"), *rest),),
-        linear=(frozenset({0}),),
-        localize=guarded(),
+    return linear_rule(
+        call, axes, (("d0",), ("g", "c"), *rest), (("d0",), ("c", "g"), *rest), localize=guarded()
     )
 
 
@@ -216,12 +207,8 @@ def columns(call: Call) -> NodeRule:
     axes["c"] = Axis("c", plane[-3])
     flat: Dims = (*batch, ("c", "k"), ("y",))
     full: Dims = (*batch, ("c",), ("h",), ("w",))
-    return NodeRule(
-        axes=axes,
-        operands=(flat if back else full,),
-        results=(full if back else flat,),
-        linear=(frozenset({0}),),
-        localize=guarded(),
+    return linear_rule(
+        call, axes, flat if back else full, full if back else flat, localize=guarded()
     )
 
 

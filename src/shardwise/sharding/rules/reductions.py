@@ -35,6 +35,7 @@ from shardwise.sharding.rules.building_blocks import (
     frozen_axes,
     guarded,
     is_float,
+    linear_rule,
     normalize,
     op_name,
     over,
@@ -302,13 +303,7 @@ def fourier(call: Call) -> NodeRule:
     axes, own = axes_of(call.operands[0], frozen=dims)
     axes |= frozen_axes({f"y{d}": call.results[0][d] for d in sorted(dims)})
     result = tuple((f"y{d}",) if d in dims else own[d] for d in range(rank))
-    return NodeRule(
-        axes=axes,
-        operands=(own,),
-        results=(result,),
-        linear=(frozenset({0}),),
-        localize=guarded(),
-    )
+    return linear_rule(call, axes, own, result, localize=guarded())
 
 
 @rule("aten.sort", "aten.argsort", "aten.topk", "aten.msort", "aten.cumsum")

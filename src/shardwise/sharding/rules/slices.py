@@ -18,6 +18,7 @@ from shardwise.sharding.rule import (
 from shardwise.sharding.rules.building_blocks import (
     axes_of,
     frozen_axes,
+    linear_rule,
     local_position,
     normalize,
     part,
@@ -89,13 +90,7 @@ def split(call: Call) -> NodeRule:
             return call.replace()
         return LocalCall("aten.split_with_sizes.default", (call.get("self"), parts, dim))
 
-    return NodeRule(
-        axes=axes,
-        operands=(dims,),
-        results=results,
-        linear=passes(call, 0),
-        localize=localize,
-    )
+    return linear_rule(call, axes, dims, *results, localize=localize)
 
 
 @rule("aten.unbind")
@@ -104,12 +99,7 @@ def unbind(call: Call) -> NodeRule:
     source = call.operands[0]
     dim = normalize(call.get("dim", 0), len(source))
     axes, dims = axes_of(source, frozen=(dim,))
-    return NodeRule(
-        axes=axes,
-        operands=(dims,),
-        results=tuple(with_dim(dims, dim) for _ in call.results),
-        linear=passes(call, 0),
-    )
+    return linear_rule(call, axes, dims, *(with_dim(dims, dim) for _ in call.results))
 
 
 # ---------------------------------------------------------------- padding
@@ -214,13 +204,7 @@ def take_slice(call: Call) -> NodeRule:
             return call.replace(start=first, length=last - first)
         return call.replace(start=first, end=last)
 
-    return NodeRule(
-        axes=axes,
-        operands=(operand,),
-        results=(result,),
-        linear=passes(call, 0),
-        localize=localize,
-    )
+    return linear_rule(call, axes, operand, result, localize=localize)
 
 
 def local_bounds(local: Local, dim: int, start: int, stop: int) -> tuple[int, int]:
@@ -291,13 +275,7 @@ def unfold(call: Call) -> NodeRule:
     else:
         axes |= frozen_axes({f"d{dim}": target[dim], "covered": source[dim]})
         operand = with_dim(operand, dim, ("covered",))
-    return NodeRule(
-        axes=axes,
-        operands=(operand,),
-        results=(dims,),
-        linear=passes(call, 0),
-        localize=_local_unfold,
-    )
+    return linear_rule(call, axes, operand, dims, localize=_local_unfold)
 
 
 def _local_unfold(call: Call, local: Local) -> LocalCall:

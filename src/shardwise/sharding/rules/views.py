@@ -29,6 +29,7 @@ from shardwise.sharding.rules.building_blocks import (
     axis_length,
     broadcast_dims,
     each,
+    linear_rule,
     normalize,
     passes,
     with_dim,
@@ -145,13 +146,7 @@ def squeeze(call: Call) -> NodeRule:
         return LocalCall("aten.squeeze.dims", (call.get("self"), dropped))
 
     result = tuple(dims[d] for d in range(rank) if d not in dropped)
-    return NodeRule(
-        axes=axes,
-        operands=(dims,),
-        results=(result,),
-        linear=passes(call, 0),
-        localize=localize,
-    )
+    return linear_rule(call, axes, dims, result, localize=localize)
 
 
 @rule("aten.view.dtype")
@@ -170,12 +165,7 @@ def view_as_complex(call: Call) -> NodeRule:
     source, target = call.operands[0], call.results[0]
     longer = max(source, target, key=len)
     axes, dims = axes_of(longer, frozen=(len(longer) - 1,))
-    return NodeRule(
-        axes=axes,
-        operands=(dims[: len(source)],),
-        results=(dims[: len(target)],),
-        linear=passes(call, 0),
-    )
+    return linear_rule(call, axes, dims[: len(source)], dims[: len(target)])
 
 
 # ---------------------------------------------------------------- permutations and diagonals
@@ -190,7 +180,7 @@ def permute(call: Call) -> NodeRule:
     permuted = operator(call.node.op)(*args, **dict(kwargs))
     axes, dims = axes_of(call.operands[0])
     result = tuple(dims[size - 2] for size in permuted.shape)
-    return NodeRule(axes=axes, operands=(dims,), results=(result,), linear=passes(call, 0))
+    return linear_rule(call, axes, dims, result)
 
 
 def _diagonal(
@@ -208,14 +198,14 @@ def _diagonal(
 def diagonal(call: Call) -> NodeRule:
     """Freeze the two dims that become one at the end."""
     axes, dims, result = _diagonal(call, call.operands[0], 0, 1, call.results[0][-1])
-    return NodeRule(axes=axes, operands=(dims,), results=(result,), linear=passes(call, 0))
+    return linear_rule(call, axes, dims, result)
 
 
 @rule("aten.diag_embed")
 def diag_embed(call: Call) -> NodeRule:
     """Freeze the two dims that the last one becomes."""
     axes, dims, operand = _diagonal(call, call.results[0], -2, -1, call.operands[0][-1])
-    return NodeRule(axes=axes, operands=(operand,), results=(dims,), linear=passes(call, 0))
+    return linear_rule(call, axes, operand, dims)
 
 
 @rule("aten.diagonal_scatter")
@@ -298,11 +288,11 @@ def repeat(call: Call) -> NodeRule:
         lengths = (axis_length(axes[f"r{d}"], local, layout, d, target) for d in range(len(target)))
         return call.replace(**{argument: tuple(lengths)})
 
-    return NodeRule(
-        axes=axes,
-        operands=(each(f"d{d}" for d in range(new, len(target))),),
-        results=(tuple((f"r{d}", f"d{d}")[: 1 + (d >= new)] for d in range(len(target))),),
-        linear=passes(call, 0),
+    return linear_rule(
+        call,
+        axes,
+        each(f"d{d}" for d in range(new, len(target))),
+        tuple((f"r{d}", f"d{d}")[: 1 + (d >= new)] for d in range(len(target))),
         localize=localize,
     )
 
@@ -322,13 +312,7 @@ def repeat_interleave(call: Call) -> NodeRule:
         times = axis_length(axes["times"], local, local.result_layouts[0], dim, shape)
         return call.replace(repeats=times, output_size=None)
 
-    return NodeRule(
-        axes=axes,
-        operands=(dims,),
-        results=(result,),
-        linear=passes(call, 0),
-        localize=localize,
-    )
+    return linear_rule(call, axes, dims, result, localize=localize)
 
 
 @rule("aten.repeat_interleave.self_Tensor")
