@@ -12,7 +12,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ["SHARDWISE_CACHE"] = "off"  # tests of the cache have a folder of their own
+os.environ["SHARDWISE_CACHE"] = "off"  # tests of the cache use a separate folder
 
 import hypothesis
 import pytest
@@ -29,14 +29,14 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--update-golden` writes the expected files of `tests/golden` anew."""
-    parser.addoption("--update-golden", action="store_true", help="write expected files anew")
+    """Add `--update-golden`, which rewrites the expected files of `tests/golden`."""
+    parser.addoption("--update-golden", action="store_true", help="rewrite expected files")
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: no later collection of garbage looks at it again.
+    """Exclude imported objects from later garbage collections.
 
-    Predictions of memory and some libraries collect explicitly: 0.3 s each with all that is here.
+    Memory prediction and some libraries collect explicitly, which takes 0.3 s with all objects.
     """
     gc.collect()
     gc.freeze()
@@ -44,7 +44,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """See `tests/support/workers.py`."""
+    """Distribute tests by file, see `tests/support/workers.py`."""
     from tests.support.workers import ByFile
 
     return ByFile(config, log)
@@ -52,5 +52,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def pool() -> Callable[[int], pools.Pool]:
-    """`pool(4).run("module:function", *args)`: see `tests/support/pool.py`."""
+    """Return `pool`, as in `pool(4).run("module:function", *args)`."""
     return pools.pool

@@ -1,4 +1,4 @@
-"""A link of an emulated network that is cut while collectives run: every rank names an edge."""
+"""A link of an emulated network fails during collectives: every rank names an edge of it."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def test_every_rank_names_an_edge_of_the_link_that_died(tmp_path: Path) -> None:
             for edge in range(network.num_edges):
                 if {int(network.source[edge]), int(network.target[edge])} == {2, 3}:
                     for resource in network.uses[edge].tolist():
-                        cut = ["ip", "-n", hosts.middle, "link", "set", f"q{resource}", "down"]
-                        subprocess.run(cut, check=False, timeout=10)
-            said = [tmp_path / f"{rank}.said" for rank in range(RANKS)]
-            wait_for(said, 4 * TIMEOUT_S + 10)
-            for text in (file.read_text() for file in said):
+                        command = ["ip", "-n", hosts.middle, "link", "set", f"q{resource}", "down"]
+                        subprocess.run(command, check=False, timeout=10)
+            errors = [tmp_path / f"{rank}.error" for rank in range(RANKS)]
+            wait_for(errors, 4 * TIMEOUT_S + 10)
+            for text in (file.read_text() for file in errors):
                 assert text.startswith("LinkError"), text
                 assert "edge 2 -> 3" in text or "edge 3 -> 2" in text, text
         finally:

@@ -1,4 +1,4 @@
-"""A small language model that learns in 200 steps, for comparisons of number types."""
+"""A small language model that learns in 200 steps, for comparisons of dtypes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class SmallGPT(nn.Module):
-    """Two blocks between an embedding and a head of its own."""
+    """Two blocks between an embedding and an untied head."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -47,18 +47,18 @@ class SmallGPT(nn.Module):
 
 
 def batch(step: int) -> dict[str, Tensor]:
-    """Labels that follow from the token, but for three in ten."""
-    made = torch.Generator().manual_seed(step)
-    ids = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=made)
-    other = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=made)
-    lost = torch.rand(ROWS, LENGTH, generator=made) < 0.3
-    return {"ids": ids, "labels": torch.where(lost, other, (3 * ids + 1) % VOCAB)}
+    """Return tokens, and labels that are a function of them except for 30 % noise."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=generator)
+    other = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=generator)
+    noise = torch.rand(ROWS, LENGTH, generator=generator) < 0.3
+    return {"ids": ids, "labels": torch.where(noise, other, (3 * ids + 1) % VOCAB)}
 
 
 def train(
     precision: str | None, strategy: str, ranks: int, steps: int = 200, **options: object
 ) -> list[float]:
-    """The losses of training under a plan."""
+    """Return the losses of training under a plan."""
     torch.manual_seed(0)
     model = SmallGPT()
     graph = sw.capture(model, batch(0))

@@ -1,4 +1,4 @@
-"""Compares a captured graph, run node by node, with the model it came from."""
+"""Compare a captured graph, run node by node, with its model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def assert_captured(
     tolerance: float = 1e-10,
     **options: Any,
 ) -> Graph:
-    """The graph has the model's loss, gradients and buffer updates; neither input is changed."""
+    """Require that the graph has the loss, gradients and buffer updates of the unchanged model."""
     before = copy.deepcopy(model.state_dict())
     graph = capture(model, batch, loss_fn, **options)
     for name, tensor in model.state_dict().items():
@@ -44,21 +44,23 @@ def assert_captured(
     loss.backward()  # reentrant checkpointing refuses autograd.grad
     expected = [parameter.grad for parameter in trained.values()]
     close(values[graph.loss], loss, "loss", tolerance)
-    for name, mine, theirs in zip(trained, gradients, expected, strict=True):
-        assert (mine is None) == (theirs is None), f"gradient of {name}: {mine} {theirs}"
-        if mine is not None and theirs is not None:
-            close(mine, theirs, f"gradient of {name}", tolerance)
+    for name, actual, grad in zip(trained, gradients, expected, strict=True):
+        assert (actual is None) == (grad is None), f"gradient of {name}: {actual} {grad}"
+        if actual is not None and grad is not None:
+            close(actual, grad, f"gradient of {name}", tolerance)
     for buffer in graph.buffers:
         now = dict(model.named_buffers(remove_duplicate=False))[buffer.name]
-        mine = values[buffer.mutation] if buffer.mutation else buffers[buffer.name]
-        close(mine.double(), now.double(), f"buffer {buffer.name}", tolerance)
+        actual = values[buffer.mutation] if buffer.mutation else buffers[buffer.name]
+        close(actual.double(), now.double(), f"buffer {buffer.name}", tolerance)
     return graph
 
 
-def close(mine: torch.Tensor, theirs: torch.Tensor, what: str, tolerance: float = 1e-10) -> None:
-    scale = theirs.abs().max().item() if theirs.numel() else 0.0
-    error = (mine - theirs).abs().max().item() if theirs.numel() else 0.0
-    assert error <= tolerance * max(scale, 1e-30), f"{what}: off by {error}, of {scale}"
+def close(
+    actual: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float = 1e-10
+) -> None:
+    scale = expected.abs().max().item() if expected.numel() else 0.0
+    error = (actual - expected).abs().max().item() if expected.numel() else 0.0
+    assert error <= tolerance * max(scale, 1e-30), f"{what}: error {error} of {scale}"
 
 
 def _call(model: nn.Module, batch: Any) -> Any:

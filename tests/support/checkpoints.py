@@ -1,4 +1,4 @@
-"""Training that stops and goes on elsewhere: the settings, and what a rank of each does."""
+"""Training that stops and resumes under another plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.training import make, plan_for
 
 BEFORE, AFTER = 2, 5
 
-# name -> ranks, strategy, options; one process is plain PyTorch.
+# name -> ranks, strategy, options; "one" is plain PyTorch.
 SETTINGS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "one": (1, "", {}),
     "ddp2": (2, "ddp", {}),
@@ -40,7 +40,7 @@ GROUPS = [{"params": "*norm*", "weight_decay": 0.0}, {"params": "*bias", "lr": 0
 
 @dataclass(frozen=True)
 class Run:
-    """Losses of the steps taken, and the whole state at the end of them."""
+    """The losses of some steps, and the full state after them."""
 
     losses: list[float]
     model: dict[str, Tensor]
@@ -48,7 +48,7 @@ class Run:
 
 
 class Plain:
-    """One device, as the others look from outside."""
+    """Training on one device, with the interface of `Parallel`."""
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
         self.module, self.batch = model, batch
@@ -56,11 +56,11 @@ class Plain:
         trained = {n: p for n, p in names.items() if p.requires_grad}
         norm = {n for n in trained if "norm" in n}
         bias = {n for n in trained if n.endswith("bias")} - norm
-        rest = [p for n, p in trained.items() if n not in norm | bias]
+        others = [p for n, p in trained.items() if n not in norm | bias]
         groups = [
             {"params": [trained[n] for n in trained if n in norm], "weight_decay": 0.0},
             {"params": [trained[n] for n in trained if n in bias], "lr": 0.02},
-            {"params": rest},
+            {"params": others},
         ]
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.01)
         self.names = {id(p): n for n, p in names.items()}
@@ -80,7 +80,7 @@ class Plain:
 
 
 class Parallel:
-    """This rank of a plan."""
+    """Training on this rank of a plan."""
 
     def __init__(self, name: str, model: nn.Module, batch: Any) -> None:
         ranks, strategy, options = {**SETTINGS, **FURTHER}[name]
@@ -104,7 +104,7 @@ def start(setting: str, model_name: str) -> Plain | Parallel:
 
 
 def save_run(setting: str, model_name: str, path: Path) -> Run:
-    """Train some steps and save."""
+    """Train some steps and save a checkpoint."""
     with KeepDouble():
         run = start(setting, model_name)
         losses = [run.step() for _ in range(BEFORE)]
@@ -114,32 +114,32 @@ def save_run(setting: str, model_name: str, path: Path) -> Run:
 
 
 def load_runs(setting: str, model_name: str, paths: list[Path]) -> list[tuple[Run, list[float]]]:
-    """Load each checkpoint; the state then, and the losses of what follows."""
-    found = []
+    """Load each checkpoint; return the loaded state and the losses of further steps."""
+    runs = []
     with KeepDouble():
         run = start(setting, model_name)
         for path in paths:
             loaded = sw.load_checkpoint(path, run.module, run.optimizer)
             assert (loaded.step, loaded.extra) == (BEFORE, {"seen": 7})
             model, optimizer = run.state()
-            found.append((Run([], model, optimizer), [run.step() for _ in range(AFTER)]))
-    return found
+            runs.append((Run([], model, optimizer), [run.step() for _ in range(AFTER)]))
+    return runs
 
 
 def continued(model_name: str) -> list[float]:
-    """The losses of one device that did not stop."""
+    """Return the losses of one device that did not stop."""
     with KeepDouble():
         run = start("one", model_name)
         return [run.step() for _ in range(BEFORE + AFTER)]
 
 
-def assert_same_state(found: Run, saved: Run) -> None:
-    """Bit-equal parameters, buffers and optimizer state."""
-    assert set(found.model) == set(saved.model)
+def assert_same_state(actual: Run, saved: Run) -> None:
+    """Require bit-equal parameters, buffers and optimizer state."""
+    assert set(actual.model) == set(saved.model)
     for name, tensor in saved.model.items():
-        assert torch.equal(found.model[name], tensor), name
-    assert set(found.optimizer) == set(saved.optimizer)
+        assert torch.equal(actual.model[name], tensor), name
+    assert set(actual.optimizer) == set(saved.optimizer)
     for name, values in saved.optimizer.items():
-        assert set(found.optimizer[name]) == set(values), name
+        assert set(actual.optimizer[name]) == set(values), name
         for key, value in values.items():
-            assert torch.equal(found.optimizer[name][key], value), f"{key} of {name}"
+            assert torch.equal(actual.optimizer[name][key], value), f"{key} of {name}"

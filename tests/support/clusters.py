@@ -1,4 +1,4 @@
-"""Clusters whose links differ."""
+"""Clusters with unequal links."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MBIT = 125e3  # bytes per second
 
 
 def cards(*mbit: float, devices: int = 1) -> Cluster:
-    """A node for each card, with one CPU rank or several."""
+    """Return a cluster with a node for each network card, with one or several CPU ranks."""
     base = Cluster.local(max(devices, 2)).nodes[0]
     return Cluster(
         name="cards",
@@ -28,7 +28,7 @@ def cards(*mbit: float, devices: int = 1) -> Cluster:
 
 
 def uneven(ranks: int) -> Cluster:
-    """One rank per node; the last card is slow, and a trunk lies between even and odd nodes."""
+    """Return a cluster with a slow last card and a trunk between even and odd nodes."""
     plain = cards(*[800] * (ranks - 1), 200)
     sides = tuple(tuple(f"host{i}" for i in range(side, ranks, 2)) for side in (0, 1))
     trunk = Trunk(name="trunk", between=(sides[0], sides[1]), bandwidth_bytes_per_s=200 * MBIT)
@@ -36,7 +36,7 @@ def uneven(ranks: int) -> Cluster:
 
 
 def measured(ranks: int) -> Cluster:
-    """One host whose shared memory was found to be twice as fast as its loopback."""
+    """Return a host whose shared memory is twice as fast as its loopback interface."""
     local = Cluster.local(ranks)
     (node,) = local.nodes
     assert node.link is not None

@@ -1,6 +1,6 @@
-"""One rank of a line of four that sums until a link is cut: `python -m tests.support.dead_link`.
+"""A rank that reduces until a link fails: `python -m tests.support.dead_link FOLDER RANK`.
 
-Enters: a folder and a rank. Leaves: RANK.ready after the first sum, RANK.said with the error.
+Four ranks form a line. A rank writes RANK.ready after the first reduction, and RANK.error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RANKS, SIZE, TIMEOUT_S = 4, 500_000, 4.0
 
 
 def line() -> Network:
-    """0 - 1 - 2 - 3, each link with a queue each way."""
+    """Return the network 0 - 1 - 2 - 3 with links in both directions."""
     return Network.of_links(
         {edge: 5e7 for a in range(RANKS - 1) for edge in ((a, a + 1), (a + 1, a))}
     )
@@ -45,12 +45,12 @@ def main(folder: Path, rank: int) -> None:
         while time.monotonic() < began + 60:
             began = time.monotonic()
             messenger.run(program, data)
-        said = "nothing failed"
+        message = "nothing failed"
     except ShardwiseError as error:
-        said = f"{type(error).__name__} after {time.monotonic() - began:.1f} s: {error}"
-    (folder / f"{rank}.writing").write_text(said)
-    (folder / f"{rank}.writing").rename(folder / f"{rank}.said")
-    time.sleep(2 * TIMEOUT_S)  # others are still to find out by themselves
+        message = f"{type(error).__name__} after {time.monotonic() - began:.1f} s: {error}"
+    (folder / f"{rank}.writing").write_text(message)
+    (folder / f"{rank}.writing").rename(folder / f"{rank}.error")
+    time.sleep(2 * TIMEOUT_S)  # the other ranks must detect the failure themselves
 
 
 if __name__ == "__main__":

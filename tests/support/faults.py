@@ -1,9 +1,9 @@
-"""Ranks of which one is stopped or killed in the middle of collectives.
+"""Stop or kill one rank during collectives, and collect the errors of the others.
 
-    said = survivors("tests.distributed.test_x:forever", 4, victim=2, how=signal.SIGSTOP)
+    errors = survivors("tests.distributed.test_x:forever", 4, victim=2, how=signal.SIGSTOP)
 
-`forever()` runs on every rank, with a gloo group whose store the test hosts, and does collectives
-until one fails. What it raised on the others is returned, by rank, with the seconds it took.
+`forever()` runs on every rank, in a gloo group whose store the test hosts, and calls collectives
+until one fails. The result has the error of each other rank, and the seconds until it was raised.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 START_S = 120.0
-RUNNING_S = 0.5  # of collectives, before the fault
+RUNNING_S = 0.5  # of collectives before the fault
 
 
 def survivors(
     target: str, num_ranks: int, *, victim: int, how: signal.Signals, limit_s: float, **kwargs: Any
 ) -> dict[int, tuple[str, float]]:
-    """The texts of the errors of all ranks but one, and when they came after the fault."""
+    """Return the errors of all ranks but one, and the seconds after the fault."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("forkserver")  # of a process that has imported all
+    context = multiprocessing.get_context("forkserver")  # of a process with all imports
     context.set_forkserver_preload(["torch.distributed", target.partition(":")[0]])
     pipes, processes = {}, []
     for rank in range(num_ranks):
-        ours, theirs = context.Pipe()
+        connection, remote = context.Pipe()
         process = context.Process(
-            target=_rank, args=(target, rank, num_ranks, store.port, theirs, kwargs), daemon=True
+            target=_rank, args=(target, rank, num_ranks, store.port, remote, kwargs), daemon=True
         )
         process.start()
-        theirs.close()
-        pipes[ours] = rank
+        remote.close()
+        pipes[connection] = rank
         processes.append(process)
     try:
         for pipe, rank in pipes.items():
@@ -54,13 +54,13 @@ def survivors(
 
 
 def _errors(pipes: dict[Connection, int], limit_s: float) -> dict[int, tuple[str, float]]:
-    found: dict[int, tuple[str, float]] = {}
+    errors: dict[int, tuple[str, float]] = {}
     began = time.monotonic()
-    while len(found) < len(pipes) and time.monotonic() - began < limit_s:
-        for pipe in wait([p for p in pipes if pipes[p] not in found], timeout=1.0):
+    while len(errors) < len(pipes) and time.monotonic() - began < limit_s:
+        for pipe in wait([p for p in pipes if pipes[p] not in errors], timeout=1.0):
             assert isinstance(pipe, Connection)
-            found[pipes[pipe]] = pipe.recv(), time.monotonic() - began
-    return found
+            errors[pipes[pipe]] = pipe.recv(), time.monotonic() - began
+    return errors
 
 
 def _rank(
@@ -79,4 +79,4 @@ def _rank(
         function(lambda: pipe.send("ready"), **kwargs)
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {error}")
-    time.sleep(60)  # connections end by what is tested, not by the end of this process
+    time.sleep(60)  # keep connections open, as the end of this process would close them

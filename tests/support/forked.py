@@ -1,4 +1,4 @@
-"""Work in a forked process: what it returned or raised, without what it did to this one."""
+"""Run code in a forked process, without side effects on this one."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 
 def in_child(work: Callable[[], Any]) -> str:
-    """Run some work in a forked process; what it returned or raised, as text."""
+    """Run a function in a forked process; return its result or exception as text."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            said = str(work())
+            text = str(work())
         except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(write, said.encode()[:60_000])
+            text = f"{type(error).__name__}: {error}"
+        os.write(write, text.encode()[:60_000])
         os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as file:
-        said = file.read().decode()
+        text = file.read().decode()
     os.waitpid(pid, 0)
-    return said
+    return text

@@ -1,4 +1,4 @@
-"""Small Hugging Face models in float64, data with ragged labels, and one training of them."""
+"""Small Hugging Face models in float64, data with ragged labels, and a training run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCABULARY, LENGTH, ROWS = 50, 12, 22
 def loss_as_it_is(
     logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **_: Any
 ) -> Tensor:
-    """The loss of causal language models without their cast to float32."""
+    """Return the loss of causal language models without a cast to float32."""
     from transformers.loss.loss_utils import fixed_cross_entropy
 
     labels = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
@@ -26,7 +26,7 @@ def loss_as_it_is(
 
 
 def gpt2(seed: int = 0, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> Any:
-    """Two blocks, with the embeddings tied to the head."""
+    """Build a model of two blocks with tied embeddings."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seed)
@@ -48,7 +48,7 @@ def gpt2(seed: int = 0, dropout: float = 0.0, dtype: torch.dtype = torch.float64
 
 
 def lora(seed: int = 0) -> Any:
-    """The same with adapters; the rest is frozen."""
+    """Build the same model with adapters and frozen weights."""
     from peft import LoraConfig, get_peft_model
 
     model = gpt2(seed)
@@ -58,7 +58,7 @@ def lora(seed: int = 0) -> Any:
 
 
 class Classifier(nn.Module):
-    """No Hugging Face model, and one that takes no count of items: its loss is a mean."""
+    """A plain PyTorch model that does not take a count of items: its loss is a mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Points(Dataset[dict[str, Tensor]]):
 
 
 class Stream(IterableDataset[dict[str, Tensor]]):
-    """The same texts, without a length."""
+    """The same texts as a stream without a length."""
 
     def __iter__(self) -> Any:
         return map(text, range(64))
@@ -114,27 +114,27 @@ def text(index: int, length: int = LENGTH) -> dict[str, Tensor]:
 
 
 def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A collator that pads to the longest row, which differs from batch to batch."""
+    """Collate rows with padding to the longest one, which differs between batches."""
     fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
     lengths = [5 + int(row["input_ids"][0]) % 3 for row in rows]
     longest = max(lengths)
-    found: dict[str, list[Tensor]] = {key: [] for key in fill}
+    columns: dict[str, list[Tensor]] = {key: [] for key in fill}
     for row, length in zip(rows, lengths, strict=True):
-        for key, value in fill.items():
-            cut = row[key][:length]
-            found[key].append(nn.functional.pad(cut, (0, longest - length), value=value))
-    return {key: torch.stack(values) for key, values in found.items()}
+        for key, padding in fill.items():
+            values = row[key][:length]
+            columns[key].append(nn.functional.pad(values, (0, longest - length), value=padding))
+    return {key: torch.stack(values) for key, values in columns.items()}
 
 
 def sum_over_items(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """An own loss: its sum over the count of all accumulated batches."""
+    """Return a custom loss: a sum over the count of items in all accumulated batches."""
     logits, target = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     loss = nn.functional.cross_entropy(logits, target, reduction="sum")
     return loss / num_items_in_batch
 
 
 def metrics(prediction: Any) -> dict[str, float]:
-    """Something of every prediction and label."""
+    """Return sums over all predictions and labels."""
     return {
         "logits": float(prediction.predictions.sum()),
         "labels": float(prediction.label_ids.sum()),
@@ -179,7 +179,7 @@ def train(
     data: str | None = None,
     **keywords: Any,
 ) -> dict[str, Any]:
-    """Losses, norms, metrics and parameters of one training, plain where there is no plan."""
+    """Return the losses, norms, metrics and parameters of a training run."""
     import transformers
 
     from shardwise.integrations.huggingface import ShardwiseTrainer
@@ -191,56 +191,56 @@ def train(
     made = keywords.pop("made", None) or MODELS[model]()
     rows = DATA[data or model]()
     with tempfile.TemporaryDirectory() as folder:
-        given = {"output_dir": folder, **ARGS, **(args or {})}
+        settings = {"output_dir": folder, **ARGS, **(args or {})}
         trainer = kind(
             made,
-            transformers.TrainingArguments(**given),
+            transformers.TrainingArguments(**settings),
             train_dataset=rows,
             eval_dataset=DATA[model](),
             **keywords,
         )
         trainer.remove_callback(transformers.PrinterCallback)
         done = trainer.train(resume_from_checkpoint=resume)
-        found = trainer.evaluate()
-        trainer.save_model(f"{given['output_dir']}/trained")
+        metrics = trainer.evaluate()
+        trainer.save_model(f"{settings['output_dir']}/trained")
     logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     return {
         "steps": done.global_step,
         "losses": [entry["loss"] for entry in logs],
         "norms": [entry["grad_norm"] for entry in logs],
         "rates": [entry["learning_rate"] for entry in logs],
-        "metrics": {k: v for k, v in found.items() if k in WATCHED},
+        "metrics": {k: v for k, v in metrics.items() if k in WATCHED},
         "parameters": {n: p.detach() for n, p in made.named_parameters() if not p.is_meta},
         "best": trainer.state.best_metric,
     }
 
 
 def train_on_meta(weights: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of a model without weights; each rank reads its part of a folder."""
+    """Train a model without weights, of which each rank reads its part from a folder."""
     from transformers import GPT2LMHeadModel
 
     with torch.device("meta"):
         made = gpt2()
-    found = train(args=args, plan="fsdp", made=made, weights=weights)
+    result = train(args=args, plan="fsdp", made=made, weights=weights)
     saved = GPT2LMHeadModel.from_pretrained(f"{args['output_dir']}/trained", dtype=torch.float64)
-    return {**found, "saved": {n: p.detach() for n, p in saved.named_parameters()}}
+    return {**result, "saved": {n: p.detach() for n, p in saved.named_parameters()}}
 
 
 WATCHED = ("eval_loss", "eval_logits", "eval_labels")
 
 
-def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any], **limits: float) -> None:
-    """Two trainings are the same up to rounding in float64; losses are logged in float32."""
+def assert_same(actual: Mapping[str, Any], expected: Mapping[str, Any], **limits: float) -> None:
+    """Require equal training runs up to float64 rounding; losses are logged in float32."""
     limits = {"rtol": 1e-9, "atol": 1e-11, **limits}
-    assert found["steps"] == expected["steps"]
-    assert found["rates"] == expected["rates"]
+    assert actual["steps"] == expected["steps"]
+    assert actual["rates"] == expected["rates"]
     loss = {"rtol": max(3e-7, limits["rtol"]), "atol": 1e-7}
-    torch.testing.assert_close(tensors(found["losses"]), tensors(expected["losses"]), **loss)
-    torch.testing.assert_close(tensors(found["norms"]), tensors(expected["norms"]), **limits)
-    for key in found["metrics"]:
-        one, other = found["metrics"][key], expected["metrics"][key]
+    torch.testing.assert_close(tensors(actual["losses"]), tensors(expected["losses"]), **loss)
+    torch.testing.assert_close(tensors(actual["norms"]), tensors(expected["norms"]), **limits)
+    for key in actual["metrics"]:
+        one, other = actual["metrics"][key], expected["metrics"][key]
         torch.testing.assert_close(one, other, rtol=max(1e-9, limits["rtol"]), atol=1e-9)
-    torch.testing.assert_close(found["parameters"], expected["parameters"], **limits)
+    torch.testing.assert_close(actual["parameters"], expected["parameters"], **limits)
 
 
 def tensors(values: list[Any]) -> Tensor:

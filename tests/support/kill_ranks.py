@@ -1,9 +1,9 @@
-"""Training that is killed again and again: `python -m tests.support.kill_ranks FOLDER ROUNDS`.
+"""Kill training repeatedly: `python -m tests.support.kill_ranks FOLDER ROUNDS`.
 
-In every round some ranks go on from the newest checkpoint and save after each step, until one of
-them, chosen at random, is killed (SIGKILL) at a random moment. Then the others must end by
-themselves, the newest checkpoint must be sound, no older than the last one that a rank saw
-completed, and training from it must give the losses that it gave before.
+In every round, ranks resume from the latest checkpoint and save after each step, until a random one
+is killed (SIGKILL) at a random time. The others must then end by themselves. The latest checkpoint
+must be intact and not older than the last one that a rank reported as complete, and training from
+it must reproduce the earlier losses.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ import shardwise as sw
 from shardwise.checkpoint import verify_checkpoint
 
 RANKS = 2
-END_S = 60.0  # for the others to end
+END_S = 60.0  # for the other ranks to end
 START_S = 120.0
 
 
 class Net(nn.Module):
-    """Some megabytes, so that a save takes longer than a step."""
+    """A model of some megabytes, so that a save takes longer than a step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,22 +48,22 @@ class Net(nn.Module):
 
 
 def train(rank: int, port: int, folder: Path) -> None:
-    """One rank, for ever; rank 0 writes down what it did."""
+    """Train one rank forever; rank 0 logs its progress."""
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
     torch.manual_seed(0)
-    model, made = Net().double(), torch.Generator().manual_seed(1)
+    model, generator = Net().double(), torch.Generator().manual_seed(1)
     batch = {
-        "x": torch.randn(4, 16, generator=made, dtype=torch.float64),
-        "labels": torch.randn(4, 1, generator=made, dtype=torch.float64),
+        "x": torch.randn(4, 16, generator=generator, dtype=torch.float64),
+        "labels": torch.randn(4, 1, generator=generator, dtype=torch.float64),
     }
     plan = sw.strategies.fsdp(sw.capture(model, batch), sw.Cluster.local(RANKS))
     pm = sw.parallelize(model, batch, plan=plan, timeout_s=20.0)
     optimizer = sw.optimizer(pm, torch.optim.AdamW, lr=1e-3)
-    kept = sw.CheckpointManager(folder / "kept", keep_last=2)
-    step, newest = 0, kept.latest()
+    manager = sw.CheckpointManager(folder / "checkpoints", keep_last=2)
+    step, newest = 0, manager.latest()
     if newest is not None:
         step = sw.load_checkpoint(newest, pm, optimizer).step or 0
     log = (folder / "log.jsonl").open("a") if rank == 0 else None
@@ -80,25 +80,22 @@ def train(rank: int, port: int, folder: Path) -> None:
         optimizer.zero_grad()
         step += 1
         note("loss", [step, loss])
-        saving = kept.save(step, pm, optimizer, extra={"loss": loss})
-        if step % 3 == 0:  # at times beside the next step
+        saving = manager.save(step, pm, optimizer, extra={"loss": loss})
+        if step % 3 == 0:  # otherwise it overlaps with the next step
             saving.wait()
             note("complete", [step])
 
 
 def events(folder: Path) -> list[list[Any]]:
-    """What rank 0 has written down so far."""
+    """Return the log of rank 0."""
     path = folder / "log.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
-    found = []
-    for line in lines:
-        if line.endswith("]"):  # the last one may be cut off
-            found.append(json.loads(line))
-    return found
+    # The last line may be incomplete.
+    return [json.loads(line) for line in lines if line.endswith("]")]
 
 
 def one_round(folder: Path, chance: random.Random) -> str:
-    """Start, kill, and see what is left."""
+    """Start the ranks, kill one, and check the result."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -109,7 +106,7 @@ def one_round(folder: Path, chance: random.Random) -> str:
         process.start()
     deadline = time.monotonic() + START_S
     while not any(e[0] == "loss" for e in events(folder)[before:]):
-        assert time.monotonic() < deadline, "training did not go on"
+        assert time.monotonic() < deadline, "training did not continue"
         time.sleep(0.01)
     time.sleep(chance.uniform(0.0, 1.5))
     victim = chance.randrange(RANKS)
@@ -118,29 +115,29 @@ def one_round(folder: Path, chance: random.Random) -> str:
         process.join(END_S)
         hung = process.is_alive()
         if hung:
-            os.kill(process.pid or 0, signal.SIGUSR1)  # shows where it waits
+            os.kill(process.pid or 0, signal.SIGUSR1)  # prints its stack
             time.sleep(1.0)
             process.kill()
-        assert not hung, f"a rank waits for ever after rank {victim} was killed"
+        assert not hung, f"a rank hangs after rank {victim} was killed"
     return check(folder, before)
 
 
 def check(folder: Path, before: int) -> str:
-    """The newest checkpoint is sound, new enough, and losses are those of other rounds."""
-    found = events(folder)
+    """Check that the latest checkpoint is intact and recent, and that losses are reproduced."""
+    log = events(folder)
     losses: dict[int, float] = {}
-    for what, step, *rest in found:
-        if what == "loss":
-            assert losses.setdefault(step, rest[0]) == rest[0], f"another loss in step {step}"
-    complete = max((step for what, step, *_ in found if what == "complete"), default=0)
-    newest = sw.CheckpointManager(folder / "kept").latest()
+    for event, step, *values in log:
+        if event == "loss":
+            assert losses.setdefault(step, values[0]) == values[0], f"different loss in step {step}"
+    complete = max((step for event, step, *_ in log if event == "complete"), default=0)
+    newest = sw.CheckpointManager(folder / "checkpoints").latest()
     step = 0
     if newest is not None:
         verified = verify_checkpoint(newest)
         assert verified.ok, verified.problems
         step = verified.opened.manifest.step or 0
-    assert step >= complete, f"step {complete} was complete, {step} is what is left"
-    return f"began at {found[before][1]}, completed {complete}, newest {step}"
+    assert step >= complete, f"step {complete} was complete, but the latest is {step}"
+    return f"began at {log[before][1]}, completed {complete}, newest {step}"
 
 
 def main() -> None:

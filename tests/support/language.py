@@ -1,8 +1,8 @@
-"""Keep the project's English standard: words and phrases that must not occur.
+"""Check the project's English: words and phrases that must not occur.
 
-    python -m tests.support.language            # compare with the remaining counts, as `make lint`
+    python -m tests.support.language            # compare with the baseline, as `make lint`
     python -m tests.support.language PATH ...   # list every occurrence in files or folders
-    python -m tests.support.language --lower    # lower the remaining counts after a clean-up
+    python -m tests.support.language --lower    # lower the baseline after a clean-up
 
 `NAMES` applies to identifiers in code, `PROSE` to comments, strings and pages. The counts in
 `tests/data/language.json`, by part of the repository and rule, may only shrink; a rule whose
@@ -127,7 +127,7 @@ _CODE_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occurrence:
-    """A word or phrase that must not occur, and where."""
+    """A word or phrase that must not occur, with its position."""
 
     path: str
     line: int
@@ -141,7 +141,7 @@ class Occurrence:
 
 
 def occurrences(path: Path) -> Iterator[Occurrence]:
-    """Yield what must not occur in a file."""
+    """Yield the occurrences in a file."""
     text = path.read_text(encoding="utf-8")
     name = str(path.relative_to(ROOT))
     hits: list[tuple[int, str]] = []
@@ -162,7 +162,7 @@ def occurrences(path: Path) -> Iterator[Occurrence]:
 
 
 def _prose_hits(text: str, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, str]]:
-    """Yield position and rule of every phrase inside some spans."""
+    """Yield the position and rule of every phrase within some spans."""
     prose = "\0".join(text[begin:end] for begin, end in spans)
     starts = [0, *accumulate(end - begin + 1 for begin, end in spans)]
     for rule, pattern in _PROSE.items():
@@ -172,7 +172,7 @@ def _prose_hits(text: str, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[i
 
 
 def _outside(text: str, spans: Sequence[tuple[int, int]]) -> str:
-    """Return the text with spans blanked, so that positions stay as they are."""
+    """Return the text with blanked spans, so that positions stay the same."""
     parts, end = [], 0
     for begin, after in spans:
         parts += [text[end:begin], " " * (after - begin)]
@@ -207,7 +207,7 @@ def count() -> dict[str, Counter[str]]:
 
 
 def excess(counts: Mapping[str, Counter[str]]) -> list[str]:
-    """Describe where more remains than the baseline allows."""
+    """Describe where a rule occurs more often than the baseline allows."""
     allowed = json.loads(BASELINE.read_text())
     return [
         f"{part}: {number} occurrences of {rule!r}, {allowed.get(part, {}).get(rule, 0)} allowed"
@@ -218,7 +218,7 @@ def excess(counts: Mapping[str, Counter[str]]) -> list[str]:
 
 
 def write(counts: Mapping[str, Counter[str]], *, only_lower: bool = True) -> None:
-    """Write the counts as the new baseline; it is only ever lowered."""
+    """Write the counts as the new baseline, which may only decrease."""
     old = json.loads(BASELINE.read_text()) if only_lower else {}
     new = {
         part: {

@@ -20,7 +20,7 @@ FEATURES, CLASSES = 6, 5
 
 
 class Classifier(L.LightningModule):
-    """A small residual network that logs in every way: step, epoch, dict, metric, list."""
+    """A small residual network that logs by step, epoch, dict, metric and list."""
 
     def __init__(self, width: int = 8, dropout: float = 0.0) -> None:
         super().__init__()
@@ -76,8 +76,8 @@ class Classifier(L.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-class Seen(L.Callback):
-    """Losses of every step, and the metrics at the end of every epoch."""
+class Recorder(L.Callback):
+    """Record the loss of every step and the metrics of every epoch."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -96,7 +96,7 @@ class Seen(L.Callback):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a training left: comparable between processes."""
+    """The results of a training run, comparable between processes."""
 
     losses: list[float]
     rates: list[float]
@@ -105,7 +105,7 @@ class Run:
 
 
 def loader(rows: int = 22, batch_size: int = 6, *, shuffle: bool = True) -> DataLoader[Any]:
-    """Rows that are no multiple of the batch."""
+    """Return rows whose number is not a multiple of the batch size."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(rows, FEATURES, generator=generator)
     y = torch.randint(0, CLASSES, (rows,), generator=generator)
@@ -113,7 +113,7 @@ def loader(rows: int = 22, batch_size: int = 6, *, shuffle: bool = True) -> Data
 
 
 class PoolEnvironment(LightningEnvironment):
-    """The processes of the tests' pool, whose group is there."""
+    """The processes of the test pool, which have a process group."""
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -135,9 +135,11 @@ class PoolEnvironment(LightningEnvironment):
     def teardown(self) -> None: ...
 
 
-def trainer(strategy: Any = "auto", folder: Any = None, **options: Any) -> tuple[L.Trainer, Seen]:
-    """A quiet trainer in float64 on the CPU; in a pool's worker over all its ranks."""
-    seen = Seen()
+def trainer(
+    strategy: Any = "auto", folder: Any = None, **options: Any
+) -> tuple[L.Trainer, Recorder]:
+    """Return a silent float64 trainer on the CPU, over all ranks of the pool if there is one."""
+    recorder = Recorder()
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     settings: dict[str, Any] = {
         "precision": "64-true",
@@ -148,7 +150,7 @@ def trainer(strategy: Any = "auto", folder: Any = None, **options: Any) -> tuple
         "devices": ranks if not isinstance(strategy, str) else 1,
     }
     settings.update(options)
-    settings["callbacks"] = [seen, *options.get("callbacks", [])]
+    settings["callbacks"] = [recorder, *options.get("callbacks", [])]
     warnings.simplefilter("ignore")
     made = L.Trainer(
         accelerator="cpu",
@@ -158,7 +160,7 @@ def trainer(strategy: Any = "auto", folder: Any = None, **options: Any) -> tuple
         default_root_dir=folder,
         **settings,
     )
-    return made, seen
+    return made, recorder
 
 
 def fit(
@@ -171,28 +173,28 @@ def fit(
     """Train a classifier for two epochs, with validation."""
     L.seed_everything(5, verbose=False)
     module = make()
-    made, seen = trainer(strategy, **options)
+    made, recorder = trainer(strategy, **options)
     made.fit(module, loader(rows), loader(10, shuffle=False), ckpt_path=ckpt_path)
     state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-    return Run(losses=seen.losses, rates=seen.rates, metrics=seen.metrics, state=state)
+    return Run(losses=recorder.losses, rates=recorder.rates, metrics=recorder.metrics, state=state)
 
 
-def assert_same(found: Run, expected: Run, tolerance: float = 1e-10) -> None:
-    """Losses, learning rates, logged values and final weights are equal."""
-    assert found.losses, "nothing was trained"
-    torch.testing.assert_close(found.losses, expected.losses, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(found.rates, expected.rates, rtol=tolerance, atol=tolerance)
-    assert len(found.metrics) == len(expected.metrics)
-    for mine, theirs in zip(found.metrics, expected.metrics, strict=True):
-        _close(mine, theirs, tolerance)
-    _close(found.state, expected.state, tolerance)
+def assert_same(actual: Run, expected: Run, tolerance: float = 1e-10) -> None:
+    """Require equal losses, learning rates, logged values and final weights."""
+    assert actual.losses, "nothing was trained"
+    torch.testing.assert_close(actual.losses, expected.losses, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.rates, expected.rates, rtol=tolerance, atol=tolerance)
+    assert len(actual.metrics) == len(expected.metrics)
+    for metrics, expected_metrics in zip(actual.metrics, expected.metrics, strict=True):
+        _close(metrics, expected_metrics, tolerance)
+    _close(actual.state, expected.state, tolerance)
 
 
-def _close(found: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float) -> None:
-    assert found.keys() == expected.keys()
+def _close(actual: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(
-            found[name],
+            actual[name],
             expected[name],
             rtol=tolerance,
             atol=tolerance,

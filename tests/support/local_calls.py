@@ -1,4 +1,4 @@
-"""Runs a call whole, and the local calls of a rule on every rank of a small mesh of threads."""
+"""Run a call on one device, and the local calls of a rule on a small mesh of threads."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ Runner = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Dense:
-    """The whole call: operands, results, the gradient that goes back and what comes out."""
+    """A call on one device: operands, results, their gradients, and gradients of operands."""
 
     call: Call
     run: Runner
     operands: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
-    seeds: tuple[Tensor | None, ...]  # None: the result carries no gradient
+    seeds: tuple[Tensor | None, ...]  # None if the result has no gradient
     gradients: tuple[Tensor | None, ...]
-    compare: str = "values"  # or "shapes", where the values are undefined
-    constant: frozenset[int] = frozenset()  # operands that have no derivative
+    compare: str = "values"  # or "shapes" if the values are undefined
+    constant: frozenset[int] = frozenset()  # operands without a derivative
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Arrangement:
 
 
 def tensors_of(arg: Any) -> Iterator[Tensor]:
-    """All tensors in a nested argument, in order."""
+    """Yield all tensors in a nested argument, in order."""
     if isinstance(arg, Tensor):
         yield arg
     elif isinstance(arg, tuple | list):
@@ -90,7 +90,7 @@ def replace_tensors(arg: Any, replace: Callable[[Tensor], Any]) -> Any:
 
 
 def random_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Normal numbers, or small integers."""
+    """Return normally distributed numbers, or small integers."""
     if is_float(tensor):
         return torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
     return torch.randint(-5, 6, tensor.shape, dtype=tensor.dtype, generator=generator)
@@ -108,12 +108,12 @@ def dense_call(
     seed: int = 0,
     constant: Sequence[int] = (),
 ) -> Dense:
-    """Run the whole call forward and backward."""
+    """Run the call on one device, forward and backward."""
     generator = torch.Generator().manual_seed(seed)
-    given = (tuple(args), tuple((kwargs or {}).items()))
-    operands = tuple(tensors_of(given))
+    arguments = (tuple(args), tuple((kwargs or {}).items()))
+    operands = tuple(tensors_of(arguments))
     names = iter(f"x{i}" for i in range(len(operands)))
-    node_args, node_kwargs = replace_tensors(given, lambda _: Ref(next(names)))
+    node_args, node_kwargs = replace_tensors(arguments, lambda _: Ref(next(names)))
     leaves = [
         t.detach().clone().requires_grad_(is_float(t) and i not in constant)
         for i, t in enumerate(operands)
@@ -152,10 +152,10 @@ def run_operator(
     run: Runner, args: Any, kwargs: Any, operands: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     supply = iter(operands)
-    given, named = map_refs((args, kwargs), lambda _: next(supply))
-    found = run(*given, **dict(named))
-    assert next(supply, None) is None, "the local call leaves out operands"
-    return tuple(tensors_of(found))
+    positional, named = map_refs((args, kwargs), lambda _: next(supply))
+    results = run(*positional, **dict(named))
+    assert next(supply, None) is None, "the local call omits operands"
+    return tuple(tensors_of(results))
 
 
 def backward(
@@ -163,12 +163,12 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     pairs = [(r, s) for r, s in zip(results, seeds, strict=True) if s is not None]
     pairs = [(r, s) for r, s in pairs if r.requires_grad]
-    wanted = [t for t in leaves if t.requires_grad]
-    if not pairs or not wanted:
+    inputs = [t for t in leaves if t.requires_grad]
+    if not pairs or not inputs:
         return tuple(None for _ in leaves)
     outs, grads = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(outs, wanted, grads, allow_unused=True))
-    return tuple(next(found) if t.requires_grad else None for t in leaves)
+    gradients = iter(torch.autograd.grad(outs, inputs, grads, allow_unused=True))
+    return tuple(next(gradients) if t.requires_grad else None for t in leaves)
 
 
 def coordinate_of(arrangement: Arrangement, place: Coords) -> dict[str, tuple[int, int]]:
@@ -182,9 +182,9 @@ def splits_of(layout: Layout) -> tuple[Split, ...]:
 def execute(
     dense: Dense, rule: NodeRule, arrangement: Arrangement
 ) -> tuple[dict[Coords, tuple[Tensor, ...]], dict[Coords, tuple[Tensor | None, ...]]]:
-    """Run the local call and its backward on every rank."""
-    cut = [
-        cut_operand(t, arrangement.layout("operands", i), arrangement, seed=i)
+    """Run the local call and its backward pass on every rank."""
+    local_operands = [
+        shard_operand(t, arrangement.layout("operands", i), arrangement, seed=i)
         for i, t in enumerate(dense.operands)
     ]
     places = arrangement.places
@@ -197,7 +197,7 @@ def execute(
             .detach()
             .clone()
             .requires_grad_(is_float(parts[place]) and i not in dense.constant)
-            for i, parts in enumerate(cut)
+            for i, parts in enumerate(local_operands)
         ]
         local = localized(dense.call, rule, arrangement, place)
         results = run_local(local, leaves, mesh, dense)
@@ -221,17 +221,17 @@ def execute(
     return dict(zip(places, results, strict=True)), dict(zip(places, gradients, strict=True))
 
 
-def cut_operand(
-    whole: Tensor, layout: Layout, arrangement: Arrangement, seed: int = 0
+def shard_operand(
+    operand: Tensor, layout: Layout, arrangement: Arrangement, seed: int = 0
 ) -> dict[Coords, Tensor]:
-    """Every rank's part: shards cut, partial sums as random terms."""
+    """Return the local operand of every rank: shards, or random terms of partial sums."""
     generator = torch.Generator().manual_seed(seed)
     summed = [i for i, (_, p) in enumerate(layout.axes) if isinstance(p, Partial)]
     terms: dict[Coords, Tensor] = {}
     keys = sorted({tuple(place[i] for i in summed) for place in arrangement.places})
     for key in keys[:-1]:
-        terms[key] = random_like(whole, generator)
-    terms[keys[-1]] = whole - sum(terms.values()) if terms else whole
+        terms[key] = random_like(operand, generator)
+    terms[keys[-1]] = operand - sum(terms.values()) if terms else operand
     return {
         place: take_local(
             terms[tuple(place[i] for i in summed)],
@@ -244,7 +244,7 @@ def cut_operand(
 
 
 def localized(call: Call, rule: NodeRule, arrangement: Arrangement, place: Coords) -> LocalCall:
-    """The local call of one rank, as lowering makes it."""
+    """Return the local call of one rank as lowering does."""
     coordinate = coordinate_of(arrangement, place)
     operands = tuple(arrangement.layout("operands", i) for i in range(len(call.operands)))
     results = tuple(arrangement.layout("results", i) for i in range(len(call.results)))
@@ -279,7 +279,7 @@ def localized(call: Call, rule: NodeRule, arrangement: Arrangement, place: Coord
 def run_local(
     local: LocalCall, operands: Sequence[Tensor], mesh: ProcessMesh | None, dense: Dense
 ) -> tuple[Tensor, ...]:
-    """Run a local call: ATen operators, or functions of the runtime with their axis objects."""
+    """Run a local call of an ATen operator or a runtime function."""
 
     def resolve(arg: Any) -> Any:
         if isinstance(arg, MeshAxis):
@@ -295,14 +295,14 @@ def run_local(
 
 
 def random_source(mesh: ProcessMesh | None) -> Any:
-    """The runtime's exact source of random numbers."""
+    """Return the exact random number generator of the runtime."""
     from shardwise.runtime.rng import Rng
 
     return Rng(0, "exact", mesh)
 
 
 def find_function(name: str) -> Runner:
-    """An ATen operator, or a function of the runtime."""
+    """Return an ATen operator, or a function of the runtime."""
     if not name.startswith("rt."):
         return operator(name)
     short = name.removeprefix("rt.")

@@ -1,4 +1,4 @@
-"""A small model by hand in any types: a root parameter, a scalar, and two blocks as units."""
+"""A hand-written model in any dtype: a root parameter, a scalar, and two blocks as units."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 class Module:
-    """What an optimizer needs of a parallel module."""
+    """The parts of a parallel module that an optimizer needs."""
 
     def __init__(
         self, mesh: ProcessMesh, zero: int, *, device: str = "cpu", **options: Any
@@ -69,8 +69,8 @@ class Module:
 
 
 def full_state() -> dict[str, Tensor]:
-    made = torch.Generator().manual_seed(0)
-    return {n: torch.randn(s, generator=made) for n, s in SHAPES.items()}
+    generator = torch.Generator().manual_seed(0)
+    return {n: torch.randn(s, generator=generator) for n, s in SHAPES.items()}
 
 
 def data(rows: int = 64) -> Tensor:

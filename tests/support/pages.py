@@ -1,16 +1,16 @@
-"""Pages whose code is run; `python -m tests.support.pages docs/tour.md` writes what it prints.
+"""Run the code of pages; `python -m tests.support.pages docs/tour.md` updates its output.
 
-Blocks of a page share their names and run in one folder, where `examples/` is ours.
+Blocks of a page share their names and run in one folder with a link to `examples/`.
 
-    ```python                     is run; a ```text (or bare) block after it is what it prints
-    # not run: needs 8 GPUs       as its first line: is not, and the reader sees why
-    # torchrun … train.py         is a program, written to this file; the slow tests run it on ranks
-    # from out/ranks_0_1.py       is an excerpt: its lines are in that file, in this order
-    <!-- run -->                  before a shell block: its `shardwise` commands are run
-    <!-- file: model.py -->       before a block: it is written to this file
-    <!-- slow -->                 before a block: it is run by the slow tests only; also `run slow`
+    ```python                     runs; a ```text (or bare) block after it is its output
+    # not run: needs 8 GPUs       as the first line: does not run, for this reason
+    # torchrun … train.py         as the first line: a program for this file, run by slow tests
+    # from out/ranks_0_1.py       as the first line: an excerpt of this file, in order
+    <!-- run -->                  before a shell block: runs its `shardwise` commands
+    <!-- file: model.py -->       before a block: writes it to this file
+    <!-- slow -->                 before a block: runs only in slow tests; also `run slow`
 
-Relative errors are rounding, so their digits are not compared.
+The digits of relative errors are not compared, because they are rounding.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NOT_RUN, TORCHRUN, EXCERPT = "# not run: ", "# torchrun ", "# from "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A fenced block, the comment before it, and where the output after it is."""
+    """A fenced block, the comment before it, and the position of its output."""
 
     language: str
     code: str
@@ -53,7 +53,7 @@ class Block:
 
     @property
     def file(self) -> str:
-        """The file that it is written to, if it is."""
+        """The file that the block is written to, if any."""
         if self.language in PYTHON and self.first_line.startswith(TORCHRUN):
             return self.first_line.split()[-1]
         return self.mark.removeprefix("file: ") if self.mark.startswith("file: ") else ""
@@ -68,33 +68,33 @@ class Block:
 
     @property
     def is_run(self) -> bool:
-        """Whether a test of this page does something with it."""
+        """Whether tests run or write the block."""
         if self.is_shell or self.file:
             return True
         return self.language in PYTHON and not self.first_line.startswith(NOT_RUN)
 
 
 def read_blocks(text: str) -> list[Block]:
-    """All fenced blocks of a page."""
-    found = list(FENCE.finditer(text))
+    """Return all fenced blocks of a page."""
+    fences = list(FENCE.finditer(text))
     blocks = []
-    for here, then in zip(found, [*found[1:], None], strict=False):
-        adjacent = then is not None and not text[here.end() : then.start()].strip()
-        printed = adjacent and then is not None and then["info"] in ("", "text")
-        mark = MARK.search(text[: here.start()])
+    for fence, following in zip(fences, [*fences[1:], None], strict=False):
+        adjacent = following is not None and not text[fence.end() : following.start()].strip()
+        printed = adjacent and following is not None and following["info"] in ("", "text")
+        mark = MARK.search(text[: fence.start()])
         blocks.append(
             Block(
-                language=here["info"].strip(),
-                code=textwrap.dedent(here["body"]),
+                language=fence["info"].strip(),
+                code=textwrap.dedent(fence["body"]),
                 mark=mark["mark"] if mark else "",
-                output=slice(*then.span("body")) if printed and then else None,
+                output=slice(*following.span("body")) if printed and following else None,
             )
         )
     return blocks
 
 
 def run_page(text: str, *, slow: bool = True) -> str:
-    """The page with the outputs that its code prints now, run in the current folder."""
+    """Run the code of a page in the current folder; return the page with its output."""
     names: dict[str, object] = {}
     changes: list[tuple[slice, str]] = []
     for block in read_blocks(text):
@@ -128,23 +128,23 @@ def _run(block: Block, names: dict[str, object]) -> str:
 
 def _check_excerpt(block: Block) -> None:
     file, *lines = block.code.splitlines()
-    rest = iter(Path(file.removeprefix(EXCERPT).split()[0]).read_text().splitlines())
+    remaining = iter(Path(file.removeprefix(EXCERPT).split()[0]).read_text().splitlines())
     for line in lines:
-        assert line.strip() in ("", "...") or line in rest, f"{file[2:]} has no {line!r} there"
+        assert line.strip() in ("", "...") or line in remaining, f"{file[2:]} has no {line!r} there"
 
 
 def _commands(code: str) -> Iterator[list[str]]:
-    """The words of each command, without comments."""
+    """Yield the words of each command, without comments."""
     for line in code.replace("\\\n", " ").splitlines():
         if words := shlex.split(line, comments=True):
             yield words
 
 
 def _command(words: list[str]) -> None:
-    """A command line of ours, in this process: another one would import torch again."""
+    """Run a `shardwise` command in this process, which has already imported torch."""
     from shardwise.cli import main
 
-    assert words[0] == "shardwise", f"{words[0]} is not run; mark only blocks of shardwise"
+    assert words[0] == "shardwise", f"{words[0]} cannot run; mark only blocks of shardwise"
     code: object = 0
     try:
         main(words[1:])
@@ -154,12 +154,12 @@ def _command(words: list[str]) -> None:
 
 
 def without_errors(text: str) -> str:
-    """The text with every relative error as one word."""
+    """Replace every relative error by the same word."""
     return ERROR.sub("ERROR", text)
 
 
 def main(pages: list[str]) -> None:
-    """Write into each page what its code prints now."""
+    """Update the output in each page."""
     os.environ["COLUMNS"] = "100"
     sys.path.insert(0, str(ROOT))
     for page in (Path(name).resolve() for name in pages):

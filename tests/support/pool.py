@@ -1,14 +1,14 @@
-"""Persistent pools of gloo processes for tests: a call costs milliseconds, a start some seconds.
+"""Persistent pools of gloo processes for tests: a call takes milliseconds, a start seconds.
 
     results = pool(4).run("tests.distributed.test_x:worker", batch, timeout=30)   # one per rank
 
-`worker(*args, **kwargs)` runs on every rank with the default gloo group initialized; arguments
-and results travel by pickle (tensors by value). A failure on any rank ends the pool, because its
-group can no longer be trusted, and the next `run` starts a new one. A test that expects an error
-on every rank is quicker when the worker catches it and returns it.
+`worker(*args, **kwargs)` runs on every rank with the default gloo group initialized; arguments and
+results are pickled (tensors by value). A failure on any rank ends the pool, because its group can
+no longer be trusted, and the next `run` starts a new one. A test that expects an error on every
+rank is faster if the worker catches and returns it.
 
-This module does not import torch. The workers are forks of a process that has imported all of
-it, in this environment, and done nothing else: importing takes a rank four seconds.
+This module does not import torch. The workers are forks of a process that has only imported it,
+because the import takes four seconds.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from typing import Any
 MAX_PROCESSES = 12
 START_TIMEOUT_S = 120.0
 GROUP_TIMEOUT_S = 60.0
-GRACE_S = 1.0  # after a failure, time for the other ranks to report theirs
+GRACE_S = 1.0  # for the other ranks to report their errors after a failure
 
-STACK_S = 5.0  # for a hanging rank to say where it is
+STACK_S = 5.0  # for a hanging rank to print its stack
 
 PRELOADED = ["torch.distributed", "torch.export._trace", "shardwise.api.parallelize"]
 
 
 class RankDied(RuntimeError):
-    """A rank's process ended without an answer."""
+    """The process of a rank ended without an answer."""
 
 
 class RankTimeout(TimeoutError):
-    """Some ranks gave no answer in time; the message has their stacks."""
+    """Some ranks did not answer in time; the message has their stacks."""
 
 
 class RemoteError(RuntimeError):
@@ -71,7 +71,7 @@ class _Worker:
     stacks: Path
 
     def stack(self) -> str:
-        """What the process wrote of where it is, if it has yet."""
+        """Return the stack that the process has written, if any."""
         return self.stacks.read_text() if self.stacks.exists() else ""
 
 
@@ -92,7 +92,7 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids by rank, empty when the pool is not running."""
+        """The process ids by rank, empty if the pool is not running."""
         return [worker.process.pid or 0 for worker in self._workers]
 
     def run(
@@ -110,7 +110,7 @@ class Pool:
         if not self.alive:
             self._start()
         for worker in self._workers:
-            # A rank that just died has no reader; `_collect` reports it.
+            # `_collect` reports a rank that has just died.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 worker.connection.send_bytes(call)
         return self._collect(timeout)
@@ -144,17 +144,17 @@ class Pool:
         assert self._directory is not None
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        ours, theirs = context.Pipe()
+        connection, remote = context.Pipe()
         stacks = Path(self._directory.name, f"rank{rank}.txt")
         process = context.Process(
             target=_serve,
-            args=(rank, self.num_ranks, theirs, str(stacks)),
+            args=(rank, self.num_ranks, remote, str(stacks)),
             name=f"rank{rank}of{self.num_ranks}",
             daemon=True,
         )
         process.start()
-        theirs.close()
-        return _Worker(rank, process, ours, stacks)
+        remote.close()
+        return _Worker(rank, process, connection, stacks)
 
     def _receive_port(self) -> int:
         first = self._workers[0]
@@ -207,8 +207,8 @@ class Pool:
         answers: dict[int, Any],
     ) -> None:
         (rank, first), *others = sorted(failures, key=lambda item: item[0])
-        told = {rank for rank, _ in failures}
-        silent = [w for w in pending.values() if w.rank not in told and w.rank not in answers]
+        failed = {rank for rank, _ in failures}
+        silent = [w for w in pending.values() if w.rank not in failed and w.rank not in answers]
         hung = _wait_for_reports(silent)
         error = _rebuild(first)
         error.add_note(f"on rank {rank} of {self.num_ranks}:\n{first.trace}")
@@ -219,7 +219,7 @@ class Pool:
         for worker in silent:
             worker.process.join(0.0 if worker.rank in hung else 0.1)
         died = [w for w in silent if not w.process.is_alive()]
-        if died:  # the exception is what its peers saw of it
+        if died:  # the other ranks failed because of it
             raise RankDied(self._describe_death(died)) from error
         raise error
 
@@ -253,16 +253,16 @@ _pools: OrderedDict[int, Pool] = OrderedDict()
 
 
 def pool(num_ranks: int) -> Pool:
-    """The shared pool of `num_ranks` processes; nothing starts before its first `run`."""
+    """Return the shared pool of `num_ranks` processes, which starts at its first `run`."""
     if num_ranks not in _pools:
         _pools[num_ranks] = Pool(num_ranks)
     return _pools[num_ranks]
 
 
 def close_all() -> None:
-    """End every shared pool's processes."""
-    for each in _pools.values():
-        each.close()
+    """End the processes of all shared pools."""
+    for pool in _pools.values():
+        pool.close()
 
 
 atexit.register(close_all)
@@ -275,17 +275,17 @@ def _touch(used: Pool) -> None:
 
 def _make_room(starting: Pool) -> None:
     """End the least recently used shared pools until `starting` fits."""
-    running = [each for each in _pools.values() if each.alive and each is not starting]
-    total = starting.num_ranks + sum(each.num_ranks for each in running)
-    for each in running:
+    running = [pool for pool in _pools.values() if pool.alive and pool is not starting]
+    total = starting.num_ranks + sum(pool.num_ranks for pool in running)
+    for pool in running:
         if total <= MAX_PROCESSES:
             return
-        each.close()
-        total -= each.num_ranks
+        pool.close()
+        total -= pool.num_ranks
 
 
 def _wait_for_reports(workers: list[_Worker]) -> list[int]:
-    """The ranks that after the grace period have neither reported nor died."""
+    """Return the ranks that have neither reported nor died after the grace period."""
     deadline = time.monotonic() + GRACE_S
     waiting = {w.connection: w.rank for w in workers}
     while waiting:
@@ -328,7 +328,7 @@ def _failure(error: BaseException) -> _Failure:
 
 
 def _serve(rank: int, num_ranks: int, connection: Connection, stacks: str) -> None:
-    """A worker's life: join the group, then answer calls until the connection closes."""
+    """Join the group, then answer calls until the connection closes."""
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -343,7 +343,7 @@ def _serve(rank: int, num_ranks: int, connection: Connection, stacks: str) -> No
         with contextlib.suppress(EOFError, KeyboardInterrupt):
             while True:
                 connection.send_bytes(_answer(connection.recv_bytes()))
-    os._exit(0)  # gloo's threads may hold an orderly exit up
+    os._exit(0)  # threads of gloo may block a normal exit
 
 
 def _join_group(rank: int, num_ranks: int, connection: Connection) -> None:

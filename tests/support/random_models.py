@@ -1,7 +1,7 @@
-"""Small random models for property tests: what to build is data that prints as it is written.
+"""Small random models for property tests, described by data that prints as source code.
 
-A `Recipe` is a tuple of layers by name and options; `build(recipe)` gives the model and a batch.
-Sizes are small, odd and prime on purpose.
+A `Recipe` is a tuple of layers with names and options; `build(recipe)` returns the model and a
+batch. Sizes are small, odd and prime on purpose.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
         y = self.qkv(x)
-        if self.fused == "view":  # only with as many key heads as heads
+        if self.fused == "view":  # only with equally many heads and key heads
             q, k, v = y.view(b, t, 3, self.heads, self.size).permute(2, 0, 3, 1, 4).unbind(0)
         else:
-            cut = [self.heads * self.size, self.kv_heads * self.size, self.kv_heads * self.size]
-            parts = y.chunk(3, -1) if self.fused == "chunk" else y.split(cut, -1)
+            sizes = [self.heads * self.size, *2 * [self.kv_heads * self.size]]
+            parts = y.chunk(3, -1) if self.fused == "chunk" else y.split(sizes, -1)
             q, k, v = (p.view(b, t, -1, self.size).transpose(1, 2) for p in parts)
         groups = self.heads // self.kv_heads
         if groups > 1 and self.grouped == "repeat":
@@ -71,7 +71,7 @@ class Attention(nn.Module):
 
 
 class Eager(nn.Module):
-    """Attention written out: a product, a mask, a softmax."""
+    """Explicit attention: a product, a mask and a softmax."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -80,8 +80,8 @@ class Eager(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, d = x.shape
-        made = (self.q(x), self.k(x), self.v(x))
-        q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in made)
+        projected = (self.q(x), self.k(x), self.v(x))
+        q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in projected)
         scores = q @ k.transpose(-1, -2) * (d // self.heads) ** -0.5
         mask = torch.ones(t, t, dtype=torch.bool, device=x.device).tril()
         weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
@@ -89,7 +89,7 @@ class Eager(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two linear layers; "glu" gates by a chunk, "split" by unequal parts, "cat" joins again."""
+    """Two linear layers; "glu" gates by a chunk, "split" by unequal parts, "cat" concatenates."""
 
     def __init__(self, width: int, hidden: int, style: str) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Mlp(nn.Module):
 
 
 class Uneven(nn.Module):
-    """A fused projection of which some parts are read as heads and one is not."""
+    """A fused projection, only some parts of which are viewed as heads."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Uneven(nn.Module):
 
 
 class Rotate(nn.Module):
-    """Rotary mixing of halves with a table of positions."""
+    """Rotary embedding of halves with a table of positions."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ def make_layer(layer: Layer, recipe: Recipe) -> nn.Module:
 
 
 class Model(nn.Module):
-    """The layers in order; a layer whose first word is "+" is added to its input."""
+    """The layers in order; a layer that begins with "+" is added to its input."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ def loss_of(name: str, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def build(recipe: Recipe) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The model in float64 and a batch with ragged labels."""
+    """Return the model in float64 and a batch with ragged labels."""
     torch.manual_seed(0)
     model = Model(recipe).double()
     batch, length = recipe.batch, recipe.length
@@ -286,7 +286,7 @@ def build(recipe: Recipe) -> tuple[nn.Module, dict[str, Tensor]]:
 
 @st.composite
 def recipes(draw: Any, max_layers: int = 4) -> Recipe:
-    """A random recipe."""
+    """Draw a random recipe."""
     kind = draw(st.sampled_from(["tokens", "tokens", "vectors", "image"]))
     heads = draw(st.sampled_from([1, 2, 3, 4, 6]))
     layer = image_layers() if kind == "image" else layers(heads)

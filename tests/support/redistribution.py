@@ -1,7 +1,7 @@
-"""The dense oracle of redistributions: what every rank must hold, forward and backward.
+"""Check redistributions against full tensors, forward and backward.
 
-A whole tensor X becomes local tensors by kind (S, P, R, R~); a function of `collectives` maps them
-to local tensors of another kind; both sides are compared with the same whole tensor.
+A full tensor is distributed to local tensors of one kind (S, P, R, R~), which a redistribution maps
+to local tensors of another kind; both are compared with the same full tensor.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from shardwise.runtime.splits import Of, take_part
 FORWARD = {
     r.name: (r.source, "S'" if r.name == "all_to_all" else r.target)
     for r in REDISTRIBUTIONS.values()
-    if r.name != "once"  # its source is no value that every rank computes alike
+    if r.name != "once"  # ranks compute different values of its source
 }
 GRADIENT = {"S": "S", "S'": "S'", "P": "R", "R": "R", "R~": "P"}
 
@@ -34,31 +34,31 @@ class Case:
     to_of: Of = 0
 
 
-def local(whole: Tensor, kind: str, case: Case, size: int, index: int) -> Tensor:
-    """What rank `index` of `size` holds of a whole tensor of this kind."""
+def local(full: Tensor, kind: str, case: Case, size: int, index: int) -> Tensor:
+    """Return the local tensor of rank `index` of `size` for a kind of placement."""
     if kind == "S":
-        return take_part(whole, case.dim, case.of, size, index).clone()
+        return take_part(full, case.dim, case.of, size, index).clone()
     if kind == "S'":
-        return take_part(whole, case.to_dim, case.to_of, size, index).clone()
+        return take_part(full, case.to_dim, case.to_of, size, index).clone()
     if kind == "P":
-        made = torch.Generator().manual_seed(7)
-        parts = torch.randn(size, *whole.shape, generator=made, dtype=whole.dtype)
-        parts[-1] = whole - parts[:-1].sum(0)
+        generator = torch.Generator().manual_seed(7)
+        parts = torch.randn(size, *full.shape, generator=generator, dtype=full.dtype)
+        parts[-1] = full - parts[:-1].sum(0)
         return parts[index].clone()
-    return whole.clone()
+    return full.clone()
 
 
 def check(case: Case, axis: Axis) -> None:
     """Run the case on this rank and compare; a Partial is compared as the sum over ranks."""
-    made = torch.Generator().manual_seed(3)
-    whole = torch.randn(case.shape, generator=made, dtype=torch.float64)
-    weight = torch.randn(case.shape, generator=made, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(3)
+    full = torch.randn(case.shape, generator=generator, dtype=torch.float64)
+    weight = torch.randn(case.shape, generator=generator, dtype=torch.float64)
     source, target = FORWARD[case.name]
-    x = local(whole, source, case, axis.size, axis.index)
+    x = local(full, source, case, axis.size, axis.index)
     before = x.clone()
     x.requires_grad_()
     y = apply(case, x, axis)
-    compare(y.detach(), whole, target, case, axis)
+    compare(y.detach(), full, target, case, axis)
     grad = local(weight, GRADIENT[target], case, axis.size, axis.index)
     if grad.dim() > 1:  # gradients may arrive in any memory order
         grad = grad.transpose(0, 1).contiguous().transpose(0, 1)
@@ -77,9 +77,9 @@ def apply(case: Case, x: Tensor, axis: Axis) -> Tensor:
     return function(x, axis, case.dim, case.of)
 
 
-def compare(got: Tensor, whole: Tensor, kind: str, case: Case, axis: Axis) -> None:
+def compare(actual: Tensor, full: Tensor, kind: str, case: Case, axis: Axis) -> None:
     if kind == "P":
-        got = axis.all_reduce(got.contiguous().clone()).wait()
+        actual = axis.all_reduce(actual.contiguous().clone()).wait()
         kind = "R"
-    expected = local(whole, kind, case, axis.size, axis.index)
-    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    expected = local(full, kind, case, axis.size, axis.index)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)

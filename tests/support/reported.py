@@ -1,4 +1,4 @@
-"""A small model for reports: equal blocks, and a module whose name is hostile to pages."""
+"""A small model for reports, with equal blocks and a module whose name is markup."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Words in, a loss out; one of its modules has a name that is hostile to pages."""
+    """A language model; the name of its last module is markup."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""Executes rules: every candidate of a call on several ranks must equal the call on one.
+"""Check rules by execution: every candidate on several ranks must equal the call on one.
 
     check_rule("aten.linear.default", (x, weight, bias))
 
-For each candidate the operands are cut as it needs them, the local call runs on every rank, the
-results are put together as it promises and compared with the whole call, in float64. Then a
-random gradient goes back: the gradient of a shard is a shard, that of a partial sum is the same
-on all ranks, that of a value used for different work (R~) is a partial sum.
+For each candidate, the operands are sharded as it requires and the local call runs on every rank.
+The results are assembled by their layouts and compared with the call on one device, in float64.
+Then a random gradient is propagated backward: the gradient of a shard is a shard, that of a partial
+sum is replicated, and that of R~ is a partial sum.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from tests.support.local_calls import (
 
 
 def check_shapes(call: Call, rule: NodeRule) -> None:
-    """The rule's dims have the sizes of the tensors."""
+    """Require that the dims of the rule have the sizes of the tensors."""
     assert len(rule.operands) == len(call.operands), (rule.operands, call.operands)
     assert len(rule.results) == len(call.results), (rule.results, call.results)
     pairs = (
@@ -70,7 +70,7 @@ def check_shapes(call: Call, rule: NodeRule) -> None:
 
 
 def factored(rule: NodeRule) -> dict[str, Structure]:
-    """The axes as products of two factors, where their size allows: inner factors get cut, too."""
+    """Return the axes as products of two factors if possible, to test sharding of inner factors."""
     structures = axis_structures(rule)
     for name, structure in structures.items():
         if len(structure) == 1 and len(structure[0]) == 1:
@@ -82,7 +82,7 @@ def factored(rule: NodeRule) -> dict[str, Structure]:
 
 
 def all_candidates(rule: NodeRule) -> tuple[Candidate, ...]:
-    """Of the plain axes and of the factored ones."""
+    """Return the candidates of plain and factored axes."""
     return tuple(dict.fromkeys((*candidates(rule), *candidates(rule, factored(rule)))))
 
 
@@ -99,31 +99,31 @@ def check_rule(
     constant: Sequence[int] = (),
     random: bool = False,
 ) -> tuple[Candidate, ...]:
-    """Check every candidate on every number of ranks; `pairs`: on two mesh axes as well.
+    """Check every candidate on all numbers of ranks, and on two mesh axes with `pairs`.
 
-    A `random` operator is compared with the runtime's own draw on one rank.
+    A `random` operator is compared with the runtime's draw on one rank.
     """
     dense = dense_call(op, args, kwargs, run, constant=constant)
-    found = rule or rule_for(dense.call)
-    assert found is not None, f"{op} has no rule"
-    check_shapes(dense.call, found)
-    chosen = all_candidates(found)
+    rule = rule or rule_for(dense.call)
+    assert rule is not None, f"{op} has no rule"
+    check_shapes(dense.call, rule)
+    chosen = all_candidates(rule)
     if random:
-        results, gradients = execute(dense, found, Arrangement({"x": 1}, {"x": chosen[0]}))
+        results, gradients = execute(dense, rule, Arrangement({"x": 1}, {"x": chosen[0]}))
         dense = dataclasses.replace(dense, results=results[0,], gradients=gradients[0,])
     for candidate in chosen:
         for num in ranks:
-            check_arrangement(dense, found, Arrangement({"x": num}, {"x": candidate}), tolerance)
+            check_arrangement(dense, rule, Arrangement({"x": num}, {"x": candidate}), tolerance)
     if pairs:
         for first, second in itertools.product(chosen, repeat=2):
             arrangement = Arrangement({"x": 2, "y": 3}, {"x": first, "y": second})
-            if is_legal(found, arrangement):
-                check_arrangement(dense, found, arrangement, tolerance)
+            if is_legal(rule, arrangement):
+                check_arrangement(dense, rule, arrangement, tolerance)
     return chosen
 
 
 def is_legal(rule: NodeRule, arrangement: Arrangement) -> bool:
-    """Whether two axes' candidates go together."""
+    """Return whether the candidates of two axes are compatible."""
     first, second = (c.choice for c in arrangement.chosen.values())
     if isinstance(first, ShardAxis) and isinstance(second, ShardAxis) and first.axis == second.axis:
         axis = rule.axes[first.axis]
@@ -132,8 +132,8 @@ def is_legal(rule: NodeRule, arrangement: Arrangement) -> bool:
     for kind, tensors in (("operands", rule.operands), ("results", rule.results)):
         for index in range(len(tensors)):
             shards = [s for _, s in arrangement.layout(kind, index).shards]
-            together = len(shards) == 2 and shards[0].dim == shards[1].dim
-            if together and not compatible(shards[0].of, shards[1].of):
+            share_dim = len(shards) == 2 and shards[0].dim == shards[1].dim
+            if share_dim and not compatible(shards[0].of, shards[1].of):
                 return False
     return True
 
@@ -141,7 +141,7 @@ def is_legal(rule: NodeRule, arrangement: Arrangement) -> bool:
 def check_arrangement(
     dense: Dense, rule: NodeRule, arrangement: Arrangement, tolerance: float = 1e-9
 ) -> None:
-    """One choice for each mesh axis: forward and backward."""
+    """Check one choice for each mesh axis, forward and backward."""
     what = f"{dense.call.node.op}{dense.call.operands} with {arrangement}"
     floats = [t for t in (*dense.operands, *dense.results) if is_float(t)]
     if any(torch.finfo(t.dtype).bits < 64 for t in floats):
@@ -151,37 +151,37 @@ def check_arrangement(
     except Exception as error:
         error.add_note(f"in {what}")
         raise
-    for i, whole in enumerate(dense.results):
+    for i, expected in enumerate(dense.results):
         parts = {place: results[i] for place, results in locals_.items()}
         layout = arrangement.layout("results", i)
         for place, part in parts.items():
-            expected = local_shape(layout, tuple(whole.shape), coordinate_of(arrangement, place))
-            assert tuple(part.shape) == expected, f"result {i} has {part.shape}: {what}"
+            shape = local_shape(layout, tuple(expected.shape), coordinate_of(arrangement, place))
+            assert tuple(part.shape) == shape, f"result {i} has {part.shape}: {what}"
         if dense.compare == "values":
             _assert_equal(
-                combine(parts, layout, arrangement, whole),
-                whole,
+                combine(parts, layout, arrangement, expected),
+                expected,
                 tolerance,
                 f"result {i} of {what}",
             )
-    for i, (whole, operand) in enumerate(zip(dense.gradients, dense.operands, strict=True)):
-        grads = {place: found[i] for place, found in gradients.items()}
-        if whole is None and all(g is None for g in grads.values()):
+    for i, (expected, operand) in enumerate(zip(dense.gradients, dense.operands, strict=True)):
+        grads = {place: local[i] for place, local in gradients.items()}
+        if expected is None and all(g is None for g in grads.values()):
             continue
         without = [place for place, g in grads.items() if g is None]
         assert len(without) in (0, len(grads)), (
             f"ranks {without} have no gradient of operand {i} of {what}: "
-            "they would not come to its collective"
+            "they would miss its collective"
         )
-        unreached = [place for place, g in grads.items() if g is None and whole is not None]
+        unreached = [place for place, g in grads.items() if g is None and expected is not None]
         assert not unreached, f"no gradient of operand {i} on ranks {unreached} of {what}"
-        whole = torch.zeros_like(operand) if whole is None else whole
+        expected = torch.zeros_like(operand) if expected is None else expected
         layout = _dual(arrangement.layout("operands", i))
         parts = {
             place: _filled(g, operand, layout, arrangement, place) for place, g in grads.items()
         }
-        found = combine(parts, layout, arrangement, whole)
-        _assert_equal(found, whole, tolerance, f"gradient of operand {i} of {what}")
+        actual = combine(parts, layout, arrangement, expected)
+        _assert_equal(actual, expected, tolerance, f"gradient of operand {i} of {what}")
 
 
 def _filled(
@@ -198,7 +198,7 @@ def _filled(
 
 
 def _dual(layout: Layout) -> Layout:
-    """Of an operand's gradient: g(S)=S, g(P)=g(R)=R, g(R~)=P."""
+    """Return the layout of a gradient: S for S, R for P and R, P for R~."""
 
     def dual(placement: Placement) -> Placement:
         if isinstance(placement, Replicate):
@@ -208,17 +208,17 @@ def _dual(layout: Layout) -> Layout:
     return Layout(tuple((a, dual(p)) for a, p in layout.axes))
 
 
-def _assert_equal(found: Tensor, whole: Tensor, tolerance: float, what: str) -> None:
+def _assert_equal(actual: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
     try:
-        torch.testing.assert_close(found, whole, rtol=tolerance, atol=tolerance, equal_nan=True)
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
     except AssertionError as error:
         raise AssertionError(f"{what}: {error}") from None
 
 
 def combine(
-    parts: Mapping[Coords, Tensor], layout: Layout, arrangement: Arrangement, whole: Tensor
+    parts: Mapping[Coords, Tensor], layout: Layout, arrangement: Arrangement, expected: Tensor
 ) -> Tensor:
-    """The whole value of all ranks' parts."""
+    """Return the full value of the local parts of all ranks."""
     remaining = dict(parts)
     for i, (axis, placement) in enumerate(layout.axes):
         if isinstance(placement, Shard):
@@ -227,7 +227,7 @@ def combine(
         for place, part in remaining.items():
             merged.setdefault((*place[:i], 0, *place[i + 1 :]), []).append(part)
         remaining = {place: _merge(placement, tensors, axis) for place, tensors in merged.items()}
-    return assemble(remaining, whole.shape, splits_of(layout), arrangement.sizes)
+    return assemble(remaining, expected.shape, splits_of(layout), arrangement.sizes)
 
 
 def _merge(placement: Placement, tensors: list[Tensor], axis: str) -> Tensor:
@@ -237,5 +237,5 @@ def _merge(placement: Placement, tensors: list[Tensor], axis: str) -> Tensor:
             return stacked.sum(0).to(tensors[0].dtype)
         return stacked.amax(0) if placement.op == "max" else stacked.amin(0)
     for other in tensors[1:]:
-        _assert_equal(other, tensors[0], 1e-9, f"ranks of {axis} hold different values")
+        _assert_equal(other, tensors[0], 1e-9, f"ranks of {axis} have different values")
     return tensors[0]

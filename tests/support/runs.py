@@ -1,4 +1,4 @@
-"""Folders of runs as a trainer leaves them, with figures made up."""
+"""Folders of runs as a trainer writes them, with arbitrary figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["add_rows", "make_run", "ranks_line", "row"]
 
 
 def row(step: int, **changes: Any) -> dict[str, Any]:
-    """The figures of a step."""
+    """Return the figures of a step."""
     return {
         "step": step,
         "epoch": 0.0,
@@ -29,23 +29,25 @@ def row(step: int, **changes: Any) -> dict[str, Any]:
 
 
 def add_rows(folder: Path, steps: range, **changes: Any) -> None:
-    """More steps."""
+    """Append steps to the metrics of a run."""
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row(step, **changes)) + "\n" for step in steps)
 
 
 def ranks_line(step: int, own: list[float]) -> dict[str, Any]:
-    """The times of all ranks, as the trainer writes them."""
+    """Return the times of all ranks as the trainer writes them."""
     from shardwise.training.run_files import ranks_row
 
-    rows = [[mine, 0.01, max(own) * 1.1, (2 + rank / 10) * 2**30] for rank, mine in enumerate(own)]
+    rows = [
+        [seconds, 0.01, max(own) * 1.1, (2 + rank / 10) * 2**30] for rank, seconds in enumerate(own)
+    ]
     return ranks_row(step, rows, [tuple(range(len(own)))])
 
 
 def make_run(folder: Path, steps: int = 10, **about: Any) -> Path:
-    """A run of this process that goes on, after so many steps."""
+    """Write a run of this process that has done some steps."""
     folder.mkdir(parents=True, exist_ok=True)
-    told = {
+    description = {
         "format": "shardwise-run",
         "version": 1,
         "model": "GPT",
@@ -59,7 +61,7 @@ def make_run(folder: Path, steps: int = 10, **about: Any) -> Path:
         "state": "running",
         **about,
     }
-    (folder / "run.json").write_text(json.dumps(told))
+    (folder / "run.json").write_text(json.dumps(description))
     (folder / "metrics.jsonl").touch()
     add_rows(folder, range(1, steps + 1))
     return folder

@@ -1,4 +1,4 @@
-"""Examples as people run them: another process, in a folder of its own."""
+"""Run examples as users do: in a separate process and folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TIMEOUT_S = 900
 
 
 def run(*command: str, folder: Path) -> str:
-    """What `python COMMAND` prints; that it succeeds."""
+    """Run `python COMMAND`, require success and return its output."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [sys.executable, *command],

@@ -1,4 +1,4 @@
-"""Searches without the local search that follows on few ranks (`planner/local_search.py`)."""
+"""Faster searches, without the local search for small clusters (`planner/local_search.py`)."""
 
 from __future__ import annotations
 

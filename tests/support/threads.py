@@ -1,4 +1,4 @@
-"""Ranks as threads of this process."""
+"""Run ranks as threads of this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.runtime.transport.threads import ThreadTransport, run_threads
 
 
 def on(axes: dict[str, int], fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `fn(mesh, *args)` gives on every rank of a mesh with these axes."""
+    """Return the results of `fn(mesh, *args)` on every rank of a mesh with these axes."""
 
     def run(rank: int, transport: ThreadTransport) -> object:
         return fn(ProcessMesh(axes, rank, transport), *args)

@@ -1,4 +1,4 @@
-"""Grids of cases: a few of them every day, all of them in the slow tests."""
+"""Grids of cases, of which only a few run outside the slow tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def thinned(cases: Iterable[Any], everyday: Callable[[int, Any], bool]) -> list[Any]:
-    """The cases; those of which `everyday(index, case)` does not hold are marked as slow."""
+    """Mark the cases as slow for which `everyday(index, case)` is false."""
     return [
         case if everyday(i, case) else pytest.param(*_values(case), marks=pytest.mark.slow)
         for i, case in enumerate(cases)

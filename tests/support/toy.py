@@ -1,7 +1,7 @@
-"""A small model by hand: dense, and as generated code would have it on a dp x tp mesh.
+"""A hand-written model: dense, and in the form of generated code for a dp x tp mesh.
 
-It has what goes wrong: tied weights, an unused and a frozen parameter, sizes that do not divide,
-a rank without batch rows, blocks as units, a bias after a contraction.
+It has difficult features: tied weights, an unused and a frozen parameter, uneven sizes, a rank
+without batch rows, blocks as units, and a bias after a contraction.
 """
 
 import math
@@ -26,26 +26,28 @@ def process_mesh(axes: dict[str, int]) -> ProcessMesh:
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {"embed.weight": (VOCAB, WIDTH)}
+    result: dict[str, tuple[int, ...]] = {"embed.weight": (VOCAB, WIDTH)}
     for i in range(LAYERS):
-        found[f"blocks.{i}.w1.weight"] = (HIDDEN, WIDTH)
-        found[f"blocks.{i}.w1.bias"] = (HIDDEN,)
-        found[f"blocks.{i}.w2.weight"] = (WIDTH, HIDDEN)
-        found[f"blocks.{i}.w2.bias"] = (WIDTH,)
-        found[f"blocks.{i}.scale"] = (WIDTH,)
-    return {**found, "norm.weight": (WIDTH,), "unused": (3,)}
+        result[f"blocks.{i}.w1.weight"] = (HIDDEN, WIDTH)
+        result[f"blocks.{i}.w1.bias"] = (HIDDEN,)
+        result[f"blocks.{i}.w2.weight"] = (WIDTH, HIDDEN)
+        result[f"blocks.{i}.w2.bias"] = (WIDTH,)
+        result[f"blocks.{i}.scale"] = (WIDTH,)
+    return {**result, "norm.weight": (WIDTH,), "unused": (3,)}
 
 
 def full_state(seed: int = 0) -> dict[str, Tensor]:
-    made = torch.Generator().manual_seed(seed)
-    state = {n: torch.randn(s, generator=made, dtype=torch.float64) for n, s in shapes().items()}
-    return {**state, "offset": torch.randn(WIDTH, generator=made, dtype=torch.float64)}
+    generator = torch.Generator().manual_seed(seed)
+    state = {
+        n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in shapes().items()
+    }
+    return {**state, "offset": torch.randn(WIDTH, generator=generator, dtype=torch.float64)}
 
 
 def batch(rows: int = 7) -> tuple[Tensor, Tensor]:
-    made = torch.Generator().manual_seed(1)
-    tokens = torch.randint(VOCAB, (rows, 6), generator=made)
-    labels = torch.randint(VOCAB, (rows, 6), generator=made)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCAB, (rows, 6), generator=generator)
+    labels = torch.randint(VOCAB, (rows, 6), generator=generator)
     labels[0, :4] = -100
     return tokens, labels
 
@@ -57,7 +59,7 @@ def is_frozen(name: str) -> bool:
 def dense_step(
     state: dict[str, Tensor], tokens: Tensor, labels: Tensor
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """The loss and gradients on one device."""
+    """Return the loss and gradients on one device."""
     p = {n: state[n].clone().requires_grad_(not is_frozen(n)) for n in shapes()}
     h = p["embed.weight"][tokens] + state["offset"]
     for i in range(LAYERS):
@@ -116,25 +118,25 @@ class Toy(nn.Module):
 
 
 def specs(zero: int) -> list[ParameterSpec]:
-    found = []
+    result = []
     for name, shape in shapes().items():
         of: dict[str, int] = {"w1.weight": 0, "w1.bias": 0, "w2.weight": 1}
         dim = next((d for end, d in of.items() if name.endswith(end)), None)
-        cut = () if dim is None else (Split(axis="tp", dim=dim, of=((1, HIDDEN, 1),)),)
-        found.append(
+        splits = () if dim is None else (Split(axis="tp", dim=dim, of=((1, HIDDEN, 1),)),)
+        result.append(
             ParameterSpec(
                 name=name,
                 shape=shape,
                 dtype="float64",
                 aliases=("head.weight",) if name == "embed.weight" else (),
-                splits=cut,
+                splits=splits,
                 sync=("dp",),
                 zero=zero,
                 unit=".".join(name.split(".")[:2]) if name.startswith("blocks") else "",
                 requires_grad=not is_frozen(name),
             )
         )
-    return found
+    return result
 
 
 def make(mesh: ProcessMesh, zero: int, seed: int = 0) -> tuple[Toy, ParameterStore]:

@@ -178,7 +178,7 @@ def fields(**changes: Any) -> dict[str, Any]:
 
 
 def fit(**changes: Any) -> FitResult:
-    """Train with these fields; all ranks of a pool call it."""
+    """Train with these fields, on all ranks of a pool."""
     with sw.Trainer(**fields(**changes)) as trainer:
         return trainer.fit()
 

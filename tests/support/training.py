@@ -1,7 +1,7 @@
-"""Training on one device and on many: the same models, batches, steps and answers.
+"""Compare training on one device and on many.
 
-`dense` trains a model in this process; `parallel` is what every rank of a pool runs. Both
-answer with a `Run`, and `assert_equal` compares two of them; `check_parallel` does all of it.
+`dense` trains a model in this process and `parallel` on a rank of a pool. Both return a `Run`, and
+`assert_equal` compares two runs; `check_parallel` does all of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_NORM = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What training left behind: losses and norms of every step, first gradients, last state."""
+    """Losses and norms of every step, the first gradients, and the final state."""
 
     losses: list[float]
     norms: list[float]
@@ -35,7 +35,7 @@ class Run:
 
 
 class Odd(nn.Module):
-    """What goes wrong: tied, frozen and unused parameters, prime sizes, a table without users."""
+    """A model with tied, frozen and unused parameters and prime sizes."""
 
     def __init__(self, vocab: int = 13, width: int = 6) -> None:
         super().__init__()
@@ -60,17 +60,17 @@ class Odd(nn.Module):
 
 
 def tokens(batch: int, length: int, vocab: int) -> dict[str, Tensor]:
-    """Token ids and ragged labels."""
-    made = torch.Generator().manual_seed(3)
-    ids = torch.randint(0, vocab, (batch, length), generator=made)
-    labels = torch.randint(0, vocab, (batch, length), generator=made)
+    """Return token ids and ragged labels."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, vocab, (batch, length), generator=generator)
+    labels = torch.randint(0, vocab, (batch, length), generator=generator)
     for row in range(batch):
         labels[row, : (3 * row) % length] = -100
     return {"input_ids": ids, "labels": labels}
 
 
 def make(name: str, batch: int = 7) -> tuple[nn.Module, Any]:
-    """A model in float64 with weights from a seed, and a batch."""
+    """Return a float64 model with seeded weights, and a batch."""
     torch.manual_seed(0)
     if name == "odd":
         return Odd().double(), tokens(batch, 5, 13)
@@ -115,7 +115,7 @@ def dense(name: str, batch: int = 7) -> Run:
 
 
 def parallel(name: str, strategy: str, ranks: int, options: dict[str, Any], batch: int = 7) -> Run:
-    """Train this rank's part with the others."""
+    """Train on this rank of a plan."""
     model, inputs = make(name, batch)
     with KeepDouble():
         plan = plan_for(model, inputs, strategy, ranks, **options)
@@ -125,7 +125,7 @@ def parallel(name: str, strategy: str, ranks: int, options: dict[str, Any], batc
 
 
 def trained(pm: Any, inputs: Any) -> Run:
-    """Steps of a parallel module with AdamW and clipping."""
+    """Train a parallel module with AdamW and clipping."""
     opt = sw.optimizer(pm, torch.optim.AdamW, lr=LEARNING_RATE)
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
@@ -146,50 +146,51 @@ def _dense(name: str) -> Run:
 def check_parallel(
     pool: Callable[[int], Pool], model: str, strategy: str, ranks: int, options: dict[str, Any]
 ) -> None:
-    """Training on the ranks of a pool is alike on all of them, and equals that on one device."""
+    """Require that training is equal on all ranks of a pool and on one device."""
     runs = pool(ranks).run(parallel, model, strategy, ranks, options, timeout=300)
-    for found in runs:
-        assert found.losses == runs[0].losses
-        assert found.norms == runs[0].norms
-        assert_equal(found, _dense(model))
+    for run in runs:
+        assert run.losses == runs[0].losses
+        assert run.norms == runs[0].norms
+        assert_equal(run, _dense(model))
 
 
-def assert_equal(found: Run, expected: Run, tolerance: float = 1e-9) -> None:
-    """Every number of two runs, relative to the largest of its tensor."""
+def assert_equal(actual: Run, expected: Run, tolerance: float = 1e-9) -> None:
+    """Compare all numbers of two runs, relative to the largest of each tensor."""
     for what in ("losses", "norms"):
-        pairs = zip(getattr(found, what), getattr(expected, what), strict=True)
-        for step, (mine, theirs) in enumerate(pairs):
-            assert abs(mine - theirs) <= tolerance * abs(theirs), f"{what}[{step}] {mine} {theirs}"
-    assert list(found.gradients) == list(expected.gradients)
+        pairs = zip(getattr(actual, what), getattr(expected, what), strict=True)
+        for step, (value, reference) in enumerate(pairs):
+            error = abs(value - reference)
+            assert error <= tolerance * abs(reference), f"{what}[{step}] {value} {reference}"
+    assert list(actual.gradients) == list(expected.gradients)
     largest = max(g.abs().max().item() for g in expected.gradients.values() if g is not None)
     for name, gradient in expected.gradients.items():
-        assert_close(found.gradients[name], gradient, f"gradient of {name}", 1e-4 * largest)
-    assert set(found.state) == set(expected.state)
+        assert_close(actual.gradients[name], gradient, f"gradient of {name}", 1e-4 * largest)
+    assert set(actual.state) == set(expected.state)
     for name, tensor in expected.state.items():
-        assert_close(found.state[name], tensor, f"{name} after {STEPS} steps", LEARNING_RATE, 1e-7)
+        assert_close(actual.state[name], tensor, f"{name} after {STEPS} steps", LEARNING_RATE, 1e-7)
 
 
 def assert_close(
-    found: Tensor | None,
+    actual: Tensor | None,
     expected: Tensor | None,
     what: str,
     floor: float = 0.0,
     tolerance: float = 1e-9,
 ) -> None:
-    """Equal within `tolerance` of the largest element expected, or of `floor`."""
-    assert (found is None) == (expected is None), f"{what}: {found} instead of {expected}"
-    if found is None or expected is None:
+    """Require equality up to `tolerance` of the largest expected element, or of `floor`."""
+    assert (actual is None) == (expected is None), f"{what}: {actual} instead of {expected}"
+    if actual is None or expected is None:
         return
-    assert found.shape == expected.shape, what
-    assert found.dtype == expected.dtype, what
+    assert actual.shape == expected.shape, what
+    assert actual.dtype == expected.dtype, what
     if expected.numel():
         scale = max(expected.abs().max().item(), floor)
-        error = (found - expected).abs().max().item()
-        assert error <= tolerance * scale, f"{what}: off by {error} of {scale}"
+        error = (actual - expected).abs().max().item()
+        assert error <= tolerance * scale, f"{what}: error {error} of {scale}"
 
 
 def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """The type and text of the error a call raises."""
+    """Return the type and text of the error that a call raises."""
     try:
         function(*args, **kwargs)
     except Exception as error:

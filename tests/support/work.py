@@ -1,4 +1,4 @@
-"""Work in counts: the same on every machine, however slow it is or busy."""
+"""Measure work by counting calls, which does not depend on the speed of the machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import FrameType
 
 
 def calls(function: Callable[[], object]) -> int:
-    """How many functions, of Python and of C, running `function` calls."""
+    """Return the number of Python and C functions that `function` calls."""
     count = 0
 
     def hook(frame: FrameType, event: str, arg: object) -> None:

@@ -1,4 +1,4 @@
-"""Which of pytest-xdist's processes runs which tests."""
+"""Distribute tests over the processes of pytest-xdist."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from xdist.scheduler.loadfile import LoadFileScheduling
 
 
 class ByFile(LoadFileScheduling):
-    """A file's tests run in one process, and all that use pools of ranks in the same one.
+    """Run the tests of a file in one process, and all tests with pools of ranks in the same one.
 
-    What a file or a pool keeps is then made once. Marks of groups would say the same, but
-    pytest-xdist 3.8 does not see them under pytest 9.2.
+    Fixtures and pools are then created only once. Group marks would do the same, but pytest-xdist
+    3.8 ignores them under pytest 9.2.
     """
 
     def _split_scope(self, nodeid: str) -> str:

@@ -1,8 +1,7 @@
-"""Tiny instances of real architectures with random weights, built without any download.
+"""Tiny instances of real architectures with random weights, without downloads.
 
-`build(name)` gives a model in train mode with all dropout at 0 (or `dropout=`), and a batch for
-`model(**batch)`, whose result has a loss. float64 by default, because equality is what the tests
-look for.
+`build(name)` returns a model in train mode with all dropout at 0 (or `dropout=`), and a batch for
+`model(**batch)`, whose result has a loss. Models are float64 by default for exact comparisons.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ import torch
 
 from tests.support.zoo_models import DLRM, MLP, FusedGPT, ResNet, UNet
 
-# ------------------------------------------------ Hugging Face, by configuration alone
+# ------------------------------------------------ Hugging Face models from configurations
 
-TINY = {  # applied where the architecture's configuration has such a field
+TINY = {  # for fields that the configuration of an architecture has
     "vocab_size": 211,
     "hidden_size": 64,
     "d_model": 64,
@@ -96,11 +95,11 @@ DROPOUT = (
 )
 
 
-NO_PROBABILITY = ("layerdrop", "jitter", "drop_path")  # whole layers or noise, not elements
+NO_PROBABILITY = ("layerdrop", "jitter", "drop_path")  # layers or noise, not elements
 
 
 def _config(model_type: str, overrides: dict, dropout: float = 0.0):
-    """The tiny configuration; an override of None leaves the architecture's own default."""
+    """Return the tiny configuration; an override of None selects the default."""
     from transformers import CONFIG_MAPPING
 
     cls = CONFIG_MAPPING[model_type]
@@ -112,7 +111,7 @@ def _config(model_type: str, overrides: dict, dropout: float = 0.0):
     fields |= overrides
     config = cls(**{k: v for k, v in fields.items() if v is not None})
     if hasattr(config, "_experts_implementation"):
-        config._experts_implementation = "batched_mm"  # the grouped kernel takes no float64
+        config._experts_implementation = "batched_mm"  # the grouped kernel does not support float64
     return config
 
 
@@ -121,7 +120,7 @@ def _tokens(batch: int, length: int, vocab: int, seed: int = 0) -> torch.Tensor:
 
 
 def _labels(tokens: torch.Tensor) -> torch.Tensor:
-    """Each row ignores another number of positions: the mean is not a mean of row means."""
+    """Ignore a different number of positions per row, so that the mean is not a mean of means."""
     labels = tokens.clone()
     for row in range(labels.shape[0]):
         labels[row, : 1 + 2 * row] = -100
@@ -192,7 +191,7 @@ def image(model_type, **kw):
     return lambda dropout=0.0: _image(model_type, dropout=dropout, **kw)
 
 
-# ------------------------------------------------ plain PyTorch models of other shapes
+# ------------------------------------------------ plain PyTorch models
 
 
 def plain(model_cls, **inputs):

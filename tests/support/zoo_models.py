@@ -1,4 +1,4 @@
-"""Models of the zoo that are written here: plain PyTorch of other shapes than transformers."""
+"""Models of the zoo in plain PyTorch, other than those of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Right plans are never called wrong: models of the zoo, split over batch and parameters."""
+"""Correct plans of zoo models pass verification."""
 
 from __future__ import annotations
 
