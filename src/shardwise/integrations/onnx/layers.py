@@ -1,0 +1,388 @@
+"""ONNX operators of neural networks: products, convolutions, pooling, norms, losses, attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.integrations.onnx.operators import OPERATORS, Call, Value, operator, tensor, tensors
+
+# ------------------------------------------------------------ products and convolutions
+
+
+@operator("Gemm")
+def gemm(call: Call, a: Value, b: Value, c: Value = None) -> Value:
+    a, b = tensors(a, b)
+    alpha, beta = call.get("alpha", 1.0), call.get("beta", 1.0)
+    a = a.T if call.get("transA", 0) else a
+    transposed = bool(call.get("transB", 0))
+    bias = None if c is None else tensor(c, a)
+    if transposed and alpha == beta == 1.0 and (bias is None or bias.dim() == 1):
+        return F.linear(a, b, bias)
+    product = a @ (b.T if transposed else b)
+    product = product if alpha == 1.0 else alpha * product
+    if bias is None:
+        return product
+    return product + (bias if beta == 1.0 else beta * bias)
+
+
+@operator("Einsum")
+def einsum(call: Call, *values: Value) -> Value:
+    return torch.einsum(call.get("equation").replace(" ", ""), *tensors(*values))
+
+
+@operator("MatMulInteger")
+def matmul_integer(
+    call: Call, a: Value, b: Value, a_zero: Value = None, b_zero: Value = None
+) -> Value:
+    a, b = (x.to(torch.int32) for x in tensors(a, b))
+    a = a if a_zero is None else a - tensor(a_zero, a).to(torch.int32)
+    b = b if b_zero is None else b - tensor(b_zero, b).to(torch.int32)
+    return a @ b
+
+
+def _window_pads(
+    call: Call, x: Tensor, kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Return the padding before and after each spatial dim."""
+    auto, number = call.get("auto_pad", "NOTSET"), len(kernel)
+    if auto in ("NOTSET", ""):
+        pads = call.get("pads") or [0] * 2 * number
+        return list(zip(pads[:number], pads[number:], strict=True))
+    if auto == "VALID":
+        return [(0, 0)] * number
+    result = []
+    for n, k, s, d in zip(x.shape[2:], kernel, strides, dilations, strict=True):
+        total = max((-(-n // s) - 1) * s + (k - 1) * d + 1 - n, 0)
+        small, large = total // 2, total - total // 2
+        result.append((small, large) if auto == "SAME_UPPER" else (large, small))
+    return result
+
+
+def _pad_window(x: Tensor, pads: Sequence[tuple[int, int]], value: float = 0.0) -> Tensor:
+    flat = [side for pair in reversed(pads) for side in pair]
+    return F.pad(x, flat, value=value) if any(flat) else x
+
+
+_CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+def _windows(call: Call, x: Tensor, kernel: Sequence[int]) -> tuple[list[int], list[int]]:
+    number = len(kernel)
+    if number not in _CONVOLUTIONS:
+        raise call.error(f"windows of {number} dims are not supported", hint="1, 2 or 3 dims")
+    return call.get("strides") or [1] * number, call.get("dilations") or [1] * number
+
+
+@operator("Conv")
+def convolution(call: Call, x: Value, weight: Value, bias: Value = None) -> Value:
+    x, weight = tensors(x, weight)
+    kernel = list(weight.shape[2:])
+    strides, dilations = _windows(call, x, kernel)
+    pads = _window_pads(call, x, kernel, strides, dilations)
+    padding = [before for before, _ in pads]
+    if any(before != after for before, after in pads):
+        x, padding = _pad_window(x, pads), [0] * len(pads)
+    bias = None if bias is None else tensor(bias, x)
+    function = _CONVOLUTIONS[len(kernel)]
+    return function(x, weight, bias, strides, padding, dilations, call.get("group", 1))
+
+
+@operator("ConvTranspose")
+def transposed_convolution(call: Call, x: Value, weight: Value, bias: Value = None) -> Value:
+    x, weight = tensors(x, weight)
+    kernel = list(weight.shape[2:])
+    strides, dilations = _windows(call, x, kernel)
+    extra = call.get("output_padding") or [0] * len(kernel)
+    full = [
+        s * (n - 1) + e + (k - 1) * d + 1
+        for n, k, s, d, e in zip(x.shape[2:], kernel, strides, dilations, extra, strict=True)
+    ]
+    wanted, auto = call.get("output_shape"), call.get("auto_pad", "NOTSET")
+    if wanted is None and auto in ("SAME_UPPER", "SAME_LOWER"):
+        wanted = [n * s for n, s in zip(x.shape[2:], strides, strict=True)]
+    if wanted is None:
+        pads = _window_pads(call, x, kernel, strides, dilations)
+    else:
+        totals = [f - w for f, w in zip(full, wanted[-len(kernel) :], strict=True)]
+        pads = [
+            (t // 2, t - t // 2) if auto == "SAME_UPPER" else (t - t // 2, t // 2) for t in totals
+        ]
+    bias = None if bias is None else tensor(bias, x)
+    result = _TRANSPOSED[len(kernel)](
+        x, weight, bias, strides, 0, extra, call.get("group", 1), dilations
+    )
+    return _pad_window(result, [(-before, -after) for before, after in pads])
+
+
+# ------------------------------------------------------------ pooling
+
+_MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+_AVERAGE_POOLS: Mapping[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+
+
+def _pool_pads(
+    call: Call, x: Tensor, kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Return the padding, with what `ceil_mode` adds behind."""
+    pads = _window_pads(call, x, kernel, strides, dilations)
+    if not call.get("ceil_mode", 0):
+        return pads
+    result = []
+    for n, k, s, d, (before, after) in zip(
+        x.shape[2:], kernel, strides, dilations, pads, strict=True
+    ):
+        reach = (k - 1) * d + 1
+        count = -(-(n + before + after - reach) // s) + 1
+        if (count - 1) * s >= n + before:  # the last window must begin inside of the input
+            count -= 1
+        result.append((before, max(after, (count - 1) * s + reach - n - before)))
+    return result
+
+
+@operator("MaxPool")
+def max_pool(call: Call, x: Tensor) -> Value:
+    kernel = call.get("kernel_shape")
+    strides, dilations = _windows(call, x, kernel)
+    pads = _pool_pads(call, x, kernel, strides, dilations)
+    padding = [before for before, _ in pads]
+    simple = all(a == b and 2 * a <= k for (a, b), k in zip(pads, kernel, strict=True))
+    if not simple:
+        x, padding = _pad_window(x, pads, -math.inf), [0] * len(pads)
+    function = _MAX_POOLS[len(kernel)]
+    if call.num_outputs == 1:
+        return function(x, kernel, strides, padding, dilations)
+    if not simple or call.get("storage_order", 0):
+        raise call.error("indices of a padded or column-major MaxPool are not supported")
+    values, indices = function(x, kernel, strides, padding, dilations, return_indices=True)
+    planes = torch.arange(x.shape[0] * x.shape[1], device=x.device) * math.prod(x.shape[2:])
+    return values, indices + planes.reshape(*x.shape[:2], *[1] * len(kernel))
+
+
+@operator("AveragePool")
+def average_pool(call: Call, x: Tensor) -> Value:
+    kernel = call.get("kernel_shape")
+    strides, dilations = _windows(call, x, kernel)
+    if any(d != 1 for d in dilations):
+        raise call.error("dilated AveragePool is not supported")
+    pads = _pool_pads(call, x, kernel, strides, dilations)
+    function = _AVERAGE_POOLS[len(kernel)]
+    padded = function(_pad_window(x, pads), kernel, strides)
+    counted = torch.ones_like(x[:1, :1])
+    if call.get("count_include_pad", 0):  # but not what ceil_mode adds
+        given = _window_pads(call, x, kernel, strides, dilations)
+        counted = _pad_window(counted, given, 1.0)
+        pads = [(0, a - b) for (_, a), (_, b) in zip(pads, given, strict=True)]
+    if not any(side for pair in pads for side in pair):
+        return padded  # every window is full
+    return padded / function(_pad_window(counted, pads), kernel, strides)
+
+
+@operator("GlobalAveragePool")
+def global_average_pool(call: Call, x: Tensor) -> Value:
+    return x.mean(list(range(2, x.dim())), keepdim=True)
+
+
+@operator("GlobalMaxPool")
+def global_max_pool(call: Call, x: Tensor) -> Value:
+    return x.amax(list(range(2, x.dim())), keepdim=True)
+
+
+@operator("LpPool")
+def lp_pool(call: Call, x: Tensor) -> Value:
+    kernel, p = call.get("kernel_shape"), call.get("p", 2)
+    strides, dilations = _windows(call, x, kernel)
+    if any(d != 1 for d in dilations):
+        raise call.error("dilated LpPool is not supported")
+    pads = _pool_pads(call, x, kernel, strides, dilations)
+    powers = _pad_window(x.abs().pow(p), pads)
+    mean = _AVERAGE_POOLS[len(kernel)](powers, kernel, strides)
+    return (mean * math.prod(kernel)).pow(1 / p)
+
+
+@operator("GlobalLpPool")
+def global_lp_pool(call: Call, x: Tensor) -> Value:
+    p = call.get("p", 2)
+    return x.abs().pow(p).sum(list(range(2, x.dim())), keepdim=True).pow(1 / p)
+
+
+# ------------------------------------------------------------ normalization, dropout, losses
+
+
+@operator("BatchNormalization")
+def batch_normalization(
+    call: Call, x: Tensor, scale: Value, bias: Value, mean: Value, variance: Value
+) -> Value:
+    scale, bias, mean, variance = (tensor(v, x) for v in (scale, bias, mean, variance))
+    epsilon, momentum = call.get("epsilon", 1e-5), call.get("momentum", 0.9)
+    if not call.get("training_mode", 0):
+        return F.batch_norm(x, mean, variance, scale, bias, False, 0.0, epsilon)
+    if not call.module.training:
+        result = F.batch_norm(x, mean, variance, scale, bias, False, 0.0, epsilon)
+        return (result, mean, variance)
+    dims = [d for d in range(x.dim()) if d != 1]
+    now, spread = x.mean(dims), x.var(dims, unbiased=False)
+    new_mean = (mean * momentum + now * (1 - momentum)).detach()
+    new_variance = (variance * momentum + spread * (1 - momentum)).detach()
+    result = F.batch_norm(x, None, None, scale, bias, True, 0.0, epsilon)
+    with torch.no_grad():  # the running statistics are state of the module
+        mean.copy_(new_mean)
+        variance.copy_(new_variance)
+    return result, new_mean, new_variance
+
+
+@operator("InstanceNormalization")
+def instance_normalization(call: Call, x: Tensor, scale: Value, bias: Value) -> Value:
+    scale, bias = tensor(scale, x), tensor(bias, x)
+    return F.instance_norm(x, weight=scale, bias=bias, eps=call.get("epsilon", 1e-5))
+
+
+@operator("LayerNormalization")
+def layer_normalization(call: Call, x: Tensor, scale: Value, bias: Value = None) -> Value:
+    axis = call.get("axis", -1) % x.dim()
+    sizes, epsilon = list(x.shape[axis:]), call.get("epsilon", 1e-5)
+    scale = tensor(scale, x).expand(sizes)
+    bias = None if bias is None else tensor(bias, x).expand(sizes)
+    result = F.layer_norm(x, sizes, scale, bias, epsilon)
+    if call.num_outputs == 1:
+        return result
+    dims = list(range(axis, x.dim()))
+    variance = x.var(dims, unbiased=False, keepdim=True)
+    return result, x.mean(dims, keepdim=True), torch.rsqrt(variance + epsilon)
+
+
+@operator("RMSNormalization")
+def rms_normalization(call: Call, x: Tensor, scale: Value) -> Value:
+    axis = call.get("axis", -1) % x.dim()
+    sizes = list(x.shape[axis:])
+    return F.rms_norm(x, sizes, tensor(scale, x).expand(sizes), call.get("epsilon", 1e-5))
+
+
+@operator("GroupNormalization")
+def group_normalization(call: Call, x: Tensor, scale: Value, bias: Value) -> Value:
+    groups, scale, bias = call.get("num_groups"), tensor(scale, x), tensor(bias, x)
+    if scale.shape[0] == groups != x.shape[1]:  # by group up to opset 20
+        scale, bias = (v.repeat_interleave(x.shape[1] // groups) for v in (scale, bias))
+    return F.group_norm(x, groups, scale, bias, call.get("epsilon", 1e-5))
+
+
+@operator("LpNormalization")
+def lp_normalization(call: Call, x: Tensor) -> Value:
+    axis, p = call.get("axis", -1), call.get("p", 2)
+    norm = x.abs().sum(axis, keepdim=True) if p == 1 else torch.linalg.vector_norm(x, 2, axis, True)
+    return x / norm.clamp_min(torch.finfo(x.dtype).tiny)  # zeros stay zeros
+
+
+@operator("MeanVarianceNormalization")
+def mean_variance_normalization(call: Call, x: Tensor) -> Value:
+    axes = call.get("axes", [0, 2, 3])
+    centred = x - x.mean(axes, keepdim=True)
+    return centred / ((centred * centred).mean(axes, keepdim=True).sqrt() + 1e-9)
+
+
+@operator("LRN")
+def local_response_normalization(call: Call, x: Tensor) -> Value:
+    size, alpha = call.get("size"), call.get("alpha", 1e-4)
+    squares = (x * x).unsqueeze(1)
+    around = [0, 0] * (x.dim() - 2) + [(size - 1) // 2, size - 1 - (size - 1) // 2]
+    total = F.pad(squares, around).unfold(2, size, 1).sum(-1).squeeze(1)
+    return x / (call.get("bias", 1.0) + alpha / size * total).pow(call.get("beta", 0.75))
+
+
+@operator("Dropout")
+def dropout(call: Call, x: Tensor, ratio: Value = None, training: Value = None) -> Value:
+    rate = 0.5 if ratio is None else float(call.known(ratio, "the ratio"))
+    active = training is not None and bool(call.known(training, "training_mode"))
+    result = F.dropout(x, rate, training=active and call.module.training)
+    if call.num_outputs == 1:
+        return result
+    if active and call.module.training:
+        raise call.error("the mask of an active Dropout is not supported as an output")
+    return result, torch.ones_like(x, dtype=torch.bool)
+
+
+@operator("NegativeLogLikelihoodLoss")
+def nll_loss(call: Call, x: Value, target: Value, weight: Value = None) -> Value:
+    x, target = tensors(x, target)
+    weight = None if weight is None else tensor(weight, x)
+    ignored = call.get("ignore_index", -100)
+    return F.nll_loss(
+        x, target.long(), weight, ignore_index=ignored, reduction=call.get("reduction", "mean")
+    )
+
+
+@operator("SoftmaxCrossEntropyLoss")
+def softmax_cross_entropy(call: Call, x: Value, target: Value, weight: Value = None) -> Value:
+    x, target = tensors(x, target)
+    logs = torch.log_softmax(x, 1)
+    loss = OPERATORS["NegativeLogLikelihoodLoss"](call, logs, target, weight)
+    return (loss, logs) if call.num_outputs > 1 else loss
+
+
+# ------------------------------------------------------------ quantization
+
+
+def _along(call: Call, values: Value, x: Tensor) -> Tensor:
+    """Return scales as a tensor that broadcasts along the axis of the call."""
+    if call.get("block_size", 0):
+        raise call.error("blocked quantization is not supported")
+    scales, axis = tensor(values, x), call.get("axis", 1)
+    if scales.dim() != 1 or scales.numel() == 1:
+        return scales
+    return scales.reshape([-1 if d == axis % x.dim() else 1 for d in range(x.dim())])
+
+
+@operator("DequantizeLinear")
+def dequantize(call: Call, x: Value, scale: Value, zero: Value = None) -> Value:
+    x = tensor(x, scale if isinstance(scale, Tensor) else None)
+    factor = _along(call, scale, x)
+    shifted = x.int() if zero is None else x.int() - _along(call, zero, x).int()
+    return shifted.to(factor.dtype) * factor
+
+
+@operator("QuantizeLinear")
+def quantize(call: Call, x: Tensor, scale: Value, zero: Value = None) -> Value:
+    dtype = torch.uint8 if zero is None else tensor(zero).dtype
+    shift = 0 if zero is None else _along(call, zero, x).int()
+    limits = torch.iinfo(dtype)
+    steps = torch.round(x / _along(call, scale, x)) + shift
+    return torch.clamp(steps, limits.min, limits.max).to(dtype)
+
+
+# ------------------------------------------------------------ attention
+
+
+@operator("Attention")
+def attention(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Value = None, *past: Value
+) -> Value:
+    simple = {"scale", "is_causal", "q_num_heads", "kv_num_heads", "softmax_precision"}
+    if any(p is not None for p in past) or call.num_outputs > 1 or call.attributes.keys() - simple:
+        raise call.error("Attention with a cache, a window or further outputs is not supported")
+    is_flat = q.dim() == 3
+    if is_flat:
+        heads, groups = call.get("q_num_heads"), call.get("kv_num_heads")
+        q, k, v = (
+            torch.unflatten(t, -1, (n, -1)).transpose(1, 2)
+            for t, n in ((q, heads), (k, groups), (v, groups))
+        )
+    bias = None if mask is None else tensor(mask, q)
+    result = F.scaled_dot_product_attention(
+        q, k, v, bias, is_causal=bool(call.get("is_causal", 0)), scale=call.get("scale"),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    return result.transpose(1, 2).flatten(-2) if is_flat else result
+
+
+@operator("GridSample")
+def grid_sample(call: Call, x: Tensor, grid: Tensor) -> Value:
+    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(call.get("mode", "linear"))
+    mode = mode or call.get("mode")
+    padding, corners = call.get("padding_mode", "zeros"), bool(call.get("align_corners", 0))
+    return F.grid_sample(x, grid, mode, padding, corners)

@@ -1,0 +1,365 @@
+"""ONNX files as trainable modules.
+
+`from_onnx` reads a file into an `OnnxModule`. Its forward pass runs the nodes of the file one after
+the other, so `sw.capture` records them like the operators of any other model. A value is a tensor,
+or a NumPy array if it is known without running the model: sizes, constants, and everything that is
+computed from them. `onnx.reference` computes those, so that shape arithmetic leaves no trace in the
+captured graph.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import CaptureError, ConfigError, did_you_mean
+from shardwise.integrations.onnx import layers, recurrent, resize  # noqa: F401 - register operators
+from shardwise.integrations.onnx.operators import OPERATORS, Call, Value
+
+try:
+    import onnx
+    from onnx import inliner, numpy_helper
+    from onnx.reference import ReferenceEvaluator
+except ImportError as error:  # pragma: no cover - depends on the environment
+    raise ConfigError(
+        "sw.from_onnx needs the package onnx", hint="pip install 'shardwise[onnx]'"
+    ) from error
+
+__all__ = ["OnnxModule", "from_onnx"]
+
+OLDEST_OPSET = 13
+MAX_HOST_ELEMENTS = 4096  # larger constants are buffers
+MAX_BYTES_IN_FILE = 1 << 30  # larger models are saved with their weights in a file beside them
+# Inputs that are state of an operator or settings, not weights, by operator.
+_NOT_TRAINED = {
+    "BatchNormalization": (3, 4),
+    "Clip": (1, 2),
+    "Pad": (2,),
+    "Resize": (1, 2),
+    "QuantizeLinear": (1, 2),
+    "DequantizeLinear": (1, 2),
+    "Dropout": (1,),
+    "OneHot": (2,),
+    "Range": (0, 1, 2),
+}
+
+
+def from_onnx(path: str | Path, *, trainable: str | Sequence[str] | None = None) -> OnnxModule:
+    """Read an ONNX file (opset 13 or later) as a trainable module.
+
+    The module takes the file's inputs, by position or by name, and returns its output, or a tuple
+    if it has several. Floating-point initializers of at least one dim and two finite elements are
+    parameters, under their names in the file; `trainable` gives globs of their names instead. The
+    other initializers are buffers or constants.
+
+    >>> module = sw.from_onnx("model.onnx")  # doctest: +SKIP
+    >>> graph = sw.capture(module, {"image": images, "label": labels}, loss_fn)  # doctest: +SKIP
+    """
+    try:
+        onnx.checker.check_model(str(path))
+        model = onnx.load(str(path))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}") from None
+    except Exception as error:  # protobuf and the checker have several kinds
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"{path} is not a valid ONNX file: {reason}") from None
+    globs = (trainable,) if isinstance(trainable, str) else trainable
+    return OnnxModule(_inlined(model), str(path), globs)
+
+
+def _inlined(model: Any) -> Any:
+    """Replace calls of functions by their bodies: the file's own, and ONNX's where we have none."""
+    model = inliner.inline_local_functions(model)
+    unknown = {n.op_type for n in model.graph.node if n.domain == ""} - OPERATORS.keys()
+    if not unknown:
+        return model
+    chosen = [("", name) for name in sorted(unknown)]
+    try:  # some bodies depend on the types of their inputs
+        typed = onnx.shape_inference.infer_shapes(model)
+        return inliner.inline_selected_functions(typed, chosen, inline_schema_functions=True)
+    except RuntimeError:
+        return model  # the operator is reported as unsupported
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A node of the file, with its attributes read and its subgraphs prepared."""
+
+    call: Call
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    proto: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """The nodes of a graph or subgraph in order."""
+
+    nodes: tuple[_Node, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    constants: Mapping[str, np.ndarray[Any, Any]]
+
+
+class _Group(nn.Module):
+    """Parameters whose names begin with the same prefix."""
+
+
+class OnnxModule(nn.Module):
+    """The graph of an ONNX file as a module; see `from_onnx`."""
+
+    def __init__(self, model: Any, source: str, trainable: Sequence[str] | None = None) -> None:
+        super().__init__()
+        self.source = source
+        self._model = model
+        self._opset = _opset(model, source)
+        given = {i.name for i in model.graph.initializer}
+        self._inputs = tuple(i.name for i in model.graph.input if i.name not in given)
+        self._paths: dict[str, str] = {}  # initializer -> name of its parameter or buffer
+        self._register(trainable)
+        self._body = self._prepare(model.graph, skipped=frozenset(self._paths))
+        unsupported = sorted({n.call.op for n in _all_nodes(self._body) if n.call.run is None})
+        if unsupported:
+            first = next(n for n in _all_nodes(self._body) if n.call.run is None)
+            raise CaptureError(
+                f"{source} uses operators that are not supported: {', '.join(unsupported)}",
+                where=f"node {first.call.name}",
+                hint="simplify the model before its export, or ask for the operator",
+            )
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The inputs of the file."""
+        return self._inputs
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """The outputs of the file."""
+        return self._body.outputs
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the file, or a tuple of several."""
+        values: dict[str, Value] = dict(zip(self._inputs, args, strict=False))
+        if len(args) > len(self._inputs):
+            raise TypeError(f"{self.source} has {len(self._inputs)} inputs, {len(args)} were given")
+        for name, value in kwargs.items():
+            if name not in self._inputs or name in values:
+                problem = "is given twice" if name in values else "does not exist"
+                raise TypeError(f"input {name!r} {problem}{did_you_mean(name, self._inputs)}")
+            values[name] = value
+        if missing := [name for name in self._inputs if name not in values]:
+            raise TypeError(f"input {missing[0]!r} of {self.source} is missing")
+        for name, path in self._paths.items():
+            values[name] = _attribute(self, path)
+        outputs = self._run(self._body, values)
+        tensors = tuple(
+            torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v for v in outputs
+        )
+        return tensors[0] if len(tensors) == 1 else tensors
+
+    def save_onnx(self, path: str | Path) -> None:
+        """Write the file with the present values of its parameters and buffers.
+
+        After training on several ranks, `pm.copy_to(module)` brings the weights back first.
+        """
+        model = onnx.ModelProto()
+        model.CopyFrom(self._model)
+        for initializer in model.graph.initializer:
+            if parameter := self._paths.get(initializer.name):
+                tensor = _attribute(self, parameter).detach().cpu()
+                dtype = onnx.helper.tensor_dtype_to_np_dtype(initializer.data_type)
+                array = tensor.double().numpy() if tensor.is_floating_point() else tensor.numpy()
+                name = initializer.name
+                initializer.CopyFrom(numpy_helper.from_array(array.astype(dtype), name))
+        large = model.ByteSize() > MAX_BYTES_IN_FILE
+        location = f"{Path(path).name}.data" if large else None
+        onnx.save_model(model, str(path), save_as_external_data=large, location=location)
+
+    def extra_repr(self) -> str:
+        return f"{self.source!r}, inputs={self._inputs}, outputs={self._body.outputs}"
+
+    def _register(self, trainable: Sequence[str] | None) -> None:
+        """Register initializers as parameters or buffers; small constants stay NumPy arrays."""
+        names = [i.name for i in self._model.graph.initializer]
+        for glob in trainable or ():
+            if not any(fnmatchcase(name, glob) for name in names):
+                raise ConfigError(
+                    f"trainable {glob!r} matches none of the {len(names)} initializers of "
+                    f"{self.source}",
+                    hint=", ".join(names[:8]),
+                )
+        fixed = {
+            node.input[position]
+            for node in self._model.graph.node
+            for position in _NOT_TRAINED.get(node.op_type, ())
+            if position < len(node.input)
+        }
+        state = {
+            node.input[position]
+            for node in self._model.graph.node
+            if node.op_type == "BatchNormalization"
+            for position in (3, 4)
+        }
+        for initializer in self._model.graph.initializer:
+            array = numpy_helper.to_array(initializer)
+            name = initializer.name
+            if trainable is None:
+                is_float = array.dtype.kind == "f" or array.dtype.name == "bfloat16"
+                trained = is_float and array.ndim >= 1 and array.size > 1 and name not in fixed
+                trained = trained and bool(np.isfinite(array.astype(np.float64)).all())
+            else:
+                trained = any(fnmatchcase(name, glob) for glob in trainable)
+            if trained or name in state or array.size > MAX_HOST_ELEMENTS:
+                self._paths[name] = self._add(name, _tensor(array), trained)
+
+    def _add(self, name: str, tensor: Tensor, trained: bool) -> str:
+        """Register a tensor under the initializer's name, and return the name it has here."""
+        parts = [re.sub(r"\W", "_", part) for part in name.split(".")]
+        module: nn.Module = self
+        if not all(parts) or not self._is_free(parts):
+            parts = ["_".join(parts) or "initializer"]
+            while hasattr(self, parts[0]):
+                parts[0] += "_"
+        for part in parts[:-1]:
+            if not hasattr(module, part):
+                module.add_module(part, _Group())
+            module = getattr(module, part)
+        if trained:
+            module.register_parameter(parts[-1], nn.Parameter(tensor))
+        else:
+            module.register_buffer(parts[-1], tensor)
+        return ".".join(parts)
+
+    def _is_free(self, parts: Sequence[str]) -> bool:
+        """Return whether a dotted name does not collide with another one or a method."""
+        module: Any = self
+        for part in parts[:-1]:
+            child = getattr(module, part, None)
+            if child is None:
+                return True
+            if not isinstance(child, _Group):
+                return False
+            module = child
+        return not hasattr(module, parts[-1])
+
+    def _prepare(self, graph: Any, skipped: frozenset[str] = frozenset()) -> _Body:
+        """Read the attributes of all nodes of a graph and prepare its subgraphs."""
+        nodes = []
+        for number, proto in enumerate(graph.node):
+            attributes = {a.name: self._attribute_value(a) for a in proto.attribute}
+            standard = proto.domain in ("", "ai.onnx")
+            call = Call(
+                op=proto.op_type if standard else f"{proto.domain}::{proto.op_type}",
+                name=f"{proto.name or number} ({proto.op_type}) of {self.source}",
+                opset=self._opset,
+                attributes=attributes,
+                num_outputs=len(proto.output),
+                run=OPERATORS.get(proto.op_type) if standard else None,
+                module=self,
+            )
+            names = tuple(proto.input), tuple(proto.output)
+            nodes.append(_Node(call, *names, proto.SerializeToString()))
+        return _Body(
+            nodes=tuple(nodes),
+            inputs=tuple(i.name for i in graph.input),
+            outputs=tuple(o.name for o in graph.output),
+            constants={
+                i.name: numpy_helper.to_array(i) for i in graph.initializer if i.name not in skipped
+            },
+        )
+
+    def _attribute_value(self, attribute: Any) -> Any:
+        value = onnx.helper.get_attribute_value(attribute)
+        if isinstance(value, bytes):
+            return value.decode()
+        if isinstance(value, onnx.TensorProto):
+            return numpy_helper.to_array(value)
+        if isinstance(value, onnx.GraphProto):
+            return self._prepare(value)
+        return [v.decode() for v in value] if _are_bytes(value) else value
+
+    def run_body(self, body: _Body, arguments: Iterable[Value], outer: Any) -> list[Value]:
+        """Run a subgraph, which may also use the values around it."""
+        return self._run(body, {**outer, **dict(zip(body.inputs, arguments, strict=True))})
+
+    def _run(self, body: _Body, values: dict[str, Any]) -> list[Any]:
+        values.update(body.constants)
+        for node in body.nodes:
+            inputs = [values[name] if name else None for name in node.inputs]
+            call = node.call
+            assert call.run is not None
+            if call.op in ("If", "Loop", "Scan"):
+                result: Any = call.run(call, *inputs, outer=values)
+            elif _is_known(call, inputs):
+                feeds = {name: v for name, v in zip(node.inputs, inputs, strict=True) if name}
+                result = tuple(_evaluator(node.proto, self._opset).run(None, feeds))
+            else:
+                try:
+                    result = call.run(call, *inputs)
+                except (TypeError, ValueError, IndexError, RuntimeError) as error:
+                    if type(error).__module__.startswith("torch.fx"):
+                        raise  # control flow on values: capture explains it
+                    raise CaptureError(f"{error}", where=f"node {call.name}") from error
+            results = result if isinstance(result, tuple) else (result,)
+            for name, value in zip(node.outputs, results, strict=False):
+                if name:
+                    values[name] = value
+        return [values[name] for name in body.outputs]
+
+
+@lru_cache(maxsize=4096)
+def _evaluator(node: bytes, opset: int) -> Any:
+    """Return what computes a node on NumPy arrays."""
+    return ReferenceEvaluator(onnx.NodeProto.FromString(node), opsets={"": opset})
+
+
+def _is_known(call: Call, inputs: Sequence[Any]) -> bool:
+    """Return whether a node can be computed without running the model."""
+    if call.op.startswith("Random") or call.op in ("Bernoulli", "Dropout"):
+        return False
+    return all(v is None or isinstance(v, np.ndarray) for v in inputs)
+
+
+def _opset(model: Any, source: str) -> int:
+    opset = max((i.version for i in model.opset_import if i.domain in ("", "ai.onnx")), default=0)
+    if opset < OLDEST_OPSET:
+        raise ConfigError(
+            f"{source} has opset {opset}, at least {OLDEST_OPSET} is needed",
+            hint=f"onnx.version_converter.convert_version(model, {OLDEST_OPSET})",
+        )
+    return opset
+
+
+def _all_nodes(body: _Body) -> Iterator[_Node]:
+    for node in body.nodes:
+        yield node
+        for value in node.call.attributes.values():
+            if isinstance(value, _Body):
+                yield from _all_nodes(value)
+
+
+def _are_bytes(value: Any) -> bool:
+    return isinstance(value, Sequence) and bool(value) and isinstance(value[0], bytes)
+
+
+def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
+    if array.dtype.name == "bfloat16":  # of ml_dtypes: torch cannot read it directly
+        return torch.from_numpy(array.astype(np.float32)).bfloat16()
+    return torch.from_numpy(np.array(array))  # a copy that can be written
+
+
+def _attribute(module: nn.Module, path: str) -> Tensor:
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    tensor: Tensor = value
+    return tensor
