@@ -29,8 +29,8 @@ from shardwise.cost.kernels import tensors
 from shardwise.cost.meta_run import cost_of, function_of
 from shardwise.cost.signature import Signature, call_signature, under_autocast
 from shardwise.cost.table import UPDATE, OpTable
-from shardwise.dtypes import dtype_name
-from shardwise.ir import Ref, TensorType, map_refs
+from shardwise.ir import TensorType, map_refs
+from shardwise.ir.stored import NotStorable, decode, encode
 from shardwise.malloc_tuning import keep_heap
 
 BUDGET_S = 0.02  # for forward, and again for backward
@@ -154,78 +154,45 @@ def _median(run: Callable[[], Any], kind: str, budget_s: float) -> float:
 # ------------------------------------------------------------ in another process
 
 
-_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 UPDATES = tuple(4**n for n in range(5, 13))  # elements of parameters, 1,024 to 16 million
 UPDATE_REPEATS = 5
 
 
-def encode(call: Signature) -> dict[str, Any] | None:
+def encode_call(call: Signature) -> dict[str, Any] | None:
     """Return a call as JSON, or None if some of it cannot be written as JSON."""
     if call.function is not None:
         return None
     try:
         return {
             "op": call.op,
-            "args": _encode_arg(call.args),
-            "kwargs": _encode_arg(call.kwargs),
-            "types": [_encode_type(t) for t in call.types],
+            "args": encode(call.args),
+            "kwargs": encode(call.kwargs),
+            "types": [encode(kind) for kind in call.types],
             "grads": sorted(call.grads),
             "parameters": sorted(call.parameters),
-            "results": [_encode_type(t) for t in call.results],
+            "results": [encode(kind) for kind in call.results],
             "strides": call.strides,
-            "autocast": _encode_arg(call.autocast),
+            "autocast": encode(call.autocast),
             "device": call.device,
         }
-    except TypeError:
+    except NotStorable:
         return None
 
 
-def decode(data: dict[str, Any]) -> Signature:
-    """Return the call that `encode` wrote."""
+def decode_call(data: dict[str, Any]) -> Signature:
+    """Return the call that `encode_call` wrote."""
     return call_signature(
         data["op"],
-        _decode_arg(data["args"]),
-        _decode_arg(data["kwargs"]),
-        [_decode_type(t) for t in data["types"]],
+        decode(data["args"]),
+        decode(data["kwargs"]),
+        decode(data["types"]),
         frozenset(data["grads"]),
         frozenset(data["parameters"]),
-        results=[_decode_type(t) for t in data["results"]],
+        results=decode(data["results"]),
         strides=[None if s is None else tuple(s) for s in data["strides"]],
-        autocast=_decode_arg(data["autocast"]),
+        autocast=decode(data["autocast"]),
         device=data["device"],
     )
-
-
-def _encode_arg(arg: Any) -> Any:
-    if arg is None or isinstance(arg, bool | int | float | str):
-        return arg
-    if isinstance(arg, tuple | list):
-        return {"items": [_encode_arg(item) for item in arg]}
-    if isinstance(arg, Ref):
-        return {"operand": arg.name}
-    if isinstance(arg, _TORCH):
-        return {"torch": str(arg).removeprefix("torch.")}
-    if isinstance(arg, torch.device):
-        return {"device": str(arg)}
-    raise TypeError(f"{type(arg).__name__} cannot be written as JSON")
-
-
-def _decode_arg(arg: Any) -> Any:
-    if not isinstance(arg, dict):
-        return arg
-    if "items" in arg:
-        return tuple(_decode_arg(item) for item in arg["items"])
-    if "operand" in arg:
-        return Ref(arg["operand"])
-    return torch.device(arg["device"]) if "device" in arg else getattr(torch, arg["torch"])
-
-
-def _encode_type(kind: TensorType) -> list[Any]:
-    return [list(kind.shape), dtype_name(kind.dtype)]
-
-
-def _decode_type(data: list[Any]) -> TensorType:
-    return TensorType(tuple(data[0]), getattr(torch, data[1]))
 
 
 def measure_updates(sizes: Iterable[int], device: Device) -> OpTable:
@@ -266,7 +233,7 @@ def measure_job(job: TimingJob) -> OpTable:
         matmul_flops_per_s=(("float32", Curve.constant(1.0)),),
         memory_bytes_per_s=Curve.constant(1.0),
     )
-    calls = [decode(data) for data in job["calls"]]
+    calls = [decode_call(data) for data in job["calls"]]
     table = measure(calls, device, budget_s=job["budget_s"])
     table.merge(measure_updates(job["updates"], device))
     return table

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from shardwise.dtypes import dtype_name
 from shardwise.errors import ShardwiseError
 from shardwise.ir.graph import (
     Buffer,
@@ -32,7 +33,7 @@ from shardwise.ir.graph import (
 )
 from shardwise.ir.schema import operator
 
-__all__ = ["NotStorable", "graph_from_json", "graph_to_json"]
+__all__ = ["NotStorable", "decode", "encode", "graph_from_json", "graph_to_json"]
 
 LARGEST_CONSTANT = 1 << 20  # bytes
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
@@ -51,8 +52,8 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
         raise NotStorable("autograd functions and gradient hooks live in one process")
     data = {
         "fingerprint": graph.fingerprint,
-        **{name: _encode(getattr(graph, name)) for name in _PLAIN},
-        "values": [[name, *_encode_type(kind)] for name, kind in graph.values.items()],
+        **{name: encode(getattr(graph, name)) for name in _PLAIN},
+        "values": [[name, encode(kind)] for name, kind in graph.values.items()],
         **{k: [_fields(source) for source in getattr(graph, k)] for k in _SOURCES},
         "constants": [_encode_constant(constant) for constant in graph.constants],
         "nodes": [_fields(node) for node in graph.nodes],
@@ -69,12 +70,12 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
 def graph_from_json(data: Any) -> Graph:
     """Return the graph after checking it, or raise `NotStorable`."""
     try:
-        fields: dict[str, Any] = {name: _decode(data[name]) for name in _PLAIN}
+        fields: dict[str, Any] = {name: decode(data[name]) for name in _PLAIN}
         for kind, cls in _SOURCES.items():
             fields[kind] = tuple(_record(cls, source) for source in data[kind])
         graph = Graph(
             nodes=tuple(_record(Node, node) for node in data["nodes"]),
-            values={name: _decode_type(shape, dtype) for name, shape, dtype in data["values"]},
+            values={name: decode(kind) for name, kind in data["values"]},
             constants=tuple(_decode_constant(*constant) for constant in data["constants"]),
             module_classes={str(path): str(name) for path, name in data["module_classes"]},
             output_spec=_decode_spec(data["output_spec"]),
@@ -105,17 +106,18 @@ def _check(graph: Graph) -> None:
 def _fields(record: Any) -> dict[str, Any]:
     """Return the fields of a frozen record that differ from their defaults."""
     return {
-        field.name: _encode(getattr(record, field.name))
+        field.name: encode(getattr(record, field.name))
         for field in dataclasses.fields(record)
         if getattr(record, field.name) is not field.default
     }
 
 
 def _record(cls: type, fields: Mapping[str, Any]) -> Any:
-    return cls(**{name: _decode(value) for name, value in fields.items()})
+    return cls(**{name: decode(value) for name, value in fields.items()})
 
 
-def _encode(value: Any) -> Any:
+def encode(value: Any) -> Any:
+    """Return JSON data for an argument of a node or a tensor type, or raise `NotStorable`."""
     if value is None or type(value) in (bool, str):
         return value
     if type(value) is int:
@@ -123,11 +125,13 @@ def _encode(value: Any) -> Any:
     if type(value) is float:
         return value if math.isfinite(value) else {"float": repr(value)}
     if type(value) is tuple:
-        return {"tuple": [_encode(item) for item in value]}
+        return {"tuple": [encode(item) for item in value]}
     if type(value) is list:
-        return [_encode(item) for item in value]
+        return [encode(item) for item in value]
     if type(value) is Ref:
         return {"ref": value.name}
+    if type(value) is TensorType:
+        return {"type": [list(value.shape), dtype_name(value.dtype)]}
     if isinstance(value, _TORCH):
         return {"torch": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
@@ -135,16 +139,20 @@ def _encode(value: Any) -> Any:
     raise NotStorable(f"a {type(value).__name__} has no stored form")
 
 
-def _decode(value: Any) -> Any:
+def decode(value: Any) -> Any:
+    """Return the value that `encode` wrote."""
     if isinstance(value, list):
-        return [_decode(item) for item in value]
+        return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     ((tag, content),) = value.items()
     if tag == "tuple":
-        return tuple(_decode(item) for item in content)
+        return tuple(decode(item) for item in content)
     if tag == "torch":
         return _torch(content)
+    if tag == "type":
+        shape, dtype = content
+        return TensorType(tuple(map(int, shape)), _torch(dtype))
     decoders = {"int": int, "float": float, "ref": Ref, "device": torch.device}
     return decoders[tag](content)
 
@@ -156,14 +164,6 @@ def _torch(name: str) -> Any:
     return value
 
 
-def _encode_type(kind: TensorType) -> list[Any]:
-    return [list(kind.shape), str(kind.dtype).removeprefix("torch.")]
-
-
-def _decode_type(shape: list[int], dtype: str) -> TensorType:
-    return TensorType(tuple(map(int, shape)), _torch(dtype))
-
-
 def _encode_constant(constant: Constant) -> list[Any]:
     data = constant.data
     plain = type(data) is torch.Tensor and data.layout is torch.strided and data.is_contiguous()
@@ -171,11 +171,11 @@ def _encode_constant(constant: Constant) -> list[Any]:
         raise NotStorable(f"constant {constant.value} is large, or not a plain tensor on the CPU")
     content = data.reshape(-1).view(torch.uint8).numpy().tobytes()
     kind = TensorType(tuple(data.shape), data.dtype)
-    return [constant.value, *_encode_type(kind), base64.b64encode(content).decode("ascii")]
+    return [constant.value, encode(kind), base64.b64encode(content).decode("ascii")]
 
 
-def _decode_constant(value: str, shape: list[int], dtype: str, content: str) -> Constant:
-    kind = _decode_type(shape, dtype)
+def _decode_constant(value: str, type_: Any, content: str) -> Constant:
+    kind = decode(type_)
     raw = np.frombuffer(base64.b64decode(content, validate=True), dtype=np.uint8)
     if len(raw) != kind.num_bytes:
         raise NotStorable(f"constant {value} has {len(raw)} bytes, not {kind.num_bytes}")

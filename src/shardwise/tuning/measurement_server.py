@@ -15,7 +15,7 @@ from typing import Any
 from shardwise.cluster import Cluster, Device
 from shardwise.cost import OpTable, Signature, cost_of, kernels_seconds
 from shardwise.cost.table import UPDATE, missing
-from shardwise.cost.timing import BUDGET_S, UPDATES, TimingJob, encode, measure_job
+from shardwise.cost.timing import BUDGET_S, UPDATES, TimingJob, encode_call, measure_job
 from shardwise.errors import RankError
 from shardwise.ir import Graph
 from shardwise.plans import Plan
@@ -110,7 +110,7 @@ def measure_plan(
             name=device.name,
             kind=device.kind,
             memory_bytes=device.usable_bytes,
-            calls=[data for call in unknown if (data := encode(call)) is not None],
+            calls=[data for call in unknown if (data := encode_call(call)) is not None],
             updates=updates,
             budget_s=budget_s,
         )
@@ -166,7 +166,7 @@ def _median(tables: Sequence[OpTable]) -> OpTable:
 def _compare(joined: OpTable, calls: Sequence[Signature], device: Device) -> None:
     """Add the computed times of the same calls, and notes on those that were not measured."""
     for call in calls:
-        if encode(call) is None:
+        if encode_call(call) is None:
             joined.notes.append(f"{call}: cannot be sent to a process")
             continue
         cost = cost_of(call)

@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise.cluster import Cluster
 from shardwise.cost import OpTable, call_seconds, cost_of
 from shardwise.cost.table import UPDATE
-from shardwise.cost.timing import decode, encode
+from shardwise.cost.timing import decode_call, encode_call
 from shardwise.simulation.estimate import plan_calls
 from shardwise.tuning.measurement_server import measure_plan
 from tests.support import training
@@ -26,9 +26,9 @@ def test_calls_survive_encoding(name: str) -> None:
     for strategy in (sw.strategies.ddp, sw.strategies.tensor):
         for calls in plan_calls(graph, strategy(graph, cluster), cluster).values():
             for call in calls:
-                written = encode(call)
+                written = encode_call(call)
                 if written is not None:
-                    decoded = decode(json.loads(json.dumps(written)))
+                    decoded = decode_call(json.loads(json.dumps(written)))
                     assert decoded == call
                     assert str(decoded) == str(call)
 
