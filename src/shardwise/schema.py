@@ -531,7 +531,7 @@ class Writer:
             return self._number(value, stored.unit)
         if dataclasses.is_dataclass(value):
             return self.fields(value)
-        args = typing.get_args(typing.get_args(kind)[0] if markers else kind)
+        args = typing.get_args(typing.get_args(kind)[0] if markers else _without_none(kind))
         if isinstance(value, Mapping) or AS_MAPPING in markers:
             pairs = value.items() if isinstance(value, Mapping) else value
             inner = typing.get_args(args[0])[1] if AS_MAPPING in markers else (*args, Any, Any)[1]
@@ -605,6 +605,13 @@ def _markers(kind: Any) -> tuple[Any, ...]:
     if typing.get_origin(kind) in (Union, types.UnionType):
         return tuple(marker for arg in typing.get_args(kind) for marker in _markers(arg))
     return ()
+
+
+def _without_none(kind: Any) -> Any:
+    """Return `X` of `X | None`, and any other type as it is."""
+    members = [each for each in typing.get_args(kind) if each is not type(None)]
+    is_union = typing.get_origin(kind) in (Union, types.UnionType)
+    return members[0] if is_union and len(members) == 1 else kind
 
 
 def _is_optional(kind: Any) -> bool:

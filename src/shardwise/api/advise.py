@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -12,8 +12,8 @@ from shardwise.cost import OpTable
 from shardwise.errors import ClusterError, InfeasiblePlan
 from shardwise.ir import Graph
 from shardwise.planner.options import SearchOptions, known_options
-from shardwise.planner.plan import Progress
 from shardwise.planner.plan import plan as find_plan
+from shardwise.planner.plan import show_progress
 from shardwise.planner.search_space import UserOptions
 from shardwise.plans import Plan
 
@@ -152,17 +152,20 @@ def advise(
             hint='sw.advise(graph, ["h100", "a100-80"], [8, 16])',
         )
     UserOptions.of({name: value for name, value in options.items() if name not in _UNRESTRICTIVE})
-    with Progress("comparing", shown=progress) as bar:
-        rows = list(_rows(graph, compared, {**options, "table": table}, bar))
+    with show_progress("comparing", shown=progress) as report:
+        rows = list(_rows(graph, compared, {**options, "table": table}, report))
     rows.sort(key=lambda row: (not row.feasible, row.step_time_s or 0.0, row.num_ranks))
     return Advice(model=graph.name, rows=tuple(rows))
 
 
 def _rows(
-    graph: Graph, clusters: Sequence[Cluster], options: dict[str, Any], bar: Progress
+    graph: Graph,
+    clusters: Sequence[Cluster],
+    options: dict[str, Any],
+    report: Callable[[str], None],
 ) -> Iterator[AdviceRow]:
     for number, cluster in enumerate(clusters, start=1):
-        bar.update(f"{cluster.name}, {number} of {len(clusters)}")
+        report(f"{cluster.name}, {number} of {len(clusters)}")
         price = sum(
             n.copies * sum(device.price_per_hour for device in n.devices) for n in cluster.nodes
         )

@@ -13,7 +13,7 @@ from shardwise.emit.module import HOW_TO_CHECK, collectives_text, emit, splits_t
 from shardwise.emit.quote import comment, literal, mapping
 from shardwise.ir import Ref
 from shardwise.plans import TIME
-from shardwise.plans.resolve import input_cuts
+from shardwise.plans.resolve import input_shards
 from shardwise.program.pipeline import Pipeline, StageProgram, Transfer
 from shardwise.runtime.loader import PipelineSources, StageSources
 from shardwise.sharding.placements import PARTIAL, Partial, Placement, Shard
@@ -81,7 +81,7 @@ def _pipeline_file(pipeline: Pipeline) -> str:
 
 
 def _batch_dims(pipeline: Pipeline) -> dict[str, int]:
-    shards = input_cuts(pipeline.graph, pipeline.plan) or {}
+    shards = input_shards(pipeline.graph, pipeline.plan) or {}
     return {i.name: shards[i.value].dim for i in pipeline.graph.inputs if i.value in shards}  # type: ignore[union-attr]
 
 

@@ -1,14 +1,14 @@
 """Lower bounds of configurations: no simulated step is faster, no rank needs less memory.
 
-Communication of parameters and gradients that nothing can hide is included:
+They include communication of parameters and gradients that nothing can hide:
 
-- With zero 3 a pass takes at least as long as gathering the parameters of its blocks; parameters
-  outside of blocks are gathered before.
-- Gradients are reduced from the last backward of a stage on, which hides at most its own length of
-  the reductions; with several stages per group, at most twice that.
-- With zero 1 and 2 updated parameters are gathered after the optimizer.
+- With zero 3, a pass takes at least as long as gathering the parameters of its blocks; parameters
+  outside of blocks are gathered before it.
+- Gradient reductions start in the last backward of a stage, which hides at most its own length of
+  them; with several stages per group, at most twice that.
+- With zero 1 and 2, updated parameters are gathered after the optimizer step.
 
-All messages of a kind count as one message, because several take longer.
+All messages of a kind count as a single message, because several messages take longer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FEW_GROUPS = 16  # up to which bounds count the messages between stages
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """A configuration with its bounds; a memory that fits is exact."""
+    """A configuration with its lower bounds; memory that fits (at most 1) is exact."""
 
     config: ParallelConfig
     seconds: float
@@ -46,14 +46,14 @@ class Bound:
 
 @dataclass(frozen=True, kw_only=True)
 class Core:
-    """Bounds on when the work of each group ends: the same for any zero level and offload."""
+    """Bounds on when the work of each group ends, for any zero level and offload."""
 
     execution: ExecutionConfig
     bounds: Ints
     layers: Sequence[Layers]
     ends: dict[int, float]  # lower bound on the end of each group's work
-    paths: dict[int, float]  # the same by the path of one micro-batch through all stages and back
-    back: float  # the same of the first stage's last backward
+    paths: dict[int, float]  # another: the path of one micro-batch through all stages and back
+    back: float  # lower bound on the end of the first stage's last backward
     watched: dict[int, list[int]]  # groups that may be the fullest, with their stages
 
     @property
@@ -62,7 +62,7 @@ class Core:
 
 
 class Bounds:
-    """Bounds of one model's configurations on one cluster, each worked out once."""
+    """Bounds of one model's configurations on one cluster, each computed once."""
 
     def __init__(
         self,
@@ -90,24 +90,22 @@ class Bounds:
             traffic = communication_lower_bound(
                 ranges, layers, members, execution, self.evaluator.costs
             )
-            end = reduced_at_least(
-                core.ends[group], ranges, layers, config.num_microbatches, traffic
-            )
-            tail = self._tail(stages, core.bounds, layers, execution) + traffic.update
+            count = config.num_microbatches
+            end = reduced_at_least(core.ends[group], ranges, layers, count, traffic)
+            tail = self._tail(ranges, layers, members, execution) + traffic.update
             seconds = max(seconds, end + tail, core.paths[group] + tail)
             if group == execution.placement[0]:
                 seconds = max(seconds, core.back + tail)
-            full = self._fullest(config, group, stages, core.bounds, core.layers[group], execution)
-            fullest = max(fullest, full)
+            fullest = max(fullest, self._fullest(config, group, ranges, layers, execution))
         self._bounds[config] = Bound(config=config, seconds=seconds, memory=fullest)
         return self._bounds[config]
 
     def core(self, config: ParallelConfig) -> Core | None:
-        """Return what any zero level and offload share; None for an impossible configuration."""
+        """Return the bounds for any zero level and offload, or None if the config is impossible."""
         if config not in self._cores:
             try:
                 self._cores[config] = self._find_core(config)
-            except ShardwiseError:  # too few places for this many stages, or nothing to shard
+            except ShardwiseError:  # there are too few places for the stages, or nothing to shard
                 self._cores[config] = None
         return self._cores[config]
 
@@ -138,30 +136,28 @@ class Bounds:
         forward = self._times(layers, bounds, execution.placement, uniform, ("forward",))
         before = np.concatenate([[0.0], np.cumsum(forward + sends)])
         around, waits = before, np.zeros(len(times))
-        # Input gradients travel on without waiting for weight gradients that come later.
+        # Input gradients are sent on without waiting for weight gradients that come later.
         if schedule_kind(config.schedule).splits_backward:
             waits = self._times(layers, bounds, execution.placement, uniform, ("weight",))
         else:
             around = np.concatenate([[0.0], np.cumsum(times + 2 * sends)])
-        # One micro-batch goes through all stages, and back to each, which then has its weights.
+        # One micro-batch passes all stages and returns to each, which then computes its weights.
         back = np.cumsum((times - forward - waits + sends)[::-1])[::-1]
         path = (forward + sends).sum() + back + waits
-        busy = {
-            g: config.num_microbatches * times[own_stages].sum() for g, own_stages in stages.items()
-        }
-        few = {0, 1, config.pp - 1} if uniform else set(stages)
+        busy = {g: config.num_microbatches * times[members].sum() for g, members in stages.items()}
+        watched = {0, 1, config.pp - 1} if uniform else set(stages)
         return Core(
             execution=execution,
             bounds=bounds,
             layers=layers,
-            ends={g: float(before[own_stages[0]] + busy[g]) for g, own_stages in stages.items()},
-            paths={g: float(path[own_stages].max()) for g, own_stages in stages.items()},
-            back=max(float(around[own_stages[0]] + busy[g]) for g, own_stages in stages.items()),
-            watched={g: own_stages for g, own_stages in stages.items() if g in few},
+            ends={g: float(before[members[0]] + busy[g]) for g, members in stages.items()},
+            paths={g: float(path[members].max()) for g, members in stages.items()},
+            back=max(float(around[members[0]] + busy[g]) for g, members in stages.items()),
+            watched={g: members for g, members in stages.items() if g in watched},
         )
 
     def _sends(self, execution: ExecutionConfig, bounds: Ints, layers: Layers) -> np.ndarray:
-        """Return the seconds of each stage's message to the next; zeros if groups are many."""
+        """Return the seconds of each stage's message to the next, or zeros for many groups."""
         seconds = np.zeros(len(execution.cuts))
         if len(execution.groups) > FEW_GROUPS:
             return seconds
@@ -178,7 +174,7 @@ class Bounds:
         key = (id(here), id(there))
         if key not in self._links:
             model = self.evaluator.costs.collective("send", pairs(here.array, there.array))
-            self._links[key] = (here, there, model)  # with the groups, so that ids stay unique
+            self._links[key] = (here, there, model)  # keeps the groups, so that ids stay unique
         return self._links[key][2]
 
     def _times(
@@ -200,35 +196,36 @@ class Bounds:
         )
 
     def _tail(
-        self, stages: Sequence[int], bounds: Ints, layers: Layers, execution: ExecutionConfig
+        self,
+        ranges: Sequence[tuple[int, int]],
+        layers: Layers,
+        group: Group,
+        execution: ExecutionConfig,
     ) -> float:
         """Return a lower bound on the optimizer's time."""
-        device = self._device(execution.groups[execution.placement[stages[0]]])
         numel = 0.0
         for (axes, zero, _), share in layers.parameters(execution).items():
-            ranks = execution.groups[execution.placement[stages[0]]].along(axes).shape[-1]
-            stored = sum(float(share.numel[bounds[s + 1]] - share.numel[bounds[s]]) for s in stages)
-            numel += stored / (ranks if zero else 1)
-        return _update_lower_bound(numel, device)
+            stored = sum(float(share.numel[end] - share.numel[first]) for first, end in ranges)
+            numel += stored / (group.along(axes).shape[-1] if zero else 1)
+        return self.update_lower_bound(numel, group)
 
     def _fullest(
         self,
         config: ParallelConfig,
         group: int,
-        stages: Sequence[int],
-        bounds: Ints,
+        ranges: Sequence[tuple[int, int]],
         layers: Layers,
         execution: ExecutionConfig,
     ) -> float:
         """Return a lower bound on a rank's memory, as a fraction of its device's."""
-        members = execution.groups[group]
-        waiting = min(config.num_microbatches, max(1, config.pp - group))
-        again = config.num_microbatches > (waiting if len(stages) == 1 else config.pp)
+        members, count = execution.groups[group], config.num_microbatches
+        in_flight = min(count, max(1, config.pp - group))
+        # A forward after the first backward finds gradients of parameters in memory.
+        has_gradients = count > (in_flight if len(ranges) == 1 else config.pp)
         total = 0.0
-        for stage in stages:
-            first, end = bounds[stage], bounds[stage + 1]
+        for first, end in ranges:
             memory = stage_memory(first, end, layers, members, execution)
-            total += memory.lower_bound(waiting / len(stages), again)
+            total += memory.lower_bound(in_flight / len(ranges), has_gradients)
         return total / self.limit(members)
 
     def limit(self, group: Group) -> float:
@@ -238,7 +235,12 @@ class Bounds:
 
     def update_lower_bound(self, numel: float, group: Group) -> float:
         """Return a lower bound on the optimizer's time for this many elements."""
-        return _update_lower_bound(numel, self._device(group))
+        if not numel:
+            return 0.0
+        device = self._device(group)
+        # A CPU makes more calls, but reads and writes at least as much as a GPU.
+        calls = 0 if device.kind == "cpu" else adamw.FUSED_CALLS
+        return adamw.fused_seconds(numel, device, calls=calls)
 
     def _device(self, group: Group) -> Device:
         kinds: list[int] = np.unique(self.evaluator.kind[group.array]).tolist()
@@ -250,17 +252,9 @@ class Bounds:
         return max(classes, key=lambda layers: layers.sums["backward"][-1])
 
 
-def _update_lower_bound(numel: float, device: Device) -> float:
-    """Return a lower bound on the optimizer's time; a CPU reads and writes no less than a GPU."""
-    if not numel:
-        return 0.0
-    calls = 0 if device.kind == "cpu" else adamw.FUSED_CALLS
-    return adamw.fused_seconds(numel, device, calls=calls)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterTraffic:
-    """Seconds that parameters and gradients of a group's stages travel, once each."""
+    """Seconds of sending the parameters and gradients of a group's stages once."""
 
     gather: float = 0.0  # blocks before a pass (zero 3)
     reduce: float = 0.0
@@ -275,7 +269,7 @@ def communication_lower_bound(
     execution: ExecutionConfig,
     costs: ClusterCosts,
 ) -> ParameterTraffic:
-    """Return a lower bound on the communication of the stages at these positions."""
+    """Return a lower bound on the parameter traffic of the stages at these positions."""
     totals: dict[tuple[str, str, tuple[str, ...]], float] = {}
     for first, end in ranges:
         for kind in layers.sent(first, end, execution):
@@ -299,13 +293,13 @@ def reduced_at_least(
     num_microbatches: int,
     traffic: ParameterTraffic,
 ) -> float:
-    """Return a bound on when gradients are reduced, if computing alone would end at `computed`."""
+    """Return a lower bound on when gradients are reduced, if compute alone ends at `computed`."""
     forward, backward = (
         sum(layers.total(name, *positions) for positions in ranges)
         for name in ("forward", "backward")
     )
     slower = max(0.0, traffic.gather - forward) + max(0.0, traffic.gather - backward)
-    waits = traffic.root if ranges[0][0] == 0 else 0.0  # later stages do it while they wait
-    end = waits + computed + num_microbatches * slower
+    root = traffic.root if ranges[0][0] == 0 else 0.0  # later stages gather while they wait
+    end = root + computed + num_microbatches * slower
     hidden = max(backward, traffic.gather) * (1 if len(ranges) == 1 else 2)
     return max(end, end - hidden + traffic.gather + traffic.reduce)

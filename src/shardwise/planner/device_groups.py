@@ -1,7 +1,7 @@
-"""Which devices a plan uses: groups of ranks and their shares of the batch, or fewer devices.
+"""The devices that a plan uses: groups of ranks and their shares of the batch, or fewer devices.
 
-Equal devices have one grouping: ranks in order. Unequal ones are also tried by kind, so that a
-group has equal devices, and in groups of unequal size; shares along "dp" follow speeds.
+Equal devices have one grouping, with ranks in order. Unequal ones are also grouped by kind, so that
+the devices of a group are equal, and in groups of unequal size; shares along "dp" follow speeds.
 
 Devices of about the same speed, with about the same links, form a class. `subsets` leaves out the
 slowest class first, then the next: a few nested clusters, not all subsets. A cluster of equal
@@ -22,21 +22,21 @@ from shardwise.plans.search_result import LeftOutDevices
 from shardwise.shares import Shares
 from shardwise.simulation.costs import Group
 
-RESOLUTION = 24  # parts into which the fastest rank's share is divided
-SAME_SPEED = 1.25  # ratio of speeds within a class: measured ones differ a little
-MAX_CLASSES = 4  # of more, only the slowest are left out
+RESOLUTION = 24  # the largest integer share, that of the fastest rank
+SAME_SPEED = 1.25  # maximum ratio of speeds within a class, since measured speeds differ a little
+MAX_CLASSES = 4  # if there are more, only the slowest can be left out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grouping:
-    """Ranks of every group, in mesh order, and how fast each rank is."""
+    """Ranks of every group, in mesh order, and the relative speed of each rank."""
 
     ranks: tuple[tuple[int, ...], ...]
-    rates: tuple[tuple[float, ...], ...]  # of every rank, relative
+    rates: tuple[tuple[float, ...], ...]
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """Of every group: shares of its batch let all its ranks compute at their own rate."""
+        """The speed of every group, whose ranks share its batch according to their own speeds."""
         return tuple(sum(rates) for rates in self.rates)
 
     def groups(self, tp: int, axes: Sequence[tuple[str, int]]) -> tuple[Group, ...]:
@@ -66,19 +66,15 @@ def weights(rates: Sequence[float]) -> tuple[int, ...]:
 def groupings(
     num_ranks: int, rates: Sequence[float], kinds: Sequence[int], pp: int
 ) -> list[Grouping]:
-    """Return the groupings of `pp` groups to try; `rates` and `kinds` are those of the ranks."""
+    """Return the groupings of `pp` groups to try, given the rate and the kind of every rank."""
     natural = list(range(num_ranks))
     orders = [_even(natural, pp)]
     if len(set(kinds)) > 1:
         by_kind = sorted(natural, key=lambda r: (-rates[r], kinds[r], r))
         orders += [_even(by_kind, pp), _even(by_kind[::-1], pp), _by_kind(by_kind, kinds, pp)]
-    distinct: dict[tuple[tuple[int, ...], ...], None] = {}
-    for order in orders:
-        if order is not None:
-            distinct.setdefault(order)
     return [
         Grouping(ranks=ranks, rates=tuple(tuple(rates[r] for r in group) for group in ranks))
-        for ranks in distinct
+        for ranks in dict.fromkeys(order for order in orders if order is not None)
     ]
 
 
@@ -92,7 +88,7 @@ def _even(ranks: Sequence[int], pp: int) -> tuple[tuple[int, ...], ...] | None:
 def _by_kind(
     ranks: Sequence[int], kinds: Sequence[int], pp: int
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Return groups of equal devices; the groups of a kind are in proportion to its ranks."""
+    """Return groups of equal devices; a kind has groups in proportion to its ranks."""
     members: dict[int, list[int]] = {}
     for rank in ranks:
         members.setdefault(kinds[rank], []).append(rank)
@@ -114,7 +110,7 @@ def _by_kind(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subset:
-    """A part of a cluster: its devices as a cluster, and their ranks in the full one."""
+    """Some devices of a cluster, as a cluster and by their ranks in the full one."""
 
     cluster: Cluster
     ranks: tuple[int, ...]
@@ -133,16 +129,16 @@ def subsets(cluster: Cluster, rates: Sequence[float]) -> Iterator[Subset]:
         ranks = tuple(sorted(r for members in slowest_first[number:] for r in members))
         try:
             yield Subset(cluster=cluster.subset(ranks), ranks=ranks)
-        except ClusterError:  # the network is described in groups that cannot be taken apart
+        except ClusterError:  # the network is described in groups that cannot be divided
             return
 
 
 def _speeds(cluster: Cluster, rates: Sequence[float], rank: int) -> tuple[float, ...]:
     """Return the speeds of a rank's device, of its NIC and of its links within the node."""
     node = cluster.node_of(rank)
-    card = node.nic.bandwidth_bytes_per_s * node.nic.count if node.nic else 0.0
+    nic = node.nic.bandwidth_bytes_per_s * node.nic.count if node.nic else 0.0
     link = node.link.bandwidth_bytes_per_s if node.link else 0.0
-    return rates[rank], card, link
+    return rates[rank], nic, link
 
 
 def _same_class(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
@@ -151,9 +147,9 @@ def _same_class(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
 
 
 def left_out(cluster: Cluster, subset: Subset, seconds: float | None) -> LeftOutDevices:
-    """Return what a plan records about the devices that it leaves out.
+    """Return a plan's record of the devices that it leaves out.
 
-    `seconds` is the step on all devices, None where no plan fits on them.
+    `seconds` is the step time on all devices, or None if no plan fits on them.
     """
     idle = sorted(set(range(cluster.num_ranks)) - set(subset.ranks))
     kinds = Counter((str(cluster.device(r)), cluster.node_of(r).name) for r in idle)

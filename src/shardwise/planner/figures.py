@@ -1,7 +1,7 @@
-"""Build a plan's `SearchResult`: of a search, or of a plan that is simulated without one.
+"""Build a plan's `SearchResult`, from a search or by simulating a plan without one.
 
-`search_result` describes what a search found: the best configuration, its runners-up, what limits
-it and what relaxing that would gain. `with_figures` simulates a named or edited plan.
+`search_result` describes the outcome of a search: the best configuration, its runners-up, the
+limiting factor and the gain from relaxing it. `with_figures` simulates a named or edited plan.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwise.ir.blocks import block_glob
 from shardwise.planner.module_tree import module_tree
 from shardwise.planner.search import Candidate, Search, SearchOutcome
 from shardwise.planner.search_space import UserOptions
-from shardwise.planner.step_details import SimulatedStep, link_traffic, memory_curves
+from shardwise.planner.step_details import SAVED, SimulatedStep, link_traffic, memory_curves
 from shardwise.planner.what_if import Rerun, relaxations, sensitivity
 from shardwise.plans import Plan
 from shardwise.plans.search_result import (
@@ -53,8 +53,8 @@ from shardwise.simulation.memory import peak_of
 from shardwise.simulation.stages import ParamClass
 
 RUNNERS_UP = 5
-MIN_BINDING_GAIN = 0.01  # fraction of the step that relaxing a constraint gains if it is binding
-SAME = 1e-9  # relative difference up to which figures are equal
+MIN_BINDING_GAIN = 0.01  # fraction of the step that relaxing a binding constraint must gain
+SAME = 1e-9  # relative tolerance of equal figures
 
 
 def search_result(
@@ -65,7 +65,7 @@ def search_result(
     rerun: Rerun,
     left_out: LeftOutDevices | None = None,
 ) -> SearchResult:
-    """Return the figures of what a search found; `fixed` is all that the user decided."""
+    """Return the figures of a search; `fixed` has all decisions of the user."""
     best = outcome.best
     step = simulated_step(best, search)
     relaxed = relaxations(outcome, search, step, options, rerun)
@@ -90,7 +90,7 @@ def search_result(
 
 
 def simulated_step(candidate: Candidate, search: Search) -> SimulatedStep:
-    """Return what details are derived from."""
+    """Return a candidate's step, from which details are derived."""
     return SimulatedStep(
         graph=search.graph,
         workloads=candidate.layouts.workloads,
@@ -101,7 +101,7 @@ def simulated_step(candidate: Candidate, search: Search) -> SimulatedStep:
 
 
 def with_figures(graph: Graph, plan: Plan, cluster: Cluster, table: OpTable | None = None) -> Plan:
-    """Return the plan with figures of its own, simulated on `cluster`."""
+    """Return the plan with its figures, simulated on `cluster`."""
     cluster = check_plan(graph, plan, cluster)
     fold, workloads = workloads_of(graph, plan)
     execution = execution_of(plan, fold)
@@ -119,7 +119,7 @@ def with_figures(graph: Graph, plan: Plan, cluster: Cluster, table: OpTable | No
 
 
 def with_details(plan: Plan, step: SimulatedStep, memory_limit: float | None = None) -> Plan:
-    """Return the plan with what reports show of its step."""
+    """Return the plan with the details of its step that reports show."""
     details = PlanDetails(
         cluster=cluster_json(step.evaluator.cluster),
         modules=module_tree(step, plan),
@@ -131,7 +131,7 @@ def with_details(plan: Plan, step: SimulatedStep, memory_limit: float | None = N
 
 
 def cluster_json(cluster: Cluster) -> dict[str, Any]:
-    """Return the cluster as `Cluster.from_yaml` reads it, without how its nodes are reached.
+    """Return the cluster as `Cluster.from_yaml` reads it, without access to its nodes.
 
     Readers of a report should not see the addresses, keys and environments of a cluster file.
     """
@@ -145,7 +145,7 @@ def cluster_json(cluster: Cluster) -> dict[str, Any]:
 def _figures(
     step: SimulatedStep, best: SimulatedConfig, relaxed: Sequence[WhatIf] = ()
 ) -> SearchResult:
-    """Return the figures of a simulated step, without those of a search."""
+    """Return the figures of a simulated step, without those that only a search has."""
     cluster, estimate = step.evaluator.cluster, step.estimate
     price = sum(
         node.copies * sum(device.price_per_hour for device in node.devices)
@@ -167,7 +167,7 @@ def _figures(
 
 
 def batch_size(graph: Graph, rows: int) -> BatchSize:
-    """Return the samples of a batch, and its tokens where an input is a matrix of integers."""
+    """Return the samples of a batch, and its tokens if an input is a matrix of integers."""
     for source in graph.inputs:
         kind = graph.values[source.value]
         integers = not (kind.dtype.is_floating_point or kind.dtype.is_complex)
@@ -177,17 +177,17 @@ def batch_size(graph: Graph, rows: int) -> BatchSize:
 
 
 def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the best and its runners-up, without those that take as long and no less memory."""
-    chosen: list[Candidate] = []
+    """Return the best and its runners-up, without any that takes as long and as much memory."""
+    ranked: list[Candidate] = []
     for candidate in candidates:
-        if len(chosen) > RUNNERS_UP:
+        if len(ranked) > RUNNERS_UP:
             break
-        if not any(_no_better(candidate.estimate, other.estimate) for other in chosen):
-            chosen.append(candidate)
-    return chosen
+        if not any(_is_no_better(candidate.estimate, other.estimate) for other in ranked):
+            ranked.append(candidate)
+    return ranked
 
 
-def _no_better(one: Estimate, other: Estimate) -> bool:
+def _is_no_better(one: Estimate, other: Estimate) -> bool:
     same = isclose(one.step_time_s, other.step_time_s, rel_tol=SAME)
     return same and one.peak.peak_bytes >= other.peak.peak_bytes * (1 - SAME)
 
@@ -195,7 +195,7 @@ def _no_better(one: Estimate, other: Estimate) -> bool:
 def described(
     estimate: Estimate, what: str, config: ParallelConfig | None = None
 ) -> SimulatedConfig:
-    """Return a simulated configuration in figures."""
+    """Return the figures of a simulated configuration."""
     return SimulatedConfig(
         what=what,
         config=config,
@@ -208,7 +208,7 @@ def described(
 
 
 def binding(estimate: Estimate, relaxed: Sequence[WhatIf]) -> Binding:
-    """Return what limits the plan: memory or options, where relaxing them helps; or a cause."""
+    """Return the limit of the plan: memory or options if relaxing them helps, else a cause."""
     for kind in ("memory", "options", "constraints"):
         for row in relaxed:
             if row.kind == kind and row.ratio is not None and row.ratio < 1 - MIN_BINDING_GAIN:
@@ -224,12 +224,12 @@ def binding(estimate: Estimate, relaxed: Sequence[WhatIf]) -> Binding:
 
 
 def by_layer(step: SimulatedStep) -> Iterator[LayerFigures]:
-    """Yield the time of a step and the bytes of every unit on a rank."""
+    """Yield the seconds of a step and the bytes of every unit on a rank."""
     execution, estimate = step.execution, step.estimate
-    column = {"none": "saved", "selective": "saved_selective"}.get(str(execution.recompute))
+    column = SAVED.get(str(execution.recompute), "saved_full")
     for stage in estimate.stages:
         layers = step.evaluator.group_layers(step.workloads, execution, stage.group)[0]
-        saved = step.fold.spread(getattr(layers.work, column or "saved_full"))
+        saved = step.fold.spread(getattr(layers.work, column))
         shares = layers.parameters(execution).values()
         members = [s for s in estimate.stages if s.group == stage.group]
         total = sum(_numel(shares, u.first, u.end) for s in members for u in s.units)
@@ -255,7 +255,7 @@ def _numel(shares: Iterable[ParamClass], first: int, end: int) -> float:
 
 
 def outside(step: SimulatedStep, first: int, end: int) -> str:
-    """Return a name for a unit outside of all blocks: its modules, those with parameters if any."""
+    """Return a name for a unit outside of all blocks: its modules, preferably with parameters."""
     places = step.fold.places[first:end]
     modules = list(dict.fromkeys(place.rpartition(".")[0] for place in places))
     owners = {p.name.rpartition(".")[0] for p in step.graph.parameters}
@@ -267,9 +267,9 @@ def outside(step: SimulatedStep, first: int, end: int) -> str:
 def merged(rows: Iterable[LayerFigures]) -> tuple[LayerFigures, ...]:
     """Join rows of a stage with equal figures whose modules differ only in a number."""
     joined: list[LayerFigures] = []
-    known: dict[object, list[int]] = {}
+    by_glob: dict[object, list[int]] = {}
     for row in rows:
-        similar = known.setdefault((row.stage, block_glob(f"{row.name}.")), [])
+        similar = by_glob.setdefault((row.stage, block_glob(f"{row.name}.")), [])
         first = next((at for at in similar if _equal(joined[at], row)), None)
         if first is None:
             similar.append(len(joined))

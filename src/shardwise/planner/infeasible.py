@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -17,26 +18,21 @@ from shardwise.planner.bounds import Bound
 from shardwise.planner.device_groups import groupings
 from shardwise.planner.layout_cache import WEIGHTS
 from shardwise.planner.search import Candidate, Search, SearchOutcome
-from shardwise.planner.search_space import (
-    RECOMPUTES,
-    SearchLimits,
-    UserOptions,
-    configs,
-)
+from shardwise.planner.search_space import RECOMPUTES, SearchLimits, UserOptions, configs
 from shardwise.planner.what_if import Rerun, copy_cluster, gib_text
 from shardwise.plans.search_result import ParallelConfig
 from shardwise.schedules import DEFAULT_SCHEDULE, schedule_kind
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.memory import Budget, MemoryUse, peak_of
 
-MAX_CHECKED = 2_000  # configurations with the lowest bounds whose memory is computed
-MAX_SIMULATED = 32  # of those with the least memory, for a smaller batch
+MAX_CHECKED = 2_000  # configurations with the lowest memory bounds whose memory is computed
+MAX_SIMULATED = 32  # configurations with the lowest memory bounds that are tried with fewer rows
 COPIES = (2, 4, 8)  # of all nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittingChange:
-    """A change with which a plan fits; `sizes` has its amounts, by their names in the report."""
+    """A change with which a plan fits; `sizes` are its amounts, by their names in the report."""
 
     change: str
     kind: str
@@ -70,7 +66,7 @@ class FittingChange:
 def infeasible(
     outcome: SearchOutcome, search: Search, options: UserOptions, limits: SearchLimits, rerun: Rerun
 ) -> InfeasiblePlan:
-    """Return the error that says why no configuration fits."""
+    """Return the error that explains why no configuration fits."""
     cluster = search.evaluator.cluster
     smallest = _smallest(outcome, search)
     if smallest is None:
@@ -136,7 +132,7 @@ def _smallest(outcome: SearchOutcome, search: Search) -> Candidate | None:
 def _smallest_bounds(outcome: SearchOutcome) -> list[Bound]:
     """Return the configurations of each mesh with the lowest bound and the smallest micro-batches.
 
-    A bound covers what is always in memory, not what an action needs in addition.
+    A bound covers what is always in memory, not the additional memory of an action.
     """
     chosen: dict[object, Bound] = {}
     for kind, key in (("bound", _memory_key), ("parts", _size_key)):
@@ -181,7 +177,7 @@ def _parts(use: MemoryUse) -> str:
 
 
 def _free_options(options: UserOptions, rerun: Rerun) -> Iterator[FittingChange]:
-    """Yield options that help when the planner may choose them: single ones, all, constraints."""
+    """Yield options that help when the planner may choose them, one by one, then all together."""
     given, fits = options.given, False
     texts = {n: "+".join(v) or "none" if isinstance(v, tuple) else v for n, v in given.items()}
     for name in given:
@@ -198,7 +194,7 @@ def _free_options(options: UserOptions, rerun: Rerun) -> Iterator[FittingChange]
         freed = rerun.options(UserOptions())
         if freed.feasible:
             yield FittingChange(
-                change="not " + ", ".join(f"{name}={text}" for name, text in texts.items()),
+                change="other than " + ", ".join(f"{name}={text}" for name, text in texts.items()),
                 kind="options",
                 hint="leave all to the planner",
                 candidate=freed.best,
@@ -218,17 +214,18 @@ def _more_memory(smallest: Candidate, search: Search) -> FittingChange:
     short = [use for use in uses if use.peak_bytes > use.limit_bytes]
     changes, hints, sizes = [], [], {}
     if short:
-        devices = {use.group: _tightest_device(use, smallest, search) for use in short}
-        needed = _rounded_up(max(use.peak_bytes for use in short))
-        if all(
-            needed * GIB <= devices[use.group].memory_bytes - sum(use.others.values())
+        groups, device_of = smallest.execution.groups, search.evaluator.cluster.device
+        tightest = [
+            (use, min(map(device_of, groups[use.group].ranks), key=lambda d: d.usable_bytes))
             for use in short
-        ):
+        ]
+        needed = _rounded_up(max(use.peak_bytes for use in short))
+        if all(needed * GIB <= d.memory_bytes - sum(use.others.values()) for use, d in tightest):
             changes.append(f"{needed:.2f} GiB of memory per device")
             hints.append(f"memory_gib={needed:.2f}")
             sizes["memory_gib"] = needed
         else:
-            total = _rounded_up(max(_device_bytes(use, devices[use.group]) for use in short))
+            total = _rounded_up(max(_device_bytes(use, device) for use, device in tightest))
             changes.append(f"devices of {total:.2f} GiB, {needed:.2f} for the program")
             hints.append(f"devices with memory_gib: {total:.2f}")
             sizes |= {"memory_gib": total, "program_gib": needed}
@@ -251,11 +248,6 @@ def _rounded_up(num_bytes: float) -> float:
     return ceil(num_bytes / GIB * 100) / 100
 
 
-def _tightest_device(use: MemoryUse, smallest: Candidate, search: Search) -> Device:
-    ranks = smallest.execution.groups[use.group].ranks
-    return min(map(search.evaluator.cluster.device, ranks), key=lambda d: d.usable_bytes)
-
-
 def _device_bytes(use: MemoryUse, device: Device) -> float:
     """Return the memory of a device on which a group's tensors just fit."""
     reserved = use.others.get("process", 0.0) + use.others.get("communicators", 0.0)
@@ -265,11 +257,11 @@ def _device_bytes(use: MemoryUse, device: Device) -> float:
 def _smaller_batch(
     outcome: SearchOutcome, search: Search, options: UserOptions
 ) -> Iterator[FittingChange]:
-    """Yield the largest of a half, a quarter, … of the batch with which a configuration fits."""
+    """Yield the largest half, quarter, … of the batch with which a configuration fits."""
     rows = search.cache.rows
     while rows > 1:
         rows //= 2
-        smaller = search.with_cache(search.cache.with_rows(rows))
+        smaller = search.changed(cache=search.cache.with_rows(rows))
         for bound in _smallest_bounds(outcome):
             config = _with_rows(bound.config, rows, options)
             candidate = None if config is None else smaller.simulate(config)
@@ -297,7 +289,7 @@ def _with_rows(config: ParallelConfig, rows: int, options: UserOptions) -> Paral
 def _more_devices(
     search: Search, options: UserOptions, limits: SearchLimits
 ) -> Iterator[FittingChange]:
-    """Yield the fewest copies of all nodes on which a configuration that saves memory fits."""
+    """Yield the smallest number of copies of all nodes on which a lean configuration fits."""
     lean = replace(
         options,
         zero=3 if options.zero is None else options.zero,
@@ -311,10 +303,8 @@ def _more_devices(
         evaluator = Evaluator(search.fold, larger, search.evaluator.costs.table)
         rates = [rate for group in search.groupings(1)[0].rates for rate in group] * factor
         kinds = [int(kind) for kind in evaluator.kind]
-        other = search.with_evaluator(
-            evaluator,
-            lambda pp, n=larger.num_ranks, r=rates, k=kinds: groupings(n, r, k, pp),  # type: ignore[misc]
-        )
+        grouped = partial(groupings, larger.num_ranks, rates, kinds)
+        other = search.changed(evaluator=evaluator, groupings=grouped)
         for offloads in (False, True) if options.offload is None else (False,):
             more = replace(limits, ranks=larger.num_ranks)
             outcome = other.run(configs(more, lean, offloads=offloads))

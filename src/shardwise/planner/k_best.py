@@ -1,8 +1,9 @@
 """Enumerate the k cheapest solutions of a layout problem.
 
-Variables are decided one after the other. Prefixes that agree in all variables to which costs are
-still to come have the same continuations, so of each such class the `k` cheapest are enough: the
-first `k` solutions are exact. Of more than `MAX_PREFIXES` prefixes only the cheapest are extended.
+Variables are decided one after the other. Prefixes that agree in all variables with undecided
+neighbours have the same continuations, so it suffices to extend the `k` cheapest of each such
+class, and the `k` solutions are exact. If there are more than `MAX_PREFIXES` prefixes, only the
+cheapest are extended.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from shardwise.arrays import Floats, Ints
 from shardwise.layouts.factor_graph import Model
 
 MAX_PREFIXES = 4_000
-DIGITS = 9  # up to which equal costs are the same
-MAX_TABLE = 1_000_000  # entries of the costs that several variables share; larger ones are ignored
+DIGITS = 9  # costs that agree in them are equal
+MAX_TABLE = 1_000_000  # entries of the costs of several variables; larger tables are ignored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ class LayoutChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KBest:
-    """Solutions, cheapest first; `complete` if there are no others below the limit."""
+    """Solutions, cheapest first; `complete` if no other solution is below the limit."""
 
     solutions: tuple[LayoutChoice, ...]
     complete: bool
@@ -53,8 +54,8 @@ def k_best(
 ) -> KBest:
     """Return up to `k` solutions that cost less than `below`, cheapest first.
 
-    Of solutions with equal costs and weights in every part, and equal states of the variables
-    `distinguished`, only the smallest by `sizes` is returned.
+    Of solutions with equal costs and weights in every part, and equal states of the `distinguished`
+    variables, only the one with the smallest `sizes` is returned.
     """
     factors = _factors(model)
     order = _order(model, factors)
@@ -76,8 +77,8 @@ def k_best(
     if not len(costs):
         return KBest(solutions=(), complete=True)
     size = np.zeros(len(costs))
-    for variable, made in (sizes or {}).items():
-        size += made[picks[:, place[variable]]]
+    for variable, by_state in (sizes or {}).items():
+        size += by_state[picks[:, place[variable]]]
     cheap = np.lexsort((size, _rounded(costs)))[:k]
     parts = _parts(model, factors, order, picks[cheap], distinguished)
     first = cheap[np.sort(np.unique(parts, axis=0, return_index=True)[1])]
@@ -95,7 +96,7 @@ def k_best_lean(
     distinguished: Collection[int] = (),
     sizes: Mapping[int, Floats] | None = None,
 ) -> Iterator[LayoutChoice]:
-    """Yield the `k` cheapest solutions if bytes have a price; costs are without that price."""
+    """Yield the `k` cheapest solutions with a price on bytes, which their costs do not include."""
     variables = {
         number: replace(v, unary=v.unary + per_byte * v.weight)
         for number, v in model.variables.items()
@@ -115,7 +116,7 @@ def _factors(model: Model) -> list[_Factor]:
 
 
 def _order(model: Model, factors: Sequence[_Factor]) -> list[int]:
-    """Return nodes in their order, each value that nodes only read just before its first reader."""
+    """Return nodes in graph order, and the values that they only read before their first reader."""
     first: dict[int, float] = {}
     for factor in factors:
         producer, *users = factor.members
@@ -148,7 +149,7 @@ def _parts(
     picks: Ints,
     distinguished: Collection[int],
 ) -> Floats:
-    """Return rounded costs and weights of every solution by part, and states of `distinguished`."""
+    """Return rounded costs and weights of every solution, and states of `distinguished`."""
     at = {variable: picks[:, i] for i, variable in enumerate(order)}
     columns = [np.zeros(len(picks))]
     for number, variable in model.variables.items():
@@ -159,13 +160,13 @@ def _parts(
 
 
 def _rounded(column: Floats) -> Floats:
-    """Return fractions of the largest value, rounded."""
+    """Return the values as rounded fractions of the largest."""
     largest = float(np.abs(column).max()) or 1.0
     return np.round(column / largest, DIGITS)
 
 
 def _classes(live: Ints, sizes: Sequence[int]) -> Ints:
-    """Return a number for every prefix: equal where the states of live variables are."""
+    """Number the prefixes so that those with equal states of live variables are equal."""
     kind = np.zeros(len(live), dtype=np.int64)
     for column, size in zip(live.T, sizes, strict=True):
         kind = np.unique(kind * size + column, return_inverse=True)[1].ravel()

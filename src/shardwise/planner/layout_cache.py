@@ -1,8 +1,8 @@
-"""Layouts for tensor parallelism, solved when they are first needed, and what they cost.
+"""Layouts for tensor parallelism, solved when they are first needed, and their costs.
 
-`LayoutCache` gives the work of a rank for a number of tensor-parallel ranks, fast or lean in
-memory, with the gap that the solver proved. `CallPrices` are the costs of the simulator, node by
-node, for the layout solver.
+`LayoutCache` returns the workload of a rank for a number of tensor-parallel ranks, in a fast
+variant or one that saves memory, with the optimality gap that the solver proved. `CallPrices` gives
+the layout solver the simulator's costs, node by node.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from shardwise.simulation.folded_graph import FoldedGraph
 from shardwise.simulation.workload import WorkloadModel, batch_rows
 
 TIME_LIMIT_S = 60.0
-TYPICAL_MICROBATCHES = 4  # for which layouts are solved; they hold for any number
+TYPICAL_MICROBATCHES = 4  # for which layouts are solved; they are valid for any number
 LONG_ROW = 128  # elements
-FASTEST, LEAN, MIXED, LEANEST, RANKED = range(5)  # variants; ids >= RANKED are of `k_best`
+FASTEST, LEAN, MIXED, LEANEST, RANKED = range(5)  # variants; ids >= RANKED come from `k_best`
 WEIGHTS = {LEAN: 0.5, LEANEST: 1e4}  # price of filling the memory, in micro-batches
 
 
@@ -62,11 +62,11 @@ class Layouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedLayouts:
-    """Layouts under the variant `number` by which `LayoutCache.get` returns them.
+    """Layouts that `LayoutCache.get` returns as the variant `number`.
 
-    `seconds` are those of nodes and redistributions for one micro-batch: a lower bound. `likely`
-    also guesses its part of gradient reductions and of the optimizer. `state_bytes` are parameters,
-    gradients and optimizer state of a rank; `saved_bytes` what nodes save for backward.
+    `seconds` is a lower bound on the time of a micro-batch: that of its nodes and redistributions.
+    `likely` adds a guess of its part of gradient reductions and of the optimizer. `state_bytes`
+    are a rank's parameters, gradients and optimizer state; `saved_bytes` is saved for backward.
     """
 
     seconds: float
@@ -77,7 +77,7 @@ class RankedLayouts:
 
 
 class LayoutCache:
-    """Solves each number of tensor-parallel ranks once."""
+    """Solve the layouts of each number of tensor-parallel ranks once."""
 
     def __init__(
         self,
@@ -96,17 +96,17 @@ class LayoutCache:
         self.constraints, self.report = constraints, report
         self.inputs = batch_inputs(fold.graph, None)
         self.rows = batch_rows(fold.graph)
-        self._full: LayoutCache | None = None  # of the full batch, for `with_rows`
+        self._full: LayoutCache | None = None  # the cache of the full batch, for `with_rows`
         self._solved: dict[tuple[int, int], Layouts] = {}
-        self._numbers: dict[tuple[int, str], int] = {}  # variants of `k_best`
+        self._numbers: dict[tuple[int, str], int] = {}  # variants from `k_best`
         self._batch: Assignment | None = None
         self._problems: dict[tuple[int, int], tuple[Options, CallPrices]] = {}
 
     def get(self, tp: int, layout: int) -> Layouts:
         """Return the layouts for `tp` ranks, of the variant `layout`.
 
-        `FASTEST`; `LEAN` weighs memory against time; `MIXED` also shards the batch; for `LEANEST`
-        memory is nearly all that counts.
+        `FASTEST` minimizes time, `LEAN` weighs memory against time, `MIXED` also shards the batch,
+        and `LEANEST` minimizes memory.
         """
         key = (tp, layout)
         if key not in self._solved:
@@ -119,29 +119,21 @@ class LayoutCache:
         return self._solved[key]
 
     def k_best(
-        self,
-        tp: int,
-        dp: int,
-        num_microbatches: int,
-        group: Group,
-        k: int,
-        below: float,
+        self, tp: int, dp: int, num_microbatches: int, group: Group, k: int, below: float
     ) -> tuple[list[RankedLayouts], bool]:
-        """Return the likely cheapest layouts for a micro-batch, also with a price on memory.
+        """Return the likely cheapest layouts for a micro-batch, with and without a price on memory.
 
-        The second value says whether there are no others whose nodes take less than `below`. Of
+        The second value is True if no other layouts take less than `below` in their nodes. Of
         layouts that cost the same at every node, only the one with the smallest results is
         returned.
         """
-        tensor, graph = self._tensor(tp), self.fold.graph
+        tensor = self._tensor(tp)
         task = self._task(tensor, max(1, min(self.rows, dp * num_microbatches)))
-        options = Options(graph, self.facts, task)
+        options, prices = self._priced(task, group, num_microbatches)
         if options.num_joint() > MAX_JOINT:
             return [], False
-        device, costs = self.evaluator.cluster.device(0), self.evaluator.costs
-        prices = CallPrices(graph, self.facts, task, group, device, costs, num_microbatches)
         built = build(options, prices, limit=float("inf"))
-        stored = {  # what parameters cost, by the variables of how they are stored
+        stored = {  # costs of parameters, by the variable of how they are stored
             number: built.model.variables[number].unary
             for number in {built.sources[value] for value in built.parameters}
         }
@@ -155,30 +147,29 @@ class LayoutCache:
                 solutions.setdefault(tuple(choice.chosen.items()), choice)
         ranked = []
         for choice in solutions.values():
-            assignments = assignments_of(task, built, choice.chosen, choice.cost)
-            states = sum(float(built.model.variables[n].weight[choice.chosen[n]]) for n in stored)
-            total = built.model.weigh(choice.chosen)
+            chosen = choice.chosen
+            assignments = assignments_of(task, built, chosen, choice.cost)
+            states = sum(float(built.model.variables[n].weight[chosen[n]]) for n in stored)
             ranked.append(
                 RankedLayouts(
-                    seconds=choice.cost
-                    - sum(float(c[choice.chosen[n]]) for n, c in stored.items()),
+                    seconds=choice.cost - sum(float(c[chosen[n]]) for n, c in stored.items()),
                     likely=choice.cost,
                     number=self._number(tp, assignments, tensor),
                     state_bytes=states,
-                    saved_bytes=total - states,
+                    saved_bytes=built.model.weigh(chosen) - states,
                 )
             )
         return ranked, cheapest.complete
 
     def min_numel(self, tp: int) -> float:
-        """Return the trained elements of a rank if all of them are sharded."""
+        """Return the number of trained elements on a rank if all parameters are sharded."""
         trained = (p.value for p in self.fold.graph.parameters if p.requires_grad)
         return sum(prod(self.fold.graph.values[value].shape) for value in trained) / tp
 
     def _number(
         self, tp: int, assignments: tuple[Assignment, ...], tensor: tuple[tuple[str, int], ...]
     ) -> int:
-        """Return the variant under which `get` returns these layouts."""
+        """Return the variant as which `get` returns these layouts."""
         names = [axis for axis, _ in tensor]
         own = [a for a in assignments if a.axis in names]
         text = str([[*map(str, a.nodes.values()), *map(str, a.parameters.values())] for a in own])
@@ -190,7 +181,7 @@ class LayoutCache:
         return self._numbers[key]
 
     def with_rows(self, rows: int) -> LayoutCache:
-        """Return the same layouts for a batch of fewer rows."""
+        """Return a cache of the same layouts for a batch of fewer rows."""
         smaller = copy(self)
         smaller.rows, smaller._full, smaller._solved = rows, self, {}
         return smaller
@@ -210,7 +201,7 @@ class LayoutCache:
     def _problem(self, tp: int, layout: int) -> tuple[Options, CallPrices]:
         """Return the options of nodes on `tp` ranks, and their prices.
 
-        In the leanest layouts parameters may be stored in another layout than they are used in.
+        In the leanest layouts, parameters may be stored in a layout other than that of their use.
         """
         mixed = layout == MIXED
         tensor, cluster = self._tensor(tp), self.evaluator.cluster
@@ -221,16 +212,14 @@ class LayoutCache:
         )
         task = self._task(tensor, dp if mixed else self._parts(dp))
         task = replace(task, move_parameters=layout == LEANEST)
-        graph = self.fold.graph
-        prices = CallPrices(
-            graph,
-            self.facts,
-            task,
-            group,
-            cluster.device(0),
-            self.evaluator.costs,
-            num_microbatches=1.0 if mixed else TYPICAL_MICROBATCHES,
-        )
+        return self._priced(task, group, 1.0 if mixed else TYPICAL_MICROBATCHES)
+
+    def _priced(
+        self, task: LayoutTask, group: Group, num_microbatches: float
+    ) -> tuple[Options, CallPrices]:
+        graph, device = self.fold.graph, self.evaluator.cluster.device(0)
+        costs = self.evaluator.costs
+        prices = CallPrices(graph, self.facts, task, group, device, costs, num_microbatches)
         return Options(graph, self.facts, task), prices
 
     def _layouts(self, solution: LayoutSolution, tensor: tuple[tuple[str, int], ...]) -> Layouts:
@@ -245,7 +234,7 @@ class LayoutCache:
         return tuple((f"tp{i}" if i else "tp", n) for i, n in enumerate(sizes))
 
     def _task(self, tensor: tuple[tuple[str, int], ...], parts: int) -> LayoutTask:
-        """Return the layout problem of a rank that has one of `parts` of the batch."""
+        """Return the layout problem of a rank that has one of `parts` parts of the batch."""
         shards = self._input_shards()
         axes = [LayoutAxis(name=name, ranks=n) for name, n in tensor]
         if shards:
@@ -264,9 +253,9 @@ class LayoutCache:
         )
 
     def _parts(self, dp: int) -> int:
-        """Return the number of parts of the batch, of which layouts are solved for one.
+        """Return the number of parts of the batch; layouts are solved for one part.
 
-        That is one row if rows are long, as texts are, else a typical micro-batch.
+        A part is one row if rows are long, as in language models, else a typical micro-batch.
         """
         shapes = [self.fold.graph.values[i.value].shape for i in self.fold.graph.inputs]
         longest = max((prod(shape[1:]) for shape in shapes if shape), default=1)
@@ -277,10 +266,10 @@ class LayoutCache:
     def _batch_choices(
         self, shards: Mapping[str, Placement], parts: int
     ) -> dict[str, dict[str, str]]:
-        """Return the choice of every node on "dp", which shards the batch where it can.
+        """Return the choice of every node on "dp", which shards the batch where possible.
 
-        Nothing is cheaper on that axis: it replicates parameters, so that the only other choice is
-        to do the same work on every rank.
+        No choice is cheaper: the axis replicates parameters, so the only alternative is to do the
+        same work on every rank.
         """
         if self._batch is None:
             task = Task(axis="dp", ranks=parts, inputs=shards)
@@ -298,14 +287,14 @@ class LayoutCache:
         return shards
 
 
-EXPOSED = 0.3  # the part of gradient synchronization that backward does not hide, as a guess
+EXPOSED = 0.3  # a guess: the fraction of gradient reductions that backward does not hide
 
 
 class CallPrices:
     """Seconds of one micro-batch on one rank, node by node, for the layout solver.
 
-    `task` has the mesh that determines shapes: its batch axis stands for data parallelism and
-    micro-batches together. `group` are the ranks that communicate. Costs that occur once a step
+    The mesh of `task` determines shapes: its batch axis stands for data parallelism and
+    micro-batches together. `group` has the ranks that communicate. Costs that occur once a step
     count `1 / num_microbatches`.
     """
 
@@ -317,7 +306,7 @@ class CallPrices:
         group: Group,
         device: Device,
         costs: ClusterCosts,
-        num_microbatches: float = 1.0,
+        num_microbatches: float,
     ) -> None:
         self.graph, self.facts, self.device, self.costs = graph, facts, device, costs
         self.group, self.num_microbatches = group, num_microbatches

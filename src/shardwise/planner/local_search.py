@@ -1,13 +1,14 @@
-"""Local search after the main search, on few ranks: the simulator judges small changes.
+"""Local search after the main search, on few ranks: simulate small changes.
 
 The main search balances the work of stages and solves layouts once, for a typical micro-batch. In
-the simulation the longest stage sets the pace, so other stage boundaries can be faster: of a small
-model all are tried, of a larger one those with one boundary moved to the next place.
+the simulation the longest stage sets the pace, so other stage boundaries can be faster: all of them
+are tried for a small model, and those with one boundary moved to the next place for a larger one.
 
 Where memory limits a small graph, the best layouts depend on what just fits, so the cheapest
-layouts for each micro-batch are enumerated, too. (Elsewhere they gained at most 1.5 % on graphs of
-up to 8 nodes, and are not tried.) They are tried in the order of their prices until no lower bound
-is below the best step; kinds of configurations for which several in a row did not fit wait.
+layouts for each micro-batch are enumerated as well. (Where memory suffices, they gained at most
+1.5 % on graphs of up to 8 nodes, and are not tried.) They are tried in the order of their prices
+until no lower bound is below the best step; a kind of configurations for which several layouts in a
+row did not fit is postponed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, product
 from math import comb, inf
 
 from shardwise.planner.layout_cache import FASTEST, RankedLayouts
@@ -24,12 +25,12 @@ from shardwise.plans.search_result import LocalSearchSummary, ParallelConfig
 from shardwise.schedules import schedule_kind
 
 MAX_RANKS = 16
-MAX_NODES = 16  # distinct ones, up to which layouts are enumerated
-MAX_BOUNDARIES = 64  # divisions of a model into stages up to which all are tried
+MAX_NODES = 16  # distinct nodes of a graph whose layouts are enumerated
+MAX_BOUNDARIES = 64  # divisions of a model into stages, if all of them are tried
 MAX_LAYOUTS = 256  # that are enumerated for a micro-batch
-MAX_LOWERED_NODES = 1200  # of the layouts that are tried, all nodes together
+MAX_LOWERED_NODES = 1200  # in total, over the layouts that are tried
 MAX_SIMULATED = 400
-PATIENCE = 8  # layouts that do not fit, after which their configurations wait for others
+PATIENCE = 8  # layouts that do not fit, after which their kind of configurations is postponed
 MIN_FORWARD = 0.25  # fraction of a node's forward and backward: that of matmuls is a third
 MIN_GAIN = 1e-6  # fraction of the step below which a change is not an improvement
 
@@ -37,7 +38,7 @@ MIN_GAIN = 1e-6  # fraction of the step below which a change is not an improveme
 def improved(
     search: Search, outcome: SearchOutcome, configs: Sequence[ParallelConfig]
 ) -> SearchOutcome:
-    """Return the outcome with a faster configuration first, or one that fits, if there is one."""
+    """Return the outcome with a faster configuration first, or one that fits if none did."""
     ranks = len(search.evaluator.kind)
     if not configs or ranks > MAX_RANKS or ranks == 1:
         return outcome
@@ -48,10 +49,10 @@ def improved(
 class _Trial:
     """Layouts for the micro-batches of some configurations, with a lower bound of their step."""
 
-    kind: int  # of the configurations: those of a mesh and a number of micro-batches
-    seconds: float
     likely: float
     layout: int
+    kind: int  # of the configurations: those with one mesh and number of micro-batches
+    seconds: float  # a lower bound
     configs: tuple[ParallelConfig, ...]
 
     @property
@@ -65,10 +66,10 @@ class _LocalSearch:
     ) -> None:
         self.search, self.outcome = search, outcome
         self.best = outcome.best if outcome.feasible else None
-        wanted = [config for config in configs if config.layout == FASTEST]
+        self.configs = [config for config in configs if config.layout == FASTEST]
         if not outcome.limited_by_memory:  # recomputing only takes longer
-            wanted = [config for config in wanted if config.recompute == wanted[0].recompute]
-        self.configs = wanted
+            simplest = self.configs[0].recompute
+            self.configs = [config for config in self.configs if config.recompute == simplest]
         self.simulated = self.layouts = 0
         self.rejected: Counter[int] = Counter()  # layouts with which no configuration fits, by kind
         self.complete, self.equal_devices = True, len(search.evaluator.devices) == 1
@@ -80,8 +81,7 @@ class _LocalSearch:
         nodes = len(self.search.fold.graph.nodes)
         enumerated = self.outcome.limited_by_memory and nodes <= MAX_NODES
         for trial in self._in_turn() if enumerated else ():
-            spent = self.layouts >= MAX_LOWERED_NODES // nodes
-            if spent or self.simulated >= MAX_SIMULATED:
+            if self.layouts >= MAX_LOWERED_NODES // nodes or self.simulated >= MAX_SIMULATED:
                 self.complete = False
                 break
             self.layouts += 1
@@ -108,9 +108,9 @@ class _LocalSearch:
         return self._seconds * (1 - MIN_GAIN)
 
     def _try(self, configs: Sequence[ParallelConfig]) -> bool:
-        """Simulate those that may be faster; whether not all of them need too much memory."""
-        room = max(0, MAX_SIMULATED - self.simulated)
-        outcome = self.search.run(configs, below=self._goal, enough=0, max_simulated=room)
+        """Simulate configurations that may be faster; return False if none of them fits."""
+        budget = max(0, MAX_SIMULATED - self.simulated)
+        outcome = self.search.run(configs, below=self._goal, enough=0, max_simulated=budget)
         self.simulated += len(outcome.feasible)
         self.complete &= outcome.next_bound_s >= self._goal
         if outcome.step_time_s < self._goal:
@@ -121,19 +121,19 @@ class _LocalSearch:
 
     def _with_boundaries(self, configs: Iterable[ParallelConfig]) -> Iterator[ParallelConfig]:
         """Yield the configurations as they are, and with other stage boundaries."""
-        known: dict[object, list[tuple[int, ...]]] = {}
+        boundaries: dict[object, list[tuple[int, ...]]] = {}
         for config in configs:
             yield config
             if config.stages > 1 and self._lower_bound(config) < self._goal:
                 v_shaped = schedule_kind(config.schedule).is_v_shaped
                 key = (config.stages, config.pp, v_shaped, config.layout)
-                if key not in known:
-                    known[key] = self._boundaries(config)
-                for cuts in known[key]:
+                if key not in boundaries:
+                    boundaries[key] = self._boundaries(config)
+                for cuts in boundaries[key]:
                     yield replace(config, cuts=cuts)
 
     def _lower_bound(self, config: ParallelConfig) -> float:
-        """Return a lower bound on the step time that holds for any stage boundaries."""
+        """Return a lower bound on the step time with any stage boundaries."""
         core = self.search.bounds.core(replace(config, zero=0, outer=None, offload=()))
         if core is None or not self.equal_devices:
             return 0.0
@@ -141,23 +141,21 @@ class _LocalSearch:
         return _num_passes(config) * float(work["forward"][-1] + work["backward"][-1])
 
     def _boundaries(self, config: ParallelConfig) -> list[tuple[int, ...]]:
-        """Return other boundaries of stages: all, or those with one boundary moved by one place."""
-        places, more = self.search.cutter.fit, config.stages - 1
-        if comb(len(places), more) <= MAX_BOUNDARIES:
-            return [(0, *later) for later in combinations(places, more)]
+        """Return other stage boundaries: all, or those with one boundary moved by one place."""
+        places, count = self.search.cutter.fit, config.stages - 1
+        if comb(len(places), count) <= MAX_BOUNDARIES:
+            return [(0, *cuts) for cuts in combinations(places, count)]
         core = self.search.bounds.core(config)
         if core is None:
             return []
-        now = core.execution.cuts
-        index_of = {node: at for at, node in enumerate(places)}
+        cuts = core.execution.cuts
         boundaries = []
-        for index in range(1, len(now)):
-            for step in (-1, 1):
-                at = index_of[now[index]] + step
-                if 0 <= at < len(places):
-                    moved = (*now[:index], places[at], *now[index + 1 :])
-                    if len(set(moved)) == len(moved):
-                        boundaries.append(moved)
+        for stage, step in product(range(1, len(cuts)), (-1, 1)):
+            place = places.index(cuts[stage]) + step
+            if 0 <= place < len(places):
+                moved = (*cuts[:stage], places[place], *cuts[stage + 1 :])
+                if len(set(moved)) == len(moved):
+                    boundaries.append(moved)
         return boundaries
 
     # ------------------------------------------------------------ layouts
@@ -186,10 +184,10 @@ class _LocalSearch:
             core = self.search.bounds.core(members[0])
             if core is None:
                 continue
-            times, group = min(map(_num_passes, members)), core.execution.groups[0]
+            passes, group = min(map(_num_passes, members)), core.execution.groups[0]
             numel = self.search.cache.min_numel(tp) / (pp * dp)
             update = self.search.bounds.update_lower_bound(numel, group)
-            below = min(self._goal / times, (self._goal - update) * pp / count)
+            below = min(self._goal / passes, (self._goal - update) * pp / count)
             ranked, complete = self.search.cache.k_best(
                 tp, dp, count, group, MAX_LAYOUTS, below if self.equal_devices else inf
             )
@@ -201,7 +199,7 @@ class _LocalSearch:
                     seconds = layouts.seconds
                     yield _Trial(
                         kind=kind,
-                        seconds=max(seconds * times, seconds * count / pp + update),
+                        seconds=max(seconds * passes, seconds * count / pp + update),
                         likely=layouts.likely * (count + pp - 1) / pp,  # stages of equal length
                         layout=layouts.number,
                         configs=tuple(fitting),
@@ -209,7 +207,7 @@ class _LocalSearch:
 
 
 def _min_bytes(layouts: RankedLayouts, config: ParallelConfig) -> float:
-    """Return a lower bound on the fullest rank's memory: its part of state and saved tensors."""
+    """Return a lower bound on the fullest rank's memory: its state and its saved tensors."""
     states = layouts.state_bytes / (config.dp * config.tp if config.zero else 1)
     saved = layouts.saved_bytes if config.recompute == "none" else 0.0
     return (states + saved) / config.pp
@@ -218,9 +216,9 @@ def _min_bytes(layouts: RankedLayouts, config: ParallelConfig) -> float:
 def _num_passes(config: ParallelConfig) -> float:
     """Return a lower bound on a step, in multiples of a micro-batch's time in all stages together.
 
-    A group takes `num_microbatches` times its own stage, after those before it have begun: at least
-    their forward, or forward and backward where each micro-batch has both at once. The end is
-    earliest if all groups end at the same time; their stages then form a geometric series.
+    A group runs its stage `num_microbatches` times, after the stages before it have run once: their
+    forward, or forward and backward if the schedule does not split backward. The step is shortest
+    if all groups end at the same time; the times of their stages then form a geometric series.
     """
     count, pp = config.num_microbatches, config.pp
     if pp == 1 or config.virtual > 1:

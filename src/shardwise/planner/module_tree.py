@@ -1,15 +1,15 @@
-"""The model as a tree of modules: layouts, bytes and seconds of each, and their source lines.
+"""The model as a tree of modules, with the layouts, bytes, seconds and source lines of each.
 
 Numbered siblings (`layers.0`, `layers.1`) are one row if they and all modules below them have the
-same classes, nodes, parameters and figures. Figures are those of one rank for a step; a module in
-several stages has the sum over one rank of each.
+same classes, nodes, parameters and figures. Figures are for one step on one rank; those of a module
+in several stages are summed over one rank of each stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,12 +26,25 @@ from shardwise.simulation.workload import LocalParameter
 
 DIGITS = 12
 NODE_DIGITS = 7
-SAME = 1e-6  # relative difference up to which figures are equal
+SAME = 1e-6  # relative tolerance of equal figures
 NOTHING = 1e-12
 
 
+class _ParameterRow(NamedTuple):
+    """A parameter as `PARAMETER_COLUMNS` has it, without its module."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: int
+    zero: int
+    trained: bool
+    num_bytes: int
+    local_bytes: float
+
+
 class Texts:
-    """Numbers for distinct texts, in the order of their first use."""
+    """Number distinct texts in the order of their first use."""
 
     def __init__(self) -> None:
         self.number: dict[Any, int] = {}
@@ -55,17 +68,13 @@ class _Tree:
         self.root = Module(step.graph.name, "", step.graph.name)
         self.choices = [self._choices(group) for group in range(len(step.execution.groups))]
         self.nodes: dict[int, tuple[int, int, int]] = {}  # position -> op, layout, source
-        self.parameters: dict[int, dict[str, Any]] = {}
+        self.parameters: list[_ParameterRow] = []  # of all parameters of the graph
 
     def folded(self) -> ModuleTree:
         self._place_nodes()
         self._place_parameters()
         self._place_messages()
-        kinds = {
-            at: tuple(str(p[k]) for k in ("name", "shape", "dtype", "layout", "zero"))
-            for at, p in self.parameters.items()
-        }
-        rows = Folder(self.nodes, kinds).rows(self.root)
+        rows = Folder(self.nodes, [row[:5] for row in self.parameters]).rows(self.root)
         return ModuleTree(
             rows=self._rows(rows),
             parameters=self._parameter_rows(rows),
@@ -77,21 +86,18 @@ class _Tree:
 
     def _columns(self) -> dict[str, Floats]:
         """Return the seconds of a step and the saved bytes of a micro-batch at every position."""
-        columns, times = self.step.columns, self.step.execution.num_microbatches
+        columns, count = self.step.columns, self.step.execution.num_microbatches
         return {
-            "forward_s": columns["forward"] * times,
-            "backward_s": columns["backward"] * times,
-            "communication_s": (columns["forward_comm"] + columns["backward_comm"]) * times,
+            "forward_s": columns["forward"] * count,
+            "backward_s": columns["backward"] * count,
+            "communication_s": (columns["forward_comm"] + columns["backward_comm"]) * count,
             "activation_bytes": columns["saved"],
         }
 
     def _choices(self, group: int) -> list[int]:
         """Return the layout of every node of the small graph, on the mesh of a group."""
-        workloads, names = (
-            self.step.workload_of(group),
-            self.step.execution.groups[group].mesh.names,
-        )
-        shown = [a for a in workloads.assignments if a.axis in names]
+        names = self.step.execution.groups[group].mesh.names
+        shown = [a for a in self.step.workload_of(group).assignments if a.axis in names]
         return [
             self.layouts(", ".join(f"{a.axis}: {a.nodes[node.name].choice}" for a in shown))
             for node in self.step.fold.graph.nodes
@@ -126,23 +132,25 @@ class _Tree:
         local_parameters = [{p.name: p for p in layers.work.parameters} for layers in step.layers]
         for number, parameter in enumerate(graph.parameters):
             kind = graph.values[parameter.value]
-            stage, small = uses.get(parameter.value, (0, ""))
+            stage, representative = uses.get(parameter.value, (0, ""))
             entry = self.plan.entry(parameter.name)
-            stored = local_parameters[stage].get(small)
+            stored = local_parameters[stage].get(representative)
             elements = stored.numel if stored is not None else kind.numel
             home, _, name = parameter.name.rpartition(".")
             local = elements * kind.dtype.itemsize / self._sharers(stored, stage, entry.zero)
             shards = {a: text for a, text in entry.layout.items() if text != REPLICATED}
-            self.parameters[number] = {
-                "name": name,
-                "shape": tuple(kind.shape),
-                "dtype": dtype_name(kind.dtype),
-                "layout": self.layouts(", ".join(f"{a}: shard {c}" for a, c in shards.items())),
-                "zero": entry.zero or 0,
-                "trained": parameter.requires_grad,
-                "bytes": kind.num_bytes,
-                "local_bytes": _short(local),
-            }
+            self.parameters.append(
+                _ParameterRow(
+                    name=name,
+                    shape=tuple(kind.shape),
+                    dtype=dtype_name(kind.dtype),
+                    layout=self.layouts(", ".join(f"{a}: shard {c}" for a, c in shards.items())),
+                    zero=entry.zero or 0,
+                    trained=parameter.requires_grad,
+                    num_bytes=kind.num_bytes,
+                    local_bytes=_short(local),
+                )
+            )
             module = self.root.at(home)
             module.parameters.append(number)
             module.stages.add(stage)
@@ -159,7 +167,7 @@ class _Tree:
         """Return the first stage that uses each parameter, and its name in the folded graph."""
         graph, fold = self.step.graph, self.step.fold
         names = {p.value: p.name for p in fold.graph.parameters}
-        wanted = {p.value for p in graph.parameters}
+        parameters = {p.value for p in graph.parameters}
         stage_of = self.step.stage_of.tolist()
         inputs = [node.inputs for node in fold.graph.nodes]
         uses: dict[str, tuple[int, str]] = {}
@@ -167,7 +175,7 @@ class _Tree:
             if number < 0 or not any(name in names for name in inputs[number]):
                 continue
             for value, other in zip(node.inputs, inputs[number], strict=True):
-                if value in wanted and other in names:
+                if value in parameters and other in names:
                     uses.setdefault(value, (stage_of[at], names[other]))
         return uses
 
@@ -179,17 +187,17 @@ class _Tree:
         return int(group.along(stored.sync).shape[-1])
 
     def _place_messages(self) -> None:
-        """Add messages of parameters and gradients by unit; those of no module to the root."""
-        times = self.step.execution.num_microbatches
+        """Add the messages of parameters and gradients to their units, or else to the root."""
+        count = self.step.execution.num_microbatches
         sync, forward, backward = map(FIGURES.index, ("sync_s", "forward_s", "backward_s"))
         for stage in self.step.estimate.stages:
             self.root.own[sync] += stage.update_gather + stage.root_gather
             for unit in stage.units:
                 module = self.root.at(unit.name)
-                module.own[sync] += 2 * unit.gather * times + unit.reduce
+                module.own[sync] += 2 * unit.gather * count + unit.reduce
                 if unit.first == unit.end:  # transfers to host memory and back
-                    module.own[forward] += unit.forward * times
-                    module.own[backward] += unit.backward * times
+                    module.own[forward] += unit.forward * count
+                    module.own[backward] += unit.backward * count
 
     # ------------------------------------------------------------ to data
 
@@ -208,14 +216,14 @@ class _Tree:
         return columns
 
     def _layout(self, row: Row) -> int:
-        """Return the layout of the node that takes longest; -1 for a module without own nodes."""
+        """Return the layout of the node that takes longest; -1 for a module without nodes."""
         spent = self.columns["forward_s"] + self.columns["backward_s"]
         at = max(row.module.nodes, key=lambda node: spent[node], default=None)
         return -1 if at is None else self.nodes[at][1]
 
     def _parameter_rows(self, rows: list[Row]) -> tuple[tuple[Any, ...], ...]:
         return tuple(
-            (number, *self.parameters[at].values())
+            (number, *self.parameters[at])
             for number, row in enumerate(rows)
             for at in row.module.parameters
         )
@@ -236,14 +244,14 @@ class _Tree:
 
 
 def _short(value: float, digits: int = DIGITS) -> float | int:
-    """Return the number rounded to some digits, as an integer if it is one."""
+    """Return the number rounded to `digits` significant digits, as an integer if it is one."""
     rounded = float(f"{value:.{digits}g}")
     return int(rounded) if rounded.is_integer() else rounded
 
 
 @dataclass(slots=True)
 class Module:
-    """A module with its own nodes and parameters; `at` adds children."""
+    """A module with the nodes and parameters that are directly in it."""
 
     name: str
     path: str
@@ -256,23 +264,23 @@ class Module:
 
     def at(self, path: str) -> Module:
         """Return the module of a dotted path, creating missing ones."""
-        here = self
+        module = self
         for name in path.split(".") if path else ():
-            below = f"{here.path}.{name}" if here.path else name
-            here = here.children.setdefault(name, Module(name, below))
-        return here
+            child = f"{module.path}.{name}" if module.path else name
+            module = module.children.setdefault(name, Module(name, child))
+        return module
 
 
 @dataclass(slots=True)
 class Row:
-    """A module of the folded tree."""
+    """A row of the folded tree, for `count` equal modules."""
 
     module: Module
     parent: int | None
     name: str
     count: int
     figures: Floats  # of one module, with all below it
-    stages: set[int]  # of all modules that the row stands for
+    stages: set[int]  # of all these modules
 
 
 @dataclass(slots=True)
@@ -286,25 +294,27 @@ class _Folded:
 
 
 class Folder:
-    """Fold one tree, given keys by which nodes and parameters are equal."""
+    """Fold one tree; nodes and parameters with equal keys are equal."""
 
-    def __init__(self, nodes: Mapping[int, object], parameters: Mapping[int, object]) -> None:
+    def __init__(self, nodes: Mapping[int, object], parameters: Sequence[object]) -> None:
         self.nodes, self.parameters = nodes, parameters
-        self.known: dict[object, int] = {}
+        self.kinds: dict[object, int] = {}
 
     def rows(self, root: Module) -> list[Row]:
-        """Return the folded tree in preorder, the root first."""
-        return list(_preorder(self._fold(root), None, []))
+        """Return the folded tree in preorder."""
+        rows: list[Row] = []
+        _add_rows(rows, self._fold(root), None)
+        return rows
 
     def _fold(self, module: Module) -> _Folded:
         children: list[_Folded] = []
         by_kind: dict[int, list[_Folded]] = {}
         for child in map(self._fold, module.children.values()):
-            known = by_kind.setdefault(child.kind, []) if is_number(child.module.name) else []
-            first = next((other for other in known if _same(other, child)), None)
+            similar = by_kind.setdefault(child.kind, []) if is_number(child.module.name) else []
+            first = next((other for other in similar if _same(other, child)), None)
             if first is None:
                 children.append(child)
-                known.append(child)
+                similar.append(child)
             else:
                 first.names += child.names
                 _merge_stages(first, child)
@@ -316,7 +326,7 @@ class Folder:
         )
         return _Folded(
             module=module,
-            kind=self.known.setdefault(signature, len(self.known)),
+            kind=self.kinds.setdefault(signature, len(self.kinds)),
             figures=module.own + sum(c.figures * len(c.names) for c in children),
             stages=module.stages.union(*(c.stages for c in children)),
             names=[module.name],
@@ -332,22 +342,22 @@ def _same(one: _Folded, other: _Folded) -> bool:
 
 def _merge_stages(one: _Folded, other: _Folded) -> None:
     one.stages |= other.stages
-    for child, its_child in zip(one.children, other.children, strict=True):
-        _merge_stages(child, its_child)
+    for child, other_child in zip(one.children, other.children, strict=True):
+        _merge_stages(child, other_child)
 
 
-def _preorder(folded: _Folded, parent: int | None, before: list[None]) -> Iterator[Row]:
-    number = len(before)
-    before.append(None)
-    names = folded.names
-    several = len(names) > 1
-    yield Row(
-        module=folded.module,
-        parent=parent,
-        name=format_ranks(tuple(map(int, names))) if several else names[0],
-        count=len(names),
-        figures=folded.figures,
-        stages=folded.stages,
+def _add_rows(rows: list[Row], folded: _Folded, parent: int | None) -> None:
+    """Append the rows of a module and of all below it, in preorder."""
+    number, names = len(rows), folded.names
+    rows.append(
+        Row(
+            module=folded.module,
+            parent=parent,
+            name=format_ranks(tuple(map(int, names))) if len(names) > 1 else names[0],
+            count=len(names),
+            figures=folded.figures,
+            stages=folded.stages,
+        )
     )
     for child in folded.children:
-        yield from _preorder(child, number, before)
+        _add_rows(rows, child, number)

@@ -31,13 +31,13 @@ __all__ = [
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# Globs of parameters to a placement over tensor-parallel ranks ("0", "replicate"), to placements by
-# mesh axis, or to an entry as in plans, which may also set a ZeRO level.
+# Maps globs of parameters to a placement over tensor-parallel ranks ("0", "replicate"), to
+# placements by mesh axis, or to a plan's entry, which may also set a ZeRO level.
 Constraints = Mapping[str, str | Mapping[str, str] | ParameterEntry]
 
 
 def constrained_entries(constraints: Constraints | None) -> dict[str, ParameterEntry]:
-    """Return the entries of a plan that constraints stand for.
+    """Return constraints as the entries of a plan.
 
     >>> constrained_entries({"head.*": "0"})
     {'head.*': ParameterEntry(layout={'tp': '0'}, zero=None)}
@@ -47,13 +47,13 @@ def constrained_entries(constraints: Constraints | None) -> dict[str, ParameterE
             f"constraints={constraints!r} does not map globs of parameters to shards",
             hint='constraints={"lm_head.*": "0"}',
         )
-    return {str(glob): _entry(wanted) for glob, wanted in (constraints or {}).items()}
+    return {str(glob): _entry(value) for glob, value in (constraints or {}).items()}
 
 
-def _entry(wanted: Any) -> ParameterEntry:
-    if isinstance(wanted, ParameterEntry):
-        return wanted
-    entry = wanted if isinstance(wanted, Mapping) else {"tp": wanted}
+def _entry(value: Any) -> ParameterEntry:
+    if isinstance(value, ParameterEntry):
+        return value
+    entry = value if isinstance(value, Mapping) else {"tp": value}
     if not entry.keys() & {"layout", "zero"}:  # in the form of plan files
         entry = {"layout": entry}
     layout = {str(axis): str(shard) for axis, shard in entry.get("layout", {}).items()}
@@ -61,7 +61,7 @@ def _entry(wanted: Any) -> ParameterEntry:
 
 
 class CommonOptions(TypedDict, total=False):
-    """Options of every named strategy; `sw.strategies.make_plan` says what they mean."""
+    """Options of every named strategy; `sw.strategies.make_plan` explains them."""
 
     recompute: str | Sequence[str]
     precision: str | Precision | None
@@ -89,7 +89,7 @@ class StageOptions(PlanOptions, total=False):
 
 
 class FixedOptions(TypedDict, total=False):
-    """Parts of a plan that the user decides; what is None is left to the search."""
+    """Parts of a plan that the user decides; None leaves one to the search."""
 
     dp: int | None
     tp: int | None
@@ -123,7 +123,13 @@ def known_options(
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
                 if name not in signature.parameters:
-                    _refuse(name, place, checked)
+                    options = option_names(checked)
+                    raise PlanError(
+                        f"{place.rpartition('.')[2]} has no option {name!r}"
+                        f"{did_you_mean(name, options)}",
+                        where=place,
+                        hint=", ".join(options),
+                    )
             return function(*args, **kwargs)
 
         checked.__signature__ = signature  # type: ignore[attr-defined]
@@ -138,18 +144,8 @@ def option_names(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
 
 
-def _refuse(name: str, place: str, function: Callable[..., Any]) -> None:
-    options = option_names(function)
-    short = place.rpartition(".")[2]
-    raise PlanError(
-        f"{short} has no option {name!r}{did_you_mean(name, options)}",
-        where=place,
-        hint=", ".join(options),
-    )
-
-
 def _full_signature(function: Callable[..., Any], defaults: Mapping[str, Any]) -> inspect.Signature:
-    """Return the signature with each option of its TypedDict as a keyword parameter of its own."""
+    """Return the signature with each option of its TypedDict as a keyword parameter."""
     own, types = inspect.signature(function), get_type_hints(function)
     parameters: list[inspect.Parameter] = []
     for parameter in own.parameters.values():

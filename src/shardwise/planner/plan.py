@@ -1,7 +1,7 @@
 """`plan(graph, cluster)`: search for the fastest plan of a model on a cluster.
 
-The plan's `search` says why it was chosen: its estimate, the runners-up, the gaps, what limits it
-and what relaxing that would gain.
+The plan's `search` explains the choice: its estimate, the runners-up, the gaps, the limiting factor
+and the gain from relaxing it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from types import TracebackType
 from typing import Any, NamedTuple, Unpack
 
 from shardwise.cluster import Cluster, Mesh
@@ -52,11 +52,12 @@ from shardwise.simulation.costs import Group
 from shardwise.simulation.estimate import Evaluator, in_parts
 from shardwise.simulation.folded_graph import FoldedGraph
 
-MAX_MIXED_RANKS = 16  # up to which nodes may differ in whether they shard the batch
-TINY_GRAPH = 16  # nodes up to which equal layers may have different layouts
+MAX_MIXED_RANKS = 16  # with more ranks, all nodes shard the batch alike
+TINY_GRAPH = 16  # nodes; in a larger graph equal layers have equal layouts
 ZERO_LEVELS = (0, 1, 2, 3)
 MAX_MODULE_STAGES = 16  # of a model without blocks
-SMALL_CLUSTER = 8  # ranks up to which tensor parallelism may also cross nodes
+SMALL_CLUSTER = 8  # ranks; in a larger cluster tensor parallelism stays inside a node
+PROGRESS_AFTER_S = 2.0
 NOTHING = SearchOutcome(feasible=(), bounds=(), next_bound_s=math.inf, num_configs=0)
 
 
@@ -75,30 +76,32 @@ def plan(
 ) -> Plan:
     """Return the plan with the shortest simulated step that fits in memory.
 
-    Of plans within 1 % of it, the simplest. Devices that would make the step longer are left out,
-    unless `all_devices`: the plan is then for fewer ranks, and says so.
+    Of all plans within 1 % of it, the simplest is chosen. Devices that would make the step longer
+    are left out unless `all_devices` is set; the plan is then for fewer ranks, and says so.
 
     `constraints` maps globs of parameters to a sharding ("0", "replicate") or to shardings by mesh
     axis. Options fix parts of the plan: `dp`, `tp`, `pp`, `virtual_stages`, `schedule`,
-    `num_microbatches`, `zero`, `recompute`, `offload`. `memory_gib` is what a plan may use of each
-    device. Raises `InfeasiblePlan`, with figures and the nearest changes, where nothing fits.
+    `num_microbatches`, `zero`, `recompute`, `offload`. `memory_gib` limits the memory of each
+    device. Raises `InfeasiblePlan`, with figures and the smallest changes that help, if nothing
+    fits.
     """
     fixed = UserOptions.of(dict(options))
     _check_memory(memory_gib)
     placements = fixed_parameters(graph, constraints)
     dtypes = Precision.of(precision)
     check_types(graph, dtypes)
-    with Progress("planning", shown=progress) as bar:
+    with show_progress("planning", shown=progress) as report:
 
         def prepare(run: Graph, constrained: FixedPlacements, devices: Cluster) -> Search:
-            return _prepare(run, devices, constrained, memory_gib, dtypes, table, bar.update)
+            return _prepare(run, devices, constrained, memory_gib, dtypes, table, report)
 
         def search_graph(
             devices: Cluster, below: float, run: Graph, than: SearchOutcome | None = None
         ) -> _Searched:
             """Search for steps that may take less than `below` seconds.
 
-            With `than`, which has several micro-batches, only for faster ones with a single one.
+            `than` is the outcome with several micro-batches: if it is passed, only faster steps
+            with a single micro-batch are searched for.
             """
             search = prepare(run, placements, devices)
             limits = _limits(search, run, devices, fixed)
@@ -132,17 +135,20 @@ def plan(
         )
         if not outcome.feasible:
             raise infeasible(outcome, search, fixed, limits, rerun)
-        given = {"memory_gib": memory_gib, "constraints": as_texts(constraints) or None}
-        given = {k: v for k, v in {**fixed.given, **given}.items() if v is not None}
-        figures = search_result(outcome, search, fixed, given, rerun, idle)
-        made = write_plan(run, search.fold, outcome.best, dtypes)
-        made = with_choices(in_captured_names(made, run, graph), search.evaluator.costs.choose)
+        restrictions = {
+            **fixed.given,
+            **({} if memory_gib is None else {"memory_gib": memory_gib}),
+            **({"constraints": texts} if (texts := as_texts(constraints)) else {}),
+        }
+        figures = search_result(outcome, search, fixed, restrictions, rerun, idle)
+        best = in_captured_names(write_plan(run, search.fold, outcome.best, dtypes), run, graph)
+        best = with_choices(best, search.evaluator.costs.choose)
         step = simulated_step(outcome.best, search)
-        return with_details(made.with_figures(figures), step, search.memory_limit)
+        return with_details(best.with_figures(figures), step, search.memory_limit)
 
 
 class _Searched(NamedTuple):
-    """The search of a graph: as it was captured, or as micro-batches run it."""
+    """The search of a graph, which is the captured one or the one that micro-batches run."""
 
     run: Graph
     search: Search
@@ -153,12 +159,12 @@ class _Searched(NamedTuple):
 def _faster_graph(
     graph: Graph, options: UserOptions, search_graph: Callable[..., _Searched]
 ) -> _Searched:
-    """Search the graph; where micro-batches compute another one, return the faster of both."""
-    parts, asked = in_parts(graph), options.num_microbatches
-    if parts is graph or asked == 1:
+    """Search the graph, and that of micro-batches if it differs; return the faster of both."""
+    split, count = in_parts(graph), options.num_microbatches
+    if split is graph or count == 1:
         return search_graph(graph)
-    several = search_graph(parts)
-    if asked is not None:
+    several = search_graph(split)
+    if count is not None:
         return several
     single = search_graph(graph, several.outcome)
     if not (single.outcome.feasible and several.outcome.feasible):
@@ -170,13 +176,13 @@ def _faster_graph(
 def _without_slow_devices(
     full: _Searched, cluster: Cluster, fastest: Callable[[Cluster, float], _Searched]
 ) -> tuple[_Searched, LeftOutDevices | None]:
-    """Search on fewer devices; all are used only if they save `SIMPLER_SLACK` of the step."""
+    """Search on fewer devices; all are used only if that saves `SIMPLER_SLACK` of the step."""
     best, used, shortest = full, None, full.outcome.step_time_s
     for smaller in subsets(cluster, _rates(full.search.cache, full.search.evaluator)):
         limit = shortest * (1 + SIMPLER_SLACK)
         try:
             other = fastest(smaller.cluster, limit)
-        except InfeasiblePlan:  # the user's options need more ranks
+        except InfeasiblePlan:  # the user's options require more ranks
             continue
         if other.outcome.step_time_s < limit:
             best, used = other, smaller
@@ -188,8 +194,8 @@ def _without_slow_devices(
 
 
 def _check_memory(memory_gib: Any) -> None:
-    number = isinstance(memory_gib, int | float) and not isinstance(memory_gib, bool)
-    if memory_gib is not None and not (number and 0 < memory_gib < math.inf):
+    is_number = isinstance(memory_gib, int | float) and not isinstance(memory_gib, bool)
+    if memory_gib is not None and not (is_number and 0 < memory_gib < math.inf):
         raise PlanError(f"memory_gib={memory_gib!r}", hint="a number above 0: memory_gib=70")
 
 
@@ -227,26 +233,26 @@ def _prepare(
 
 
 def _run(search: Search, limits: SearchLimits, options: UserOptions) -> SearchOutcome:
-    """Search all configurations; lean layouts where memory limits, offload where nothing fits."""
-    wanted = list(configs(limits, options))
-    wanted += [replace(config, layout=MIXED) for config in wanted if _may_mix(config, limits)]
-    outcome, tried = search.run(wanted), wanted
+    """Search all configurations, with lean layouts if memory limits, offload if nothing fits."""
+    space = list(configs(limits, options))
+    space += [replace(config, layout=MIXED) for config in space if _may_mix(config, limits)]
+    outcome, tried = search.run(space), space
     if outcome.limited_by_memory:
-        tried = [*tried, *_leaner(search, wanted, outcome, LEAN)]
+        tried = [*tried, *_leaner(search, space, outcome, LEAN)]
         outcome = search.run(tried)
     if not outcome.feasible:
         on_host = configs(limits, options, offloads=True) if options.offload is None else ()
-        outcome = search.run([*tried, *_leaner(search, wanted, outcome, LEANEST), *on_host])
+        outcome = search.run([*tried, *_leaner(search, space, outcome, LEANEST), *on_host])
     if options.zero is None:
         outcome = search.refined(outcome, ZERO_LEVELS)
-    return simplest(search, improved(search, outcome, wanted), wanted)
+    return simplest(search, improved(search, outcome, space), space)
 
 
 def _leaner(
-    search: Search, wanted: Sequence[ParallelConfig], outcome: SearchOutcome, layout: int
+    search: Search, space: Sequence[ParallelConfig], outcome: SearchOutcome, layout: int
 ) -> Iterator[ParallelConfig]:
     """Yield configurations that may be faster than the best one, with layouts that save memory."""
-    for config in wanted:
+    for config in space:
         solved = config.tp > 1 and config.layout == FASTEST
         if solved and search.may_beat(config, outcome.step_time_s):
             yield replace(config, layout=layout)
@@ -257,36 +263,35 @@ def _may_mix(config: ParallelConfig, limits: SearchLimits) -> bool:
 
     With many ranks, "dp" does that for all nodes, and layouts are solved for one row.
     """
-    each, rest = divmod(limits.rows, config.dp * config.tp)
-    few = limits.ranks <= MAX_MIXED_RANKS and config.pp == config.num_microbatches == 1
-    return config.tp > 1 and few and each > 0 and rest == 0
+    is_small = limits.ranks <= MAX_MIXED_RANKS and config.pp == config.num_microbatches == 1
+    return config.tp > 1 and is_small and limits.rows % (config.dp * config.tp) == 0
 
 
 def _limits(search: Search, graph: Graph, cluster: Cluster, options: UserOptions) -> SearchLimits:
     """Return the limits of the search space.
 
-    There are at most as many stages as blocks, or as modules with parameters where blocks are few,
-    unless the user asks for more; tensor parallelism stays inside a node; there is one micro-batch
-    where more would change the result.
+    There are at most as many stages as blocks, or as modules with parameters if there are few
+    blocks, unless the user asks for more; tensor parallelism stays inside a node; the batch is not
+    split into micro-batches if that would change the result.
     """
     blocks = len({block for block in search.fold.blocks if block})
     modules = min(len({p.name.rpartition(".")[0] for p in graph.parameters}), MAX_MODULE_STAGES)
     places = len(search.cutter.fit) + 1 if len(graph.nodes) <= TINY_GRAPH else 0
-    asked = (options.pp or 1) * (options.virtual_stages or 1)
+    requested = (options.pp or 1) * (options.virtual_stages or 1)
     sharded = any(dim is not None for dim in search.cache.inputs.values())
     node = max(node.count for node in cluster.nodes)
     return SearchLimits(
         ranks=cluster.num_ranks,
         rows=search.cache.rows if sharded else 1,
-        stages=max(blocks, modules, places, asked),
-        virtual_stages=max(blocks if blocks > 1 else modules, asked),
+        stages=max(blocks, modules, places, requested),
+        virtual_stages=max(blocks if blocks > 1 else modules, requested),
         num_microbatches=search.cache.rows if _may_split(graph) else 1,
         tensor_ranks=max(node, min(cluster.num_ranks, SMALL_CLUSTER)),
     )
 
 
 def _may_split(graph: Graph) -> bool:
-    """Return whether a batch may be split into micro-batches, unlike with batch norm."""
+    """Return whether micro-batches give the same result, which batch norm prevents."""
     draft = Plan(
         name="draft",
         model=graph.name,
@@ -304,7 +309,7 @@ def _may_split(graph: Graph) -> bool:
 
 
 def _rates(layouts: LayoutCache, evaluator: Evaluator) -> list[float]:
-    """Return how fast every rank computes this model, relative to the fastest."""
+    """Return the speed at which every rank computes this model, relative to the fastest."""
     if len(evaluator.devices) == 1:
         return [1.0] * len(evaluator.kind)
     workloads = layouts.get(1, FASTEST).workloads
@@ -318,19 +323,19 @@ def _rates(layouts: LayoutCache, evaluator: Evaluator) -> list[float]:
 
 
 def _constraint_key(path: str, fixed: Mapping[str, Mapping[str, Placement]], graph: Graph) -> str:
-    """Return the key of the constraints on a block; blocks with other keys are not folded."""
+    """Return the key of a block's constraints; blocks with different keys are not folded."""
     if not fixed:
         return ""
-    own = {
+    of_block = {
         p.name.removeprefix(f"{path}."): {a: str(c) for a, c in fixed[p.value].items()}
         for p in graph.parameters
         if p.value in fixed and p.name.startswith(f"{path}.")
     }
-    return str(sorted(own.items())) if own else ""
+    return str(sorted(of_block.items())) if of_block else ""
 
 
 def _check_options(options: UserOptions, cluster: Cluster, limits: SearchLimits) -> None:
-    """Raise `InfeasiblePlan` where the sizes do not divide the ranks or the batch."""
+    """Raise `InfeasiblePlan` if the sizes do not divide the ranks or the batch."""
     total, rows = cluster.num_ranks, limits.rows
     sizes = {a: n for a in ("dp", "tp", "pp") if (n := getattr(options, a)) is not None}
     for axis, size in sizes.items():
@@ -352,52 +357,33 @@ def _check_options(options: UserOptions, cluster: Cluster, limits: SearchLimits)
             f"num_microbatches={options.num_microbatches}, the batch has {rows} rows",
             hint=f"num_microbatches={rows}",
         )
-    rest = total // product if len(sizes) == 2 else 1  # the size of the third axis
-    dp, count = options.dp or rest, options.num_microbatches
+    third = total // product if len(sizes) == 2 else 1  # the size of the remaining axis
+    dp, count = options.dp or third, options.num_microbatches
     if count is not None and dp * count > rows:
-        per = f"one of each micro-batch for each of dp={dp}"
         raise InfeasiblePlan(
-            f"num_microbatches={count} needs {dp * count} rows, {per}; the batch has {rows}",
+            f"num_microbatches={count} needs {dp * count} rows, one of each micro-batch for each "
+            f"of dp={dp}; the batch has {rows}",
             hint=f"num_microbatches={rows // dp}" if dp <= rows else "more tp or pp",
         )
 
 
-# ------------------------------------------------------------ progress
+@contextmanager
+def show_progress(title: str, *, shown: bool = True) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows what is being done, on the terminal of rank 0 after a while."""
+    shown = shown and os.environ.get("RANK", "0") == "0" and sys.stderr.isatty()
+    began, status = time.monotonic(), None
+    with ExitStack() as stack:
 
+        def report(text: str) -> None:
+            nonlocal status
+            passed = time.monotonic() - began
+            if not shown or passed < PROGRESS_AFTER_S:
+                return
+            from rich.console import Console
+            from rich.status import Status
 
-AFTER_S = 2.0
+            if status is None:
+                status = stack.enter_context(Status("", console=Console(stderr=True)))
+            status.update(f"{title}: {text} ({passed:.0f} s)")
 
-
-class Progress:
-    """`with Progress("planning") as bar: bar.update("layouts for tp=4")`."""
-
-    def __init__(self, title: str, *, shown: bool = True) -> None:
-        first = os.environ.get("RANK", "0") == "0"
-        self.title, self.shown = title, shown and first and sys.stderr.isatty()
-        self.begun = time.monotonic()
-        self._status: object = None
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def update(self, text: str) -> None:
-        """Show what is being done."""
-        if not self.shown or time.monotonic() - self.begun < AFTER_S:
-            return
-        from rich.console import Console
-        from rich.status import Status
-
-        if self._status is None:
-            self._status = Status("", console=Console(stderr=True))
-            self._status.start()
-        passed = time.monotonic() - self.begun
-        self._status.update(f"{self.title}: {text} ({passed:.0f} s)")  # type: ignore[attr-defined]
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._status is not None:
-            self._status.stop()  # type: ignore[attr-defined]
+        yield report

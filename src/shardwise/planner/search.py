@@ -1,9 +1,9 @@
 """The search: compute a lower bound for every configuration, simulate the promising ones.
 
-A bound is the work of the busiest group of ranks and what must come before and after it; nothing
-that the simulator adds can make a step shorter. So when the best simulated step is at most the next
-bound, no other configuration is better, in simulation. `simplest` then prefers a simpler
-configuration that takes nearly as long.
+A bound is the time of the busiest group of ranks, with all that must come before and after it; the
+simulator only adds to it. So once the best simulated step is no longer than the next bound, no
+other configuration is faster in simulation. `simplest` then prefers a simpler configuration that
+takes nearly as long.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from shardwise.simulation.estimate import Estimate, Evaluator
 from shardwise.simulation.memory import MemoryUse, peak_of
 
 MAX_SIMULATED = 400
-MAX_CHECKED = 4_000  # configurations whose memory is computed, once there is one that fits
+MAX_CHECKED = 4_000  # configurations whose memory is computed, once one of them fits
 RUNNERS_UP = 5
 REFINED = 2  # configurations whose parameters outside of blocks are tried at other zero levels
-MIN_REFINED_GAIN = 0.005  # fraction of the step for which a plan gets a second zero level
+MIN_REFINED_GAIN = 0.005  # fraction of the step that a second zero level must gain
 SIMPLER_SLACK = 0.01  # fraction of the step that a simpler plan may take longer
 MAX_SIMPLER = 24  # simpler configurations whose memory and step are computed
 
@@ -52,7 +52,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOutcome:
-    """What a search found, best first."""
+    """The candidates of a search that fit in memory, best first, and the bounds of all others."""
 
     feasible: tuple[Candidate, ...]
     bounds: tuple[Bound, ...]  # of all configurations that were checked
@@ -71,12 +71,12 @@ class SearchOutcome:
 
     @property
     def limited_by_memory(self) -> bool:
-        """Whether a configuration that does not fit might be faster than the best that does."""
+        """Whether a configuration that does not fit might be faster than the best one."""
         return any(b.memory > 1 and b.seconds < self.step_time_s for b in self.bounds)
 
     @property
     def gap(self) -> float:
-        """How much faster, as a fraction of the step, one that was not simulated could be."""
+        """The fraction of the step by which an unsimulated configuration could be faster."""
         return max(0.0, 1 - self.next_bound_s / self.step_time_s)
 
 
@@ -105,27 +105,19 @@ class Search:
         self._fullness: dict[ParallelConfig, float] = {}
         self._grouped: dict[object, tuple[Group, ...]] = {}
 
-    def with_cache(self, cache: LayoutCache) -> Search:
-        """Return the same search with other layouts."""
-        return self._changed(cache, self.evaluator, self.groupings)
-
-    def with_evaluator(
-        self, evaluator: Evaluator, groupings: Callable[[int], Sequence[Grouping]]
-    ) -> Search:
-        """Return the same search on another cluster."""
-        return self._changed(self.cache, evaluator, groupings)
-
-    def _changed(
+    def changed(
         self,
-        cache: LayoutCache,
-        evaluator: Evaluator,
-        groupings: Callable[[int], Sequence[Grouping]],
+        *,
+        cache: LayoutCache | None = None,
+        evaluator: Evaluator | None = None,
+        groupings: Callable[[int], Sequence[Grouping]] | None = None,
     ) -> Search:
+        """Return the same search with other layouts, or on another cluster."""
         return Search(
             self.graph,
-            cache,
-            evaluator,
-            groupings,
+            cache or self.cache,
+            evaluator or self.evaluator,
+            groupings or self.groupings,
             self.precision,
             self.memory_limit,
             self.report,
@@ -139,18 +131,18 @@ class Search:
         enough: int = RUNNERS_UP,
         max_simulated: int = MAX_SIMULATED,
     ) -> SearchOutcome:
-        """Simulate configurations in the order of their bounds until none is below the best.
+        """Simulate configurations in the order of their bounds until no bound is below the best.
 
-        Configurations that differ only in zero level and offload share a time bound, and get their
-        own, with one on memory, when their turn comes. Memory is computed first: what does not fit
-        is not simulated. Steps of `below` seconds are known already; `enough` are simulated in any
-        case, at most `max_simulated` in all.
+        Configurations that differ only in zero level and offload share a bound on time; their own
+        bounds, on time and memory, are computed when their turn comes. A configuration is simulated
+        only if it fits in memory. A step of `below` seconds is already known; at least `enough` and
+        at most `max_simulated` configurations are simulated.
         """
         families: dict[ParallelConfig, list[ParallelConfig]] = {}
         for config in configs:
             for grouping in range(len(self.groupings(config.pp))):
-                chosen = replace(config, grouping=grouping)
-                families.setdefault(replace(chosen, zero=0, offload=()), []).append(chosen)
+                grouped = replace(config, grouping=grouping)
+                families.setdefault(replace(grouped, zero=0, offload=()), []).append(grouped)
         heap: list[tuple[float, str, ParallelConfig | Bound]] = []
         for family in families:
             core = self.bounds.core(family)
@@ -165,29 +157,29 @@ class Search:
         heap: list[tuple[float, str, ParallelConfig | Bound]],
         families: Mapping[ParallelConfig, list[ParallelConfig]],
         best: float,
-        wanted: int,
+        enough: int,
         max_simulated: int,
     ) -> SearchOutcome:
         feasible: list[Candidate] = []
         bounds: list[Bound] = []
-        next_bound, checked = float("inf"), 0
+        next_bound, num_checked = float("inf"), 0
         while heap:
             seconds, _, item = heappop(heap)
-            enough = len(feasible) >= wanted
-            spent = len(feasible) >= max_simulated or (feasible and checked >= MAX_CHECKED)
-            if (seconds >= best and enough) or spent:
+            is_done = seconds >= best and len(feasible) >= enough
+            is_spent = len(feasible) >= max_simulated or (feasible and num_checked >= MAX_CHECKED)
+            if is_done or is_spent:
                 next_bound = seconds
                 break
             if isinstance(item, ParallelConfig):
                 shared = self.bounds.shares(item)
                 for config in families[item]:
                     if not shared and config.zero != families[item][0].zero:
-                        continue  # nothing is shared, so all zero levels are the same
+                        continue  # no parameter is replicated, so zero levels make no difference
                     bound = self.bounds.bound(config)
                     heappush(heap, (bound.seconds, f" {config}", bound))
                 continue
             if item.memory <= 1.0:
-                checked += 1
+                num_checked += 1
                 item = replace(item, memory=self.fullness(item.config))
             bounds.append(item)
             if item.memory > 1.0:
@@ -197,18 +189,13 @@ class Search:
             if len(feasible) % 20 == 0:
                 self.report(f"simulated {len(feasible)} configurations")
         feasible.sort(key=lambda c: c.sort_key)
-        while feasible:  # the memory of every group is checked for the best one alone
+        while feasible:  # the memory of every group is checked only for the best candidate
             feasible[0] = self.simulate(feasible[0].config, all_groups=True)
-            if feasible[0].estimate.fits:
+            estimate = feasible[0].estimate
+            if estimate.fits:
                 break
-            full = feasible.pop(0)
-            bounds.append(
-                Bound(
-                    config=full.config,
-                    seconds=full.estimate.step_time_s,
-                    memory=full.estimate.peak.fullness,
-                )
-            )
+            config, seconds = feasible.pop(0).config, estimate.step_time_s
+            bounds.append(Bound(config=config, seconds=seconds, memory=estimate.peak.fullness))
         return SearchOutcome(
             feasible=tuple(feasible),
             bounds=tuple(bounds),
@@ -221,16 +208,16 @@ class Search:
         return config in self._simulated
 
     def may_beat(self, config: ParallelConfig, seconds: float) -> bool:
-        """Return whether the work of a configuration takes less than `seconds`."""
+        """Return whether the bound of a configuration is below `seconds`, whatever its memory."""
         core = self.bounds.core(replace(config, zero=0, outer=None, offload=()))
         return core is not None and core.seconds < seconds
 
     def may_fit(self, config: ParallelConfig, seconds: float) -> bool:
-        """Return whether a configuration may beat `seconds` and fit in memory, by its bounds."""
+        """Return whether a configuration may take less than `seconds` and fit, by its bounds."""
         return self.may_beat(config, seconds) and self.bounds.bound(config).memory <= 1.0
 
     def _outside(self, graph: Graph) -> tuple[str, ...]:
-        """Return the parameters that no block uses: embeddings, a head."""
+        """Return the parameters that no block uses, such as those of embeddings and a head."""
         inside = {
             name
             for node, block in zip(graph.nodes, self.fold.blocks, strict=True)
@@ -315,7 +302,7 @@ class Search:
     def _stage_cuts(
         self, config: ParallelConfig, layouts: Layouts, groups: tuple[Group, ...]
     ) -> tuple[int, ...]:
-        """Return the first nodes of stages: as given, or with equal work on every group."""
+        """Return the first nodes of stages: the config's own, or those that balance the groups."""
         if config.stages == 1 or config.cuts:
             return config.cuts or (0,)
         v_shaped = schedule_kind(config.schedule).is_v_shaped
@@ -334,7 +321,7 @@ class Search:
         return self._cuts[key]
 
     def _schedule(self, config: ParallelConfig) -> Schedule | None:
-        """Return the order of actions; None for a single forward and backward."""
+        """Return the order of actions, or None for a single forward and backward."""
         if config.pp == config.num_microbatches == 1:
             return None
         return self._named_schedule(config, config.num_microbatches)
@@ -387,27 +374,27 @@ def simplest(
 ) -> SearchOutcome:
     """Put the simplest configuration that takes at most `SIMPLER_SLACK` longer first.
 
-    Predictions are not exact to the percent, and a simpler plan is easier to read and to debug.
+    Predictions are not accurate to a percent, and a simpler plan is easier to read and to debug.
     """
     if not outcome.feasible:
         return outcome
     best = outcome.best
     limit = best.estimate.step_time_s * (1 + SIMPLER_SLACK)
-    known = {candidate.config for candidate in outcome.feasible}
-    every = {
+    feasible = {candidate.config for candidate in outcome.feasible}
+    grouped = {
         replace(config, grouping=grouping)
         for config in configs
         for grouping in range(len(search.groupings(config.pp)))
     }
-    simpler = [c for c in known | every if simplicity(c) < simplicity(best.config)]
-    tried = 0
+    simpler = [c for c in feasible | grouped if simplicity(c) < simplicity(best.config)]
+    num_tried = 0
     for config in sorted(simpler, key=lambda c: (simplicity(c), str(c))):
-        if tried == MAX_SIMPLER:
+        if num_tried == MAX_SIMPLER:
             break
-        if config not in known:
+        if config not in feasible:
             if not search.may_fit(config, limit):
                 continue
-            tried += 1
+            num_tried += 1
             if search.fullness(config) > 1.0:
                 continue
         if search.simulate(config).estimate.step_time_s > limit:

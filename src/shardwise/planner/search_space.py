@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from itertools import pairwise
+from itertools import pairwise, product
 from math import ceil
 from typing import Any
 
@@ -25,15 +25,13 @@ from shardwise.sharding.placements import REPLICATE, Placement, parse_placement
 
 RECOMPUTES = ("none", "selective", "full")
 MAX_STAGES = 128
-MAX_STEP = 3  # ratio of neighbouring micro-batch counts above which others are tried between
+MAX_STEP = 3  # ratio of neighbouring micro-batch counts; if it is larger, more are tried between
 MAX_MICROBATCH_COUNTS = 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchLimits:
-    """Bounds of the search space: dp at most the batch's rows, stages at most the modules, virtual
-    stages only at block boundaries, tp within a node.
-    """
+    """Upper bounds on the sizes of configurations, from the batch, the model and the cluster."""
 
     ranks: int
     rows: int  # 1 where the batch cannot be sharded
@@ -46,7 +44,7 @@ class SearchLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserOptions:
-    """What the user decided; None leaves it to the planner."""
+    """The user's decisions; None leaves one to the planner."""
 
     dp: int | None = None
     tp: int | None = None
@@ -60,13 +58,11 @@ class UserOptions:
 
     @staticmethod
     def of(options: dict[str, object]) -> UserOptions:
-        """Return the options of keyword arguments, checked."""
-        offload = options.get("offload")
-        if isinstance(offload, str):
-            options = {**options, "offload": (offload,)}
-        elif offload is not None:
-            options = {**options, "offload": tuple(offload)}  # type: ignore[arg-type]
-        checked = UserOptions(**options)  # type: ignore[arg-type]
+        """Return the checked options of keyword arguments."""
+        offload: Any = options.get("offload")
+        if offload is not None:
+            offload = (offload,) if isinstance(offload, str) else tuple(offload)
+        checked = UserOptions(**{**options, "offload": offload})
         checked.check()
         return checked
 
@@ -76,7 +72,7 @@ class UserOptions:
         return {n: v for n in self.__slots__ if (v := getattr(self, n)) is not None}
 
     def check(self) -> None:
-        """Raise `PlanError` for a value that the option cannot have."""
+        """Raise `PlanError` for an invalid value."""
         for name in ("dp", "tp", "pp", "virtual_stages", "num_microbatches"):
             value = getattr(self, name)
             is_int = isinstance(value, int) and not isinstance(value, bool)
@@ -84,17 +80,14 @@ class UserOptions:
                 raise PlanError(f"{name}={value!r}", hint="an integer of at least 1")
         if self.zero not in (None, 0, 1, 2, 3):
             raise PlanError(f"zero={self.zero!r}", hint="0, 1, 2 or 3")
-        known = {"schedule": tuple(SCHEDULES), "recompute": RECOMPUTES}
-        for name, values in known.items():
-            value = getattr(self, name)
-            if value is not None and value not in values:
-                near = did_you_mean(str(value), values)
-                raise PlanError(f"{name}={value!r}{near}", hint=", ".join(values))
-        for what in self.offload or ():
-            if what not in OFFLOADS:
-                raise PlanError(
-                    f"offload {what!r}{did_you_mean(what, OFFLOADS)}", hint=", ".join(OFFLOADS)
-                )
+        for name, value, known in (
+            ("schedule=", self.schedule, tuple(SCHEDULES)),
+            ("recompute=", self.recompute, RECOMPUTES),
+            *(("offload ", value, OFFLOADS) for value in self.offload or ()),
+        ):
+            if value is not None and value not in known:
+                near = did_you_mean(str(value), known)
+                raise PlanError(f"{name}{value!r}{near}", hint=", ".join(known))
 
 
 def divisors(number: int) -> list[int]:
@@ -105,20 +98,14 @@ def divisors(number: int) -> list[int]:
 def configs(
     limits: SearchLimits, options: UserOptions, *, offloads: bool = False
 ) -> Iterator[ParallelConfig]:
-    """Yield all configurations; with `offloads` those that keep something in host memory."""
+    """Yield all configurations; with `offloads`, those that use host memory."""
     for dp, tp, pp in meshes(limits, options):
         for virtual, schedule in _schedules(pp, limits.virtual_stages, options):
             for count in _microbatches(limits, dp, options):
                 if virtual > 1 and schedule_kind(schedule).runs_in_rounds and count < pp:
                     continue
-                config = ParallelConfig(
-                    dp=dp,
-                    tp=tp,
-                    pp=pp,
-                    virtual=virtual,
-                    schedule=schedule,
-                    num_microbatches=count,
-                )
+                config = ParallelConfig(dp=dp, tp=tp, pp=pp, virtual=virtual, schedule=schedule)
+                config = replace(config, num_microbatches=count)
                 yield from _savings(config, options, offloads)
 
 
@@ -161,27 +148,26 @@ def _schedules(pp: int, max_stages: int, options: UserOptions) -> list[tuple[int
 
 
 def _microbatches(limits: SearchLimits, dp: int, options: UserOptions) -> list[int]:
-    """Return counts that give every rank the same number of rows; any count where none does."""
+    """Return counts that give every rank the same number of rows, or any if there is none."""
     rows = limits.rows
     if options.num_microbatches is not None:
         return [options.num_microbatches] if options.num_microbatches * dp <= rows else []
-    each = rows // dp
-    if each < 1:
+    per_rank = rows // dp
+    if per_rank < 1:
         return []
-    counts = [c for c in divisors(each) if rows % (dp * c) == 0] or divisors(each)
-    counts = sorted({*counts, *_between(counts, each)})
+    counts = [c for c in divisors(per_rank) if rows % (dp * c) == 0] or divisors(per_rank)
+    counts = sorted({*counts, *_between(counts, per_rank)})
     if len(counts) > MAX_MICROBATCH_COUNTS:
-        keep = len(counts) / MAX_MICROBATCH_COUNTS
-        counts = sorted(
-            {counts[int(i * keep)] for i in range(MAX_MICROBATCH_COUNTS)} | {counts[-1]}
-        )
+        step = len(counts) / MAX_MICROBATCH_COUNTS
+        sampled = {counts[int(i * step)] for i in range(MAX_MICROBATCH_COUNTS)}
+        counts = sorted(sampled | {counts[-1]})
     return [count for count in counts if count <= limits.num_microbatches]
 
 
 def _between(counts: list[int], rows: int) -> Iterator[int]:
     """Yield counts of uneven micro-batches between even ones that are far apart: 2 and 4 of 7 rows.
 
-    Of counts with the same largest micro-batch, the smallest.
+    Of all counts with the same largest micro-batch, the smallest is used.
     """
     for low, high in pairwise(counts):
         count = low
@@ -203,10 +189,8 @@ def _savings(
         hosts = [options.offload]
     elif offloads:
         hosts = [("optimizer",), ("optimizer", "activations")]
-    for zero in zeros:
-        for recompute in recomputes:
-            for offload in hosts:
-                yield replace(config, zero=zero, recompute=recompute, offload=offload)
+    for zero, recompute, offload in product(zeros, recomputes, hosts):
+        yield replace(config, zero=zero, recompute=recompute, offload=offload)
 
 
 TENSOR_AXES = ("tp", "tp1")
@@ -216,7 +200,7 @@ FixedPlacements = dict[str, dict[str, Placement]]  # by value and mesh axis
 
 
 def fixed_parameters(graph: Graph, constraints: Constraints | None) -> FixedPlacements:
-    """Return the placements that the user's constraints ask for, by value and mesh axis."""
+    """Return the placements that the user's constraints require, by value and mesh axis."""
     placements: FixedPlacements = {}
     for glob, entry in constrained_entries(constraints).items():
         if entry.zero is not None:
@@ -232,15 +216,20 @@ def fixed_parameters(graph: Graph, constraints: Constraints | None) -> FixedPlac
                     hint='{"tp": "0"}, or "0" alone',
                 )
         for name, value in _matched(graph, glob):
-            shape = graph.values[value].shape
-            for axis, shard in entry.layout.items():
-                placement = _placement(shard, shape, f"constraint {glob!r} on {name}")
+            for axis, text in entry.layout.items():
+                try:
+                    placement = parse_placement(text, graph.values[value].shape)
+                except RuleError as error:
+                    raise PlanError(
+                        f"constraint {glob!r} on {name}: {error.message}",
+                        hint=error.hint or '"0" shards the first dim, "replicate" none',
+                    ) from None
                 placements.setdefault(value, {})[axis] = placement
     return placements
 
 
 def _matched(graph: Graph, glob: str) -> list[tuple[str, str]]:
-    """Return names and values of the parameters; a tied one also has its other names."""
+    """Return the names and values of the parameters with a name that matches."""
     matched = [
         (p.name, p.value)
         for p in graph.parameters
@@ -256,26 +245,19 @@ def _matched(graph: Graph, glob: str) -> list[tuple[str, str]]:
     return matched
 
 
-def _placement(cut: str, shape: tuple[int, ...], what: str) -> Placement:
-    try:
-        return parse_placement(cut, shape)
-    except RuleError as error:
-        hint = error.hint or '"0" shards the first dim, "replicate" none'
-        raise PlanError(f"{what}: {error.message}", hint=hint) from None
-
-
 def as_texts(constraints: Constraints | None) -> dict[str, Any]:
-    """Return the constraints as a plan's file has them."""
+    """Return the constraints as plan files write them."""
+    entries = constrained_entries(constraints)
     return {
-        glob: dict(entry.layout) if isinstance(wanted, Mapping | ParameterEntry) else str(wanted)
-        for (glob, entry), wanted in zip(
-            constrained_entries(constraints).items(), (constraints or {}).values(), strict=True
-        )
+        str(glob): dict(entries[str(glob)].layout)
+        if isinstance(value, Mapping | ParameterEntry)
+        else str(value)
+        for glob, value in (constraints or {}).items()
     }
 
 
 def min_tensor_ranks(constraints: FixedPlacements, options: UserOptions, num_ranks: int) -> int:
-    """Return 2 where constraints shard parameters, else 1; raise where there is only one rank."""
+    """Return 2 if constraints shard parameters, else 1; raise if there is only one rank."""
     if all(p == REPLICATE for axes in constraints.values() for p in axes.values()):
         return 1
     others = (options.dp or 1) * (options.pp or 1)

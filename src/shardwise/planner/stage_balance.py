@@ -1,9 +1,9 @@
 """Divide a model into pipeline stages that take equally long and send each other little.
 
 The longest stage sets a pipeline's pace, so the minimal work of the longest stage is computed
-first. Then stages may exceed it by each of `SLACKS` in turn: of all divisions within that bound,
-take the one whose boundaries the fewest bytes cross, and of equal ones that nearest to even shares.
-Of these answers, the best minimizes the work of its longest stage plus `PER_BOUNDARY_BYTE`
+first. Then stages may exceed it by each of `SLACKS` in turn: the answer for a slack is the division
+within that bound whose boundaries the fewest bytes cross, or of several such the closest to even
+shares. The best answer minimizes the work of its longest stage plus `PER_BOUNDARY_BYTE`
 multiply-adds per byte at its widest boundary. Finally, single boundaries are moved where that
 shortens the longer of two neighbours. All of this takes O(stages * nodes * log nodes).
 """
@@ -29,9 +29,9 @@ from shardwise.sharding.factors import Facts
 SLACKS = (0.03, 0.1, 0.2, 0.3)
 PER_BOUNDARY_BYTE = 100.0  # between about 20 of a CPU with gloo and some 1000 of GPUs
 HALVINGS = 30  # of the interval in which the minimal bound is searched
-ROUNDING = 1e-12  # of sums of work, relative
-LARGE = 600  # places from which on only narrow ones are considered, if there are enough
-MIN_GAIN = 1e-3  # relative, for which a boundary is moved
+ROUNDING = 1e-12  # relative error of sums of work
+LARGE = 600  # places; of at least this many, only narrow ones are considered if these suffice
+MIN_GAIN = 1e-3  # relative, of moving a boundary
 
 Array = NDArray[Any]
 
@@ -56,7 +56,7 @@ def balance(
 ) -> tuple[int, ...]:
     """Return the first node of every stage, where stage s has `ranks[s]` ranks for its work.
 
-    Every stage gets a node that uses parameters, where the model has enough of them.
+    Every stage gets a node that uses parameters if the model has enough of them.
     """
     if len(ranks) == 1:
         return (0,)
@@ -126,8 +126,8 @@ class _Chain:
     def min_bound(self) -> float | None:
         """Return the minimal duration of the longest stage, or None if there are too few places.
 
-        It lies between `low_known` and `high_known`, so that bounds outside need not be tried.
-        Within a `margin` they are tried nevertheless, because sums of work are rounded.
+        It lies between `low_known` and `high_known`, so bounds outside of these need no trial,
+        except within a `margin`, because sums of work are rounded.
         """
         low, high = 0.0, float(self.work[-1] / self.speeds.min())
         if not self._reaches(high):
@@ -194,7 +194,7 @@ class _Chain:
         for stage, speed in enumerate(speeds):
             begin, cheapest = ranges[speed].find(best)
             choices.append(begin)
-            # The distance from even shares decides between equal numbers of bytes; it is below 1.
+            # The distance from even shares is below 1: it decides only between equal bytes.
             uneven = (share - even[stage]) ** 2 / len(speeds)
             best = cheapest + self.crossing + uneven
         answers = []
@@ -228,8 +228,8 @@ class _Chain:
 class _Ranges:
     """Find the minimum of `values[first : last + 1]`, for many ranges at once.
 
-    `first` has a row of ranges for each row of values, `last` is the same for all. A range is the
-    union of two overlapping ones whose lengths are a power of two, its level.
+    `first` has a row of ranges for each row of values; `last` is the same for all rows. A range is
+    the union of two overlapping ranges with a length of 2**level (a sparse table).
     """
 
     def __init__(self, first: Array, last: Array) -> None:
@@ -264,7 +264,7 @@ def _before(numbers: Sequence[Any] | Array) -> Array:
 
 
 def unfit(graph: Graph) -> dict[int, str]:
-    """Return the nodes at which no stage may begin, and why."""
+    """Return the nodes at which no stage may begin, with the reason."""
     free = values_of_inputs(graph)
     reasons = {0: "it is the first node of the model"}
     for index, node in enumerate(graph.nodes):
@@ -288,7 +288,7 @@ def unfit(graph: Graph) -> dict[int, str]:
 def find_places(graph: Graph, cuts: Sequence[str]) -> tuple[int, ...]:
     """Return the first node of every stage, given where all but the first begin.
 
-    A cut is a node's place, or a module path, which stands for its first node that can begin one.
+    A cut is a node's place, or a module path, for the module's first node that can begin a stage.
     """
     places = {place: index for index, place in enumerate(node_keys(graph).values())}
     reasons = unfit(graph)
@@ -335,14 +335,14 @@ def _find(graph: Graph, cut: str, places: dict[str, int], reasons: dict[int, str
 # ------------------------------------------------------------ costs without a cluster
 
 
-PER_MEMORY_BYTE = 2.0  # between a CPU's about 1 and a GPU's about 100: matmuls dominate
+PER_MEMORY_BYTE = 2.0  # between about 1 of a CPU and 100 of a GPU: matmuls dominate
 
 
 def node_work(graph: Graph, facts: Facts) -> list[float]:
     """Return the cost of each node, forward and backward.
 
-    Forward is its multiply-adds, at least `PER_MEMORY_BYTE` for each byte it reads and writes;
-    backward as much again for each of up to two operands that need a gradient.
+    Forward costs the node's multiply-adds, but at least `PER_MEMORY_BYTE` for each byte that it
+    reads and writes; backward as much again for each of up to two operands that need a gradient.
     """
     parameters = frozenset(p.value for p in graph.parameters)
     costs = []
@@ -356,8 +356,8 @@ def node_work(graph: Graph, facts: Facts) -> list[float]:
 
 def stage_work(graph: Graph, facts: Facts, starts: Sequence[int]) -> list[float]:
     """Return the work of every stage, from the first node of each."""
-    each = node_work(graph, facts)
-    return [sum(each[a:b]) for a, b in pairwise((*starts, len(each)))]
+    costs = node_work(graph, facts)
+    return [sum(costs[a:b]) for a, b in pairwise((*starts, len(costs)))]
 
 
 def _forward(node: Node, graph: Graph, facts: Facts, parameters: frozenset[str]) -> float:
@@ -376,11 +376,11 @@ def _multiply_adds(node: Node, facts: Facts) -> float:
     total = work(call, facts.rules[node.name])
     name = node.op.removeprefix("aten.")
     if name.startswith("scaled_dot_product_attention"):
-        # It has the head sizes of queries and of values; each of the two products has one.
+        # Its iteration space has both head sizes, of queries and of values; a product has one.
         queries, _, values = call.operands[:3]
         total *= 1 / queries[-1] + 1 / values[-1]
     elif name.startswith("conv"):
-        # It has positions of input, kernel and output; two of them give the third.
+        # Its iteration space has positions of input, kernel and output; two determine the third.
         other = call.results[0] if "transpose" in name else call.operands[0]
         total /= prod(other[2 - len(call.operands[1]) :])
     return total

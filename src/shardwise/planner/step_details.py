@@ -1,9 +1,10 @@
 """Details of a simulated step for reports: traffic on every link, and memory over time.
 
 All details are derived from a `SimulatedStep`. Equal links are one row, with the bytes of the
-busiest; bytes follow from the algorithm that the cost model takes for each message. Memory curves
-are for groups with few actions, whose curve would otherwise be two values: each has the simulated
-peak of its action; in between, activations and gradients come and go with the units that own them.
+busiest; bytes follow from the algorithm that the cost model selects for each message. Groups with
+few actions, for which one value per action is too coarse, have a memory curve: it reaches the
+simulated peak of each action, and within an action activations and gradients appear and disappear
+unit by unit.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ PURPOSES = {
     "reduce": "gradients",
     "update": "new parameters",
 }
-FEW_ACTIONS = 8  # of a group; with more, a value for each action is enough
+FEW_ACTIONS = 8  # of a group; with more, one value per action is enough
 MAX_MOMENTS = 64  # of an action
 DIGITS = 8
 
@@ -111,36 +112,36 @@ class SimulatedStep:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Equal collectives of a step: purpose, ranks (a row per group), size and number."""
+    """Equal collectives of a step."""
 
     purpose: str
     op: str
-    rows: Ints
+    rows: Ints  # ranks, a row per group
     num_bytes: float
-    times: float
+    count: float
 
 
 def link_traffic(step: SimulatedStep) -> tuple[LinkTraffic, ...]:
     """Return the bytes over every kind of link, by purpose."""
     cluster, costs = step.evaluator.cluster, step.evaluator.costs
-    moved: dict[str, Floats] = {}
-    known: dict[object, Floats] = {}
+    traffic: dict[str, Floats] = {}
+    crossing: dict[object, Floats] = {}  # of one byte
     for message in messages(step):
-        if message.rows.shape[-1] < 2 or not message.num_bytes * message.times:
+        if message.rows.shape[-1] < 2 or not message.num_bytes * message.count:
             continue
         algorithm = _algorithm(costs.collective(message.op, message.rows), message.num_bytes)
         key = (message.op, message.rows.tobytes(), message.rows.shape, algorithm)
-        if key not in known:
-            known[key] = crossing_bytes(cluster, message.op, message.rows, algorithm)
-        total = moved.setdefault(message.purpose, np.zeros_like(cluster.topology.capacity))
-        total += known[key] * (message.num_bytes * message.times)
-    return tuple(_link_rows(step, moved))
+        if key not in crossing:
+            crossing[key] = crossing_bytes(cluster, message.op, message.rows, algorithm)
+        total = traffic.setdefault(message.purpose, np.zeros_like(cluster.topology.capacity))
+        total += crossing[key] * (message.num_bytes * message.count)
+    return tuple(_link_rows(step, traffic))
 
 
 def _algorithm(model: CollectiveModel, num_bytes: float) -> str:
     """Return the library's fastest algorithm; solved trees send about as many bytes."""
-    known = [line for line in model.lines if line.algorithm in PHASES]
-    return min(known, key=lambda line: line.seconds(num_bytes)).algorithm
+    lines = [line for line in model.lines if line.algorithm in PHASES]
+    return min(lines, key=lambda line: line.seconds(num_bytes)).algorithm
 
 
 def messages(step: SimulatedStep) -> Iterator[Message]:
@@ -154,50 +155,48 @@ def messages(step: SimulatedStep) -> Iterator[Message]:
             there = groups[stages[stage.index + 1].group]
             if there is not group:
                 rows = pairs(group.array, there.array)
-                times = float(step.execution.num_microbatches)
+                count = float(step.execution.num_microbatches)
                 for ends in (rows, rows[:, ::-1]):
-                    yield Message("between stages", "send", ends, stage.send_bytes, times)
+                    yield Message("between stages", "send", ends, stage.send_bytes, count)
 
 
 def _between_nodes(
     step: SimulatedStep, stage: StageCost, layers: Layers, group: Group
 ) -> Iterator[Message]:
-    """Yield collectives that nodes wait for; forward's once more where backward recomputes it."""
+    """Yield collectives that nodes wait for; those of a recomputed forward run twice."""
     first, end = step.span(stage)
     index = step.fold.index[first:end]
-    count = np.bincount(index, minlength=len(step.fold.graph.nodes) + 1)
-    repeated = step.columns["recompute"][first:end] > 0
-    again = np.bincount(index[repeated], minlength=len(count))
+    counts = np.bincount(index, minlength=len(step.fold.graph.nodes) + 1)
+    recomputed = step.columns["recompute"][first:end] > 0
+    forward_counts = counts + np.bincount(index[recomputed], minlength=len(counts))
     totals: dict[tuple[str, tuple[str, ...], float], float] = defaultdict(float)
     for collective in layers.work.collectives:
-        times = count[collective.node] + (
-            again[collective.node] if collective.phase == FORWARD else 0
-        )
-        totals[collective.op, collective.axes, collective.num_bytes] += float(times)
-    for (op, axes, num_bytes), times in totals.items():
+        runs = (forward_counts if collective.phase == FORWARD else counts)[collective.node]
+        totals[collective.op, collective.axes, collective.num_bytes] += float(runs)
+    for (op, axes, num_bytes), total in totals.items():
         rows = group.along(axes)
-        yield Message("activations", op, rows, num_bytes, times * step.execution.num_microbatches)
+        yield Message("activations", op, rows, num_bytes, total * step.execution.num_microbatches)
 
 
 def _of_parameters(
     step: SimulatedStep, stage: StageCost, layers: Layers, group: Group
 ) -> Iterator[Message]:
-    """Yield messages of parameters, gathered for every forward and backward with zero 3."""
+    """Yield messages of parameters, which zero 3 gathers for every forward and backward."""
     for kind in layers.sent(*step.span(stage), step.execution):
-        often = 2.0 * step.execution.num_microbatches if kind.purpose == "gather" else 1.0
+        repeats = 2.0 * step.execution.num_microbatches if kind.purpose == "gather" else 1.0
         rows = group.along(kind.axes)
-        equal: dict[float, float] = defaultdict(float)
+        by_size: dict[float, float] = defaultdict(float)
         for size, count in zip(kind.num_bytes.tolist(), kind.messages.tolist(), strict=True):
             if count:
-                equal[size / count] += count
-        for size, count in equal.items():
-            yield Message(PURPOSES[kind.purpose], kind.op, rows, size, count * often)
+                by_size[size / count] += count
+        for size, count in by_size.items():
+            yield Message(PURPOSES[kind.purpose], kind.op, rows, size, count * repeats)
 
 
-def _link_rows(step: SimulatedStep, moved: dict[str, Floats]) -> Iterator[LinkTraffic]:
+def _link_rows(step: SimulatedStep, traffic: dict[str, Floats]) -> Iterator[LinkTraffic]:
     """Yield one row for all equal links."""
     topology = step.evaluator.cluster.topology
-    total = sum(moved.values(), np.zeros_like(topology.capacity))
+    total = sum(traffic.values(), np.zeros_like(topology.capacity))
     busy = total / topology.capacity
     time = step.estimate.step_time_s
     equal: dict[tuple[str, str, tuple[str, ...]], list[int]] = {}
@@ -217,7 +216,7 @@ def _link_rows(step: SimulatedStep, moved: dict[str, Floats]) -> Iterator[LinkTr
             total_bytes=float(total[members].sum()),
             busy_s=float(busy[worst]),
             share=float(busy[worst]) / time if time else 0.0,
-            what={k: float(v[worst]) for k, v in moved.items() if v[worst]},
+            what={k: float(v[worst]) for k, v in traffic.items() if v[worst]},
         )
 
 
@@ -231,11 +230,11 @@ def _link_kinds(step: SimulatedStep) -> Iterator[tuple[str, str, tuple[str, ...]
             node = entries[int(topology.node[resource % topology.num_ranks])].name
             yield "inside", f"links of devices, {node}", (node,)
             continue
-        kind, _, rest = topology.label(resource).partition(" ")
-        name = rest if kind == "bus" else rest.rpartition(" ")[0]  # without its direction
+        kind, _, name = topology.label(resource).partition(" ")
+        name = name if kind == "bus" else name.rpartition(" ")[0]  # without its direction
         if kind in ("nic", "bus"):
-            machine = name.rpartition(".")[0] if kind == "nic" else name
-            node = next((e.name for e in cluster.nodes if machine in _names(e.name)), machine)
+            host = name.rpartition(".")[0] if kind == "nic" else name
+            node = next((e.name for e in cluster.nodes if host in _names(e.name)), host)
             if kind == "nic":
                 yield "between", f"network cards, {node}", (node,)
             else:
@@ -278,7 +277,7 @@ def memory_curves(step: SimulatedStep) -> Iterator[MemoryCurve]:
 
 
 class _Curve:
-    """One group's memory while it runs its list."""
+    """One group's memory while it runs its actions."""
 
     def __init__(self, step: SimulatedStep, use: MemoryUse) -> None:
         self.step, self.use = step, use
@@ -303,7 +302,7 @@ class _Curve:
             yield float(self.timeline.ends[actions].max()), self.use.peak_bytes
 
     def _shape(self, kind: str, stage: StageCost, start: float, end: float) -> Iterator[Any]:
-        """Yield when each unit begins, and the bytes then, up to a constant."""
+        """Yield the start of each unit and the bytes at that time, up to a constant."""
         units = [u for u in stage.units if u.end > u.first]
         saved = [float(self.step.columns["saved"][u.first : u.end].sum()) for u in units]
         spent = [u.forward if kind == "F" else u.backward for u in units]
@@ -317,7 +316,7 @@ class _Curve:
             if kind == "F":
                 self.saved += saved[at]
             elif kind in "BI":
-                yield now, self.saved + self.gradients  # before the unit's own are free
+                yield now, self.saved + self.gradients  # before the unit frees its activations
                 self.saved -= saved[at]
             if kind in "BW" and first:
                 self.gradients += total * self.numel[stage.index][at] / self.total

@@ -1,7 +1,7 @@
 """What-if analysis: change the cluster, its size or the user's options, and simulate again.
 
-`relaxations` are the changes from which a searched plan would gain; `sensitivity` adds how its step
-would change on other clusters. Both give typed `WhatIf` rows, all of them simulated.
+`relaxations` returns the changes from which a searched plan would gain; `sensitivity` adds the
+effect of other clusters on its step. All rows are simulated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardwise.simulation.workload import WorkloadModel, Workloads
 MORE_MEMORY = (0.05, 0.1, 0.25, 0.5, 1.0)  # fractions of a device's memory
 LESS_MEMORY = (0.75, 0.5)
 MAX_FITTING = 4  # faster configurations that are compared, for each amount of memory
-MAX_SIMULATED = 12  # of them, those that the search did not simulate
+MAX_SIMULATED = 12  # configurations that the search did not simulate
 MIN_GAIN = 0.001  # fraction of the step below which a gain is not reported
 LINK_SPEEDS = {0.5: "links half as fast", 2.0: "links twice as fast"}
 DEVICE_SPEEDS = {1.1: "devices that compute 10% faster", 2.0: "devices that compute twice as fast"}
@@ -44,7 +44,7 @@ class Rerun:
     """The same search with fewer restrictions."""
 
     options: Callable[[UserOptions], SearchOutcome]
-    constraints: Callable[[], SearchOutcome] | None  # None where the user gave no constraints
+    constraints: Callable[[], SearchOutcome] | None  # None if the user gave no constraints
 
 
 # ------------------------------------------------------------ rows
@@ -57,7 +57,7 @@ def relaxations(
     options: UserOptions,
     rerun: Rerun,
 ) -> tuple[WhatIf, ...]:
-    """Return what more memory, free options, faster links and faster devices would gain."""
+    """Return the gains from more memory, free options, faster links and faster devices."""
     time = outcome.best.estimate.step_time_s
     given = ", ".join(options.given)
     freed = [(given, "options", rerun.options(UserOptions()))] if given else []
@@ -77,17 +77,17 @@ def relaxations(
 def sensitivity(
     step: SimulatedStep, relaxed: Sequence[WhatIf], memory_limit: float | None = None
 ) -> tuple[WhatIf, ...]:
-    """Return how the step would change on other clusters; rows of `relaxed` are taken over."""
+    """Return the step on other clusters, including those of `relaxed`."""
     time = _library_time(step)
-    known = [row for row in relaxed if row.kind not in ("options", "constraints")]
+    clusters = [row for row in relaxed if row.kind not in ("options", "constraints")]
     links = tuple(LINK_SPEEDS) if step.evaluator.cluster.num_ranks > 1 else ()
-    simulated = {(row.kind, row.value) for row in known}
+    simulated = {(row.kind, row.value) for row in clusters}
     links = tuple(f for f in links if ("bandwidth", f) not in simulated)
     devices = tuple(f for f in DEVICE_SPEEDS if ("compute", f) not in simulated)
     return (
-        *(row for row in known if row.kind == "memory"),
+        *(row for row in clusters if row.kind == "memory"),
         *_less_memory(step.estimate),
-        *(row for row in known if row.kind != "memory"),
+        *(row for row in clusters if row.kind != "memory"),
         *_other_speeds(step, time, links, devices),
         *_other_sizes(step, time, memory_limit),
     )
@@ -121,7 +121,7 @@ def _more_memory(outcome: SearchOutcome, search: Search) -> Iterator[WhatIf]:
 
 
 def rounded_up(gib: float) -> float:
-    """Round up to as few digits as are enough.
+    """Round up to one or two significant decimals.
 
     >>> rounded_up(10.72), rounded_up(0.1403), rounded_up(0.0031)
     (10.8, 0.15, 0.0031)
@@ -161,7 +161,7 @@ def _fullness(candidate: Candidate) -> float:
 
 
 def _less_memory(estimate: Estimate) -> Iterator[WhatIf]:
-    """Yield whether the plan would still fit in less memory, which needs no simulation."""
+    """Yield whether the plan still fits in less memory, which needs no simulation."""
     peak = peak_of(estimate.memory)
     for part in LESS_MEMORY:
         limit = peak.limit_bytes * part
@@ -179,7 +179,7 @@ def _less_memory(estimate: Estimate) -> Iterator[WhatIf]:
 
 
 def _library_time(step: SimulatedStep) -> float:
-    """Return the step time with the library's collectives, as for a changed cluster."""
+    """Return the step time with the library's collectives, which changed clusters use as well."""
     costs = step.evaluator.costs
     if costs.choose is None:
         return step.estimate.step_time_s
@@ -190,10 +190,10 @@ def _library_time(step: SimulatedStep) -> float:
 def _other_speeds(
     step: SimulatedStep, time: float, links: Sequence[float], devices: Sequence[float]
 ) -> Iterator[WhatIf]:
-    """Yield the same plan with links and devices of other speeds; ratios are relative to `time`."""
+    """Yield the plan with links and devices of other speeds; ratios are relative to `time`."""
     cluster, table = step.evaluator.cluster, step.evaluator.costs.table
     changes = [("bandwidth", LINK_SPEEDS[f], f, faster_links(cluster, f)) for f in links]
-    if table is None:  # measured times are those of the devices they were measured on
+    if table is None:  # measured times do not follow the speed of another device
         changes += [("compute", DEVICE_SPEEDS[f], f, faster_devices(cluster, f)) for f in devices]
     for kind, change, factor, other in changes:
         estimate = Evaluator(step.fold, other, table).estimate(step.workloads, step.execution, {0})
@@ -207,7 +207,7 @@ def _other_speeds(
 
 
 def _other_sizes(step: SimulatedStep, time: float, memory_limit: float | None) -> Iterator[WhatIf]:
-    """Yield the same batch on more or fewer devices: data-parallel ranks are added or removed."""
+    """Yield the same batch on more or fewer devices, by changing the data-parallel ranks."""
     ranks = step.evaluator.cluster.num_ranks
     for factor, word in CLUSTER_SIZES.items():
         if (ranks * factor).denominator == 1:
@@ -224,7 +224,7 @@ def _other_sizes(step: SimulatedStep, time: float, memory_limit: float | None) -
 def _scaled(
     row: WhatIf, step: SimulatedStep, factor: Fraction, time: float, memory_limit: float | None
 ) -> WhatIf:
-    """Return the row with the step of the scaled plan, or with the reason that there is none."""
+    """Return the row with the step of the scaled plan, or with the reason why it cannot run."""
     cluster = scale_cluster(step.evaluator.cluster, factor)
     scaled = _scale_data_parallel(step, factor)
     if cluster is None or scaled is None:
@@ -309,9 +309,9 @@ def faster_links(cluster: Cluster, factor: float) -> Cluster:
 
 
 def scale_cluster(cluster: Cluster, factor: Fraction) -> Cluster | None:
-    """Return a cluster with `factor` times the nodes, or devices where there is no network.
+    """Return a cluster with `factor` times the nodes, or devices if there is no network.
 
-    None where the nodes differ, or where nothing is known about what would connect them.
+    The result is None if the nodes differ, or if the network between more nodes is unknown.
     """
     if len(cluster.nodes) != 1 or cluster.network.trunks:
         return None
@@ -391,8 +391,8 @@ def _scale_data_parallel(
     step: SimulatedStep, factor: Fraction
 ) -> tuple[ExecutionConfig, Workloads] | None:
     """Return the config with `factor` times the data-parallel ranks, and its workloads."""
-    groups, workloads = [], {}
-    offset = 0
+    groups: list[Group] = []
+    workloads, offset = {}, 0
     for number, group in enumerate(step.execution.groups):
         mesh = _scale_mesh(group.mesh, factor)
         first = group.ranks[0]

@@ -1,6 +1,6 @@
 """Write a simulated configuration as a plan.
 
-Layouts of the folded graph hold for all layers that a node stands for; equal entries of numbered
+Layouts of the folded graph apply to all layers that it represents; equal entries of numbered
 modules become one glob.
 """
 
@@ -20,7 +20,7 @@ from shardwise.collectives.messages.choice import (
 from shardwise.cost.selection import chooser
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.ir import Graph, node_keys
-from shardwise.ir.blocks import block_glob, large_blocks
+from shardwise.ir.blocks import large_blocks
 from shardwise.planner.search import Candidate
 from shardwise.planner.strategies.make import batch_inputs, fold_entries
 from shardwise.plans import ParameterEntry, Plan, Precision, Stage, model_fingerprint
@@ -73,17 +73,17 @@ def write_plan(graph: Graph, fold: FoldedGraph, candidate: Candidate, precision:
 
 
 def in_captured_names(plan: Plan, run: Graph, graph: Graph) -> Plan:
-    """Return a plan of the graph that micro-batches `run`, in the names of the captured one."""
+    """Return a plan of the graph that micro-batches `run`, in the names of the captured graph."""
     if run is graph:
         return plan
     names = {place: name for name, place in node_keys(graph).items()}
     renamed = {node.name: names[node.key] for node in run.nodes if node.key in names}
     nodes = {renamed.get(key, key): choices for key, choices in plan.nodes.items()}
-    stands, at = {}, ""
+    places, place = {}, ""
     for node in run.nodes:
-        at = node.key if node.key in names else at
-        stands[node.key] = at  # an added node stands where the one before it does
-    stages = tuple(replace(s, first=stands.get(s.first, s.first)) for s in plan.stages)
+        place = node.key if node.key in names else place
+        places[node.key] = place  # a node that was added has the place of the one before it
+    stages = tuple(replace(s, first=places.get(s.first, s.first)) for s in plan.stages)
     return plan.with_(nodes=known_choices(nodes, graph), stages=stages)
 
 
@@ -97,16 +97,16 @@ def _parameters(
     """Return the entry of every parameter: that of its representative in the folded graph."""
     axes = [axis for axis, role in roles.items() if role == "parameters"]
     names = {p.value: p.name for p in fold.graph.parameters}
-    stands: dict[str, str] = {}  # parameter -> the one of the small graph that is used in its place
+    representatives: dict[str, str] = {}  # parameter -> its name in the folded graph
     for node, at in zip(graph.nodes, fold.order, strict=True):
         if at >= 0:
             pairs = zip(node.inputs, fold.graph.nodes[at].inputs, strict=True)
             for value, other in pairs:
                 if other in names:
-                    stands.setdefault(value, names[other])
+                    representatives.setdefault(value, names[other])
     entries = {}
     for parameter in graph.parameters:
-        shards = cuts.get(stands.get(parameter.value, parameter.name), {})
+        shards = cuts.get(representatives.get(parameter.value, parameter.name), {})
         layout = {axis: shards.get(axis, REPLICATED) for axis in axes}
         entries[parameter.name] = ParameterEntry(layout=layout, zero=zero(parameter.name))
     return fold_entries(entries)
@@ -121,27 +121,17 @@ def _nodes(
         return {}
     keys = [place if "." in place else name for name, place in node_keys(graph).items()]
     chosen: dict[str, dict[str, str]] = {}
-    for at, place in enumerate(keys):
-        if fold.order[at] < 0:
-            continue
-        own = choices[fold.graph.nodes[fold.order[at]].name]
-        chosen[place] = {axis: own[axis] for axis in axes}
-    groups: dict[str, list[str]] = {}
-    for place in chosen:
-        groups.setdefault(block_glob(place), []).append(place)
-    folded: dict[str, dict[str, str]] = {}
-    for glob, names in groups.items():
-        if all(chosen[n] == chosen[names[0]] for n in names):
-            folded[glob if len(names) > 1 else names[0]] = chosen[names[0]]
-        else:
-            folded |= {n: chosen[n] for n in names}
-    return folded
+    for place, node in zip(keys, fold.order, strict=True):
+        if node >= 0:
+            by_axis = choices[fold.graph.nodes[node].name]
+            chosen[place] = {axis: by_axis[axis] for axis in axes}
+    return fold_entries(chosen)
 
 
 # ------------------------------------------------------------ collectives
 
 
-MAX_RANKS = 64  # of a group that is solved on request, which takes some seconds for unequal ranks
+MAX_RANKS = 64  # of a group that is solved on demand: unequal ranks take some seconds
 REDUCTIONS = {0: ("all_reduce",), 1: ("all_reduce", "all_gather")}  # of gradients, by zero level
 SHARDED_REDUCTIONS = ("reduce_scatter", "all_gather")  # from zero 2 on
 
@@ -149,10 +139,10 @@ SHARDED_REDUCTIONS = ("reduce_scatter", "all_gather")  # from zero 2 on
 def choose(plan: Plan, cluster: Cluster, *, use: str = "", max_ranks: int = MAX_RANKS) -> Plan:
     """Return the plan with the fastest predicted implementation of each collective on `cluster`.
 
-    Gradient reductions and redistributions along mesh axes may be solved for the links at hand. The
-    library is used unless that saves more than a tenth of its time, and for groups of more than
-    `max_ranks`. `use` forces one of "library", "hierarchical", "solved" and "shared" where that is
-    possible.
+    Gradient reductions and redistributions along mesh axes may be solved for the cluster's links.
+    The library is used unless a solution saves more than a tenth of its time, and for groups of
+    more than `max_ranks`. `use` forces one of "library", "hierarchical", "solved" and "shared"
+    where possible.
     """
     if use and use not in IMPLEMENTATIONS:
         raise PlanError(
@@ -163,7 +153,7 @@ def choose(plan: Plan, cluster: Cluster, *, use: str = "", max_ranks: int = MAX_
 
 
 def with_choices(plan: Plan, choose: Chooser | None) -> Plan:
-    """Return the plan with the collectives for which `choose` does not select the library."""
+    """Return the plan with all collectives for which `choose` does not select the library."""
     if choose is None:
         return plan.with_(collectives=())
     choices: dict[tuple[str, tuple[tuple[int, ...], ...]], CollectiveChoice] = {}
@@ -179,8 +169,7 @@ def with_choices(plan: Plan, choose: Chooser | None) -> Plan:
 def _used(plan: Plan, names: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield the collectives that a step may run, with their mesh axes.
 
-    Along axes that shard only the batch there are gradient reductions; along others also
-    redistributions.
+    Axes that shard only the batch have gradient reductions; others have redistributions as well.
     """
     levels = {entry.zero or 0 for entry in plan.parameters.values()} or {0}
     reductions = dict.fromkeys(

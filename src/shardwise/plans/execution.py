@@ -1,8 +1,9 @@
-"""How a plan's step is executed: its pipeline stages and the dtypes it computes in."""
+"""The execution of a plan's step: its pipeline stages and the dtypes that it computes in."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -25,10 +26,10 @@ MeshField = Annotated[Mesh, Form(Mesh.from_json, Mesh.to_json, Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """The nodes from `first` up to the next stage's, run by `ranks` arranged as `mesh`.
+    """The nodes from `first` up to the next stage, run by `ranks` arranged as `mesh`.
 
-    `first` is a node's place, `blocks.3.ln.layer_norm_0` (`shardwise explain` lists them); the
-    first stage begins at "". Stages on the same ranks are virtual stages of one group.
+    `first` is a node's place, `blocks.3.ln.layer_norm_0` (`shardwise explain` lists them), or ""
+    for the first stage. Stages on the same ranks are virtual stages of one group.
     """
 
     first: str
@@ -40,15 +41,15 @@ class Stage:
 
 
 def check_types(graph: Graph, precision: Precision, hint: str = "") -> None:
-    """Raise `PlanError` when a graph was not captured in the dtype that the plan computes in."""
+    """Raise `PlanError` if a graph was not captured in the dtype that the plan computes in."""
     if not precision.compute or precision.autocast:
         return
-    wanted = getattr(torch, precision.compute)
+    compute = getattr(torch, precision.compute)
     for parameter in graph.parameters:
         dtype = graph.values[parameter.value].dtype
-        if dtype.is_floating_point and dtype not in (wanted, torch.float64):
+        if dtype.is_floating_point and dtype not in (compute, torch.float64):
             raise PlanError(
-                f"the plan computes in {precision.compute}, {parameter.name} of the graph is "
+                f"the plan computes in {precision.compute}, but {parameter.name} of the graph is "
                 f"{dtype_name(dtype)}",
                 hint=hint or f"graph = sw.capture(model.to(torch.{precision.compute}), batch)",
             )
@@ -56,12 +57,12 @@ def check_types(graph: Graph, precision: Precision, hint: str = "") -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """The dtypes of a training step; "" leaves a dtype as the model has it.
+    """The dtypes of a training step; "" keeps the model's own dtype.
 
-    The model computes in `compute`, as if it had been cast to it; with `autocast` each operator
-    in the type that `torch.autocast` gives it. Parameters are stored and optimized in `master`,
-    gradients of micro-batches added up in `gradients` and summed over ranks in `reduce`.
-    `loss_scale` is "dynamic", a number, or "".
+    The model computes in `compute`, as if it had been cast to it; with `autocast`, each operator
+    computes in the dtype that `torch.autocast` selects. Parameters are stored and optimized in
+    `master`; gradients are accumulated over micro-batches in `gradients` and reduced over ranks in
+    `reduce`. `loss_scale` is "dynamic", a number, or "".
     """
 
     compute: str = ""
@@ -72,14 +73,10 @@ class Precision:
     loss_scale: str = ""
 
     def __post_init__(self) -> None:
+        known = ["", *(d.name for d in DTYPES.values() if d.can_train)]
         for name in ("compute", "master", "gradients", "reduce"):
             dtype = getattr(self, name)
-            known = [d.name for d in DTYPES.values() if d.can_train]
-            if dtype and dtype not in known:
-                raise PlanError(
-                    f"precision {name}={dtype!r}{did_you_mean(dtype, known)}",
-                    hint=", ".join(known),
-                )
+            require_known(f"precision {name}={dtype!r}", dtype, known)
         if self.loss_scale not in ("", "dynamic") and not _is_positive(self.loss_scale):
             raise PlanError(
                 f"precision loss_scale={self.loss_scale!r}", hint='"dynamic" or a number'
@@ -87,7 +84,7 @@ class Precision:
 
     @staticmethod
     def of(name: str | Precision | None) -> Precision:
-        """`"bf16"`, `"fp16"` or `"fp32"`, with float32 master weights and gradients.
+        """Return `"bf16"`, `"fp16"` or `"fp32"`, with float32 master weights and gradients.
 
         >>> Precision.of("fp16").loss_scale
         'dynamic'
@@ -103,11 +100,8 @@ class Precision:
                     base = Precision(autocast=True) if autocast else wide
                     short = f"{dtype.short}-autocast" if autocast else dtype.short
                     known[short] = replace(base, compute=dtype.name, loss_scale=scale)
-        name = name or ""
-        if name not in known:
-            names = [n for n in known if n]
-            raise PlanError(f"precision {name!r}{did_you_mean(name, names)}", hint=", ".join(names))
-        return known[name]
+        require_known(f"precision {name or ''!r}", name or "", list(known))
+        return known[name or ""]
 
     def to_json(self) -> dict[str, Any]:
         return Writer().fields(self)
@@ -120,8 +114,15 @@ def _is_positive(text: str) -> bool:
         return False
 
 
+def require_known(what: str, value: str, known: Sequence[str], hint: str = "") -> None:
+    """Raise `PlanError` if a value is not one of the known ones."""
+    if value not in known:
+        names = [name for name in known if name]
+        raise PlanError(f"{what}{did_you_mean(value, names)}", hint=hint or ", ".join(names))
+
+
 def check_stages(stages: tuple[Stage, ...]) -> None:
-    """Raise unless the stages' groups of ranks are disjoint, complete and fit their meshes."""
+    """Raise unless the stages' groups of ranks are disjoint, complete and match their meshes."""
     groups: dict[tuple[int, ...], Mesh] = {}
     for index, stage in enumerate(stages):
         where = f"stages[{index}]"
@@ -131,18 +132,18 @@ def check_stages(stages: tuple[Stage, ...]) -> None:
             )
         if stage.mesh.size != len(stage.ranks):
             raise PlanError(
-                f"{stage.mesh} has {stage.mesh.size} ranks, the stage has {len(stage.ranks)}",
+                f"{stage.mesh} has {stage.mesh.size} ranks, but the stage has {len(stage.ranks)}",
                 where=where,
             )
         if TIME in stage.mesh.names:
             raise PlanError(f"{TIME!r} is the axis of micro-batches", where=where)
-        known = groups.setdefault(stage.ranks, stage.mesh)
-        if known != stage.mesh:
-            raise PlanError(f"the same ranks have {known} in an earlier stage", where=where)
-    places = [rank for ranks in groups for rank in ranks]
-    twice = sorted({rank for rank in places if places.count(rank) > 1})
-    if twice:
-        raise PlanError(f"ranks {twice} are in two different groups of stages", where="stages")
-    if sorted(places) != list(range(len(places))):
-        missing = sorted(set(range(max(places) + 1)) - set(places))
+        earlier = groups.setdefault(stage.ranks, stage.mesh)
+        if earlier != stage.mesh:
+            raise PlanError(f"the same ranks have {earlier} in an earlier stage", where=where)
+    counts = Counter(rank for ranks in groups for rank in ranks)
+    repeated = sorted(rank for rank, count in counts.items() if count > 1)
+    if repeated:
+        raise PlanError(f"ranks {repeated} are in two different groups of stages", where="stages")
+    missing = sorted(set(range(max(counts, default=-1) + 1)) - set(counts))
+    if missing:
         raise PlanError(f"ranks {missing} have no stage", where="stages")

@@ -1,7 +1,7 @@
-"""Plans: which mesh, how every parameter is sharded, and how a step is executed.
+"""Plans: the mesh, the sharding of every parameter, and the execution of a step.
 
 A `Plan` is made by a strategy or the planner, or read from a JSON file that a person may edit. It
-holds few decisions; the layout of every node follows from them (`shardwise.plans.resolve`), and any
+has few decisions; the layout of every node follows from them (`shardwise.plans.resolve`), and any
 node or parameter can be overridden by name or glob. Later entries win.
 """
 
@@ -30,6 +30,7 @@ from shardwise.plans.execution import (
     Precision,
     Stage,
     check_stages,
+    require_known,
 )
 from shardwise.plans.search_result import HOOKS, SearchResult
 from shardwise.schedules.schedule import require_counts
@@ -53,9 +54,9 @@ def model_fingerprint(graph: Graph) -> str:
 
 
 def find_choices(nodes: Mapping[str, Mapping[str, str]], graph: Graph) -> dict[str, dict[str, str]]:
-    """Return node -> mesh axis -> choice; later keys win. A part of a graph has some nodes."""
+    """Return node -> mesh axis -> choice; later keys win. Keys may match no node of the graph."""
     choices: dict[str, dict[str, str]] = {}
-    for key, names in _meant(nodes, graph).items():
+    for key, names in _matches(nodes, graph).items():
         for name in names:
             choices.setdefault(name, {}).update(nodes[key])
     return choices
@@ -63,7 +64,7 @@ def find_choices(nodes: Mapping[str, Mapping[str, str]], graph: Graph) -> dict[s
 
 def check_choices(nodes: Mapping[str, Mapping[str, str]], graph: Graph) -> None:
     """Raise `PlanError` unless every key matches a node."""
-    for key, names in _meant(nodes, graph).items():
+    for key, names in _matches(nodes, graph).items():
         if not names:
             known = [name for pair in node_keys(graph).items() for name in pair]
             raise PlanError(
@@ -75,11 +76,11 @@ def check_choices(nodes: Mapping[str, Mapping[str, str]], graph: Graph) -> None:
 def known_choices(
     nodes: Mapping[str, Mapping[str, str]], graph: Graph
 ) -> dict[str, Mapping[str, str]]:
-    """Return the choices whose nodes the graph has."""
-    return {key: nodes[key] for key, names in _meant(nodes, graph).items() if names}
+    """Return the choices that match a node of the graph."""
+    return {key: nodes[key] for key, names in _matches(nodes, graph).items() if names}
 
 
-def _meant(keys: Iterable[str], graph: Graph) -> dict[str, list[str]]:
+def _matches(keys: Iterable[str], graph: Graph) -> dict[str, list[str]]:
     """Return the nodes that each key matches: a name, a place or a glob of places."""
     keys = list(keys)
     if not keys:
@@ -89,27 +90,30 @@ def _meant(keys: Iterable[str], graph: Graph) -> dict[str, list[str]]:
     for name, place in places.items():
         for key in dict.fromkeys((place, block_glob(place))):
             by_key.setdefault(key, []).append(name)
-    by_key |= {name: [name] for name in places}  # outside of all modules a place may be a name
-    meant = {}
+    by_key |= {name: [name] for name in places}  # outside of all modules, a place may be a name
+    matches = {}
     for key in keys:
-        meant[key] = by_key.get(key, [])
-        if not meant[key] and any(c in key for c in "*?["):
-            meant[key] = [name for name, place in places.items() if fnmatchcase(place, key)]
-    return meant
+        matches[key] = by_key.get(key, [])
+        if not matches[key] and any(c in key for c in "*?["):
+            matches[key] = [name for name, place in places.items() if fnmatchcase(place, key)]
+    return matches
 
 
 def block_constraints(plan: Plan, graph: Graph) -> ConstraintKey:
-    """Return the key of a plan's decisions about a block: entries, choices, recomputation."""
+    """Return a function that gives the key of a plan's decisions about a block.
+
+    These are its entries of parameters, its choices of nodes, and its recomputed modules.
+    """
     forced = plan.choices(graph)
     globs = () if isinstance(plan.recompute, str) else plan.recompute
-    owned: dict[str, list[str]] = {}
+    by_module: dict[str, list[str]] = {}  # parameters in a module and below
     for parameter in graph.parameters:
         pieces = parameter.name.split(".")
         for end in range(1, len(pieces)):
-            owned.setdefault(".".join(pieces[:end]), []).append(parameter.name)
+            by_module.setdefault(".".join(pieces[:end]), []).append(parameter.name)
 
     def key(path: str, nodes: Sequence[Node]) -> str:
-        entries = {n.removeprefix(f"{path}."): plan.entry(n) for n in owned.get(path, ())}
+        entries = {n.removeprefix(f"{path}."): plan.entry(n) for n in by_module.get(path, ())}
         choices = [forced.get(node.name) for node in nodes]
         recomputed = sorted(
             module.removeprefix(path)
@@ -143,8 +147,8 @@ class ParameterEntry:
     """The layout and ZeRO level of the parameters that match a glob.
 
     `layout` maps a mesh axis to a shard, "0" (dim 0) or "0:3x[4]x16" (the heads of a fused dim), or
-    to "replicate". `zero` says what ranks with the same values shard: 0 nothing (gradients are
-    all-reduced), 1 the optimizer state, 2 also gradients, 3 also the parameter itself.
+    to "replicate". Ranks with the same values shard the optimizer state with `zero` 1, also the
+    gradients with 2, also the parameter itself with 3, and nothing with 0 (all-reduced gradients).
     """
 
     layout: Mapping[str, str] = field(default_factory=dict)
@@ -155,7 +159,7 @@ class ParameterEntry:
 class Plan:
     """How to split one model over a mesh, as data.
 
-    `roles` says what each mesh axis shards: the "batch" (and replicates parameters) or
+    `roles` maps each mesh axis to what it shards: the "batch" (with replicated parameters) or
     "parameters". `inputs` maps input globs to the dim that batch axes shard. `nodes` forces single
     nodes to a choice of `shardwise explain`, for example `{"linear_3": {"tp": "shard n"}}`; a key
     may also be a glob of paths, `{"blocks.*.mlp.up.linear_0": {"tp": "shard n"}}`. `search` is the
@@ -163,10 +167,10 @@ class Plan:
 
     `stages` divide the model into pipeline stages, each with its own ranks and mesh; `mesh` is that
     of the first. A step is computed in `num_microbatches`, with the result of the full batch; with
-    `per_microbatch` each is a batch of its own, as one device accumulating gradients would take it.
-    `schedule` names the order of work, or lists the actions of every group of ranks. `recompute`
-    says which activations backward recomputes: "none", "full" (by block), "selective" (the cheap
-    ones), or a list of module globs. `collectives` lists those that do not use the library.
+    `per_microbatch` each is a separate batch, as when one device accumulates gradients. `schedule`
+    names the order of work, or lists the actions of every group of ranks. `recompute` selects the
+    activations that backward recomputes: "none", "full" (by block), "selective" (the cheap ones),
+    or a list of module globs. `collectives` lists those that do not use the library.
     """
 
     name: Line
@@ -199,14 +203,14 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """The ranks of all stages."""
+        """The number of ranks of all stages."""
         if not self.stages:
             return self.mesh.size
         return len({rank for stage in self.stages for rank in stage.ranks})
 
     @property
     def all_stages(self) -> tuple[Stage, ...]:
-        """The stages; a plan without any is one stage."""
+        """The stages, or a single one for a plan without stages."""
         if self.stages:
             return self.stages
         return (Stage(first="", ranks=tuple(range(self.mesh.size)), mesh=self.mesh),)
@@ -223,15 +227,15 @@ class Plan:
 
     @property
     def splits_time(self) -> bool:
-        """Whether micro-batches are parts of one batch: a mesh axis in time."""
+        """Whether micro-batches are parts of one batch, as along a mesh axis in time."""
         return self.num_microbatches > 1 and not self.per_microbatch
 
     def for_stage(self, index: int) -> Plan:
-        """Return the plan of one stage alone, with micro-batches as its first mesh axis."""
+        """Return the plan of a single stage, with micro-batches as its first mesh axis."""
         return self.on_mesh(self.all_stages[index].mesh, timed=self.splits_time)
 
     def on_mesh(self, mesh: Mesh, *, timed: bool = False) -> Plan:
-        """Return the same decisions for another mesh, without stages."""
+        """Return the decisions for another mesh, without stages."""
         axes = ((TIME, self.num_microbatches), *mesh.axes) if timed else mesh.axes
         roles = {axis: self.roles[axis] for axis in mesh.names}
         return replace(
@@ -244,13 +248,13 @@ class Plan:
             schedule="",
             num_microbatches=1,
             per_microbatch=False,
-            collectives=(),  # their ranks are those of all stages
+            collectives=(),  # they refer to the ranks of all stages
         )
 
     # ------------------------------------------------------------ reading decisions
 
     def entry(self, parameter: str) -> ParameterEntry:
-        """Return the merged entry of a parameter: later globs win, field by field."""
+        """Return the merged entries of a parameter; later globs win, field by field."""
         layout: dict[str, str] = {}
         zero: int | None = None
         for pattern, entry in self.parameters.items():
@@ -269,7 +273,7 @@ class Plan:
         return max(above, key=len, default="")
 
     def check(self, graph: Graph) -> None:
-        """Raise unless this plan is for this model, and every name in it exists."""
+        """Raise unless the plan is for this model, and every name in it exists."""
         self._check_model(graph)
         places = list(node_keys(graph).values())
         order = []
@@ -283,12 +287,12 @@ class Plan:
                 )
             order.append(places.index(stage.first))
         if any(b <= a for a, b in zip([0, *order], order, strict=False)):
-            raise PlanError("stages must begin at later and later nodes", where="stages")
+            raise PlanError("stage boundaries must be in increasing node order", where="stages")
 
     def _check_model(self, graph: Graph) -> None:
         if self.fingerprint != model_fingerprint(graph):
             raise PlanMismatch(
-                f"the plan {self.name!r} was made for {self.model} ({self.fingerprint}), "
+                f"the plan {self.name!r} was made for {self.model} ({self.fingerprint}), but "
                 f"this model is {graph.name} ({model_fingerprint(graph)})",
                 hint="make a new plan for it: shardwise plan MODULE.py:FUNCTION -o plan.json",
             )
@@ -301,7 +305,7 @@ class Plan:
 
     @property
     def figures(self) -> SearchResult:
-        """The search result; raises `PlanError` for a plan without one."""
+        """The search result; raises `PlanError` if the plan has none."""
         if self.search is None:
             raise PlanError(
                 f"the plan {self.name!r} was not searched for, so it has no figures",
@@ -312,14 +316,14 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """Hex digest of the decisions, without figures, notes and the name."""
-        decisions = replace(self, search=None, notes=(), name="").to_json()
+        """The hex digest of the decisions, without figures, notes and the name."""
+        decisions = replace(self, search=None).to_json()
         data = {k: v for k, v in decisions.items() if k not in ("notes", "name")}
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def is_edited(self) -> bool:
-        """Whether decisions were changed after the figures were made."""
+        """Whether decisions changed after the figures were made."""
         return self.search is not None and self.search.digest not in ("", self.digest)
 
     def with_figures(self, search: SearchResult) -> Plan:
@@ -342,34 +346,31 @@ class Plan:
         return data
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; its folder is made if it is not there."""
+        """Write the plan as JSON, creating its folder if necessary."""
         hint = "-o with a folder that you may write to"
         write_text(path, plan_file_text(self.to_json()), PlanError, hint=hint)
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan file; a mistake in it is an error that names the field."""
+        """Read a plan file; an error names the invalid field."""
         return Plan.from_json(read_json(path, PlanError, what="plan file"), where=str(path))
 
     @staticmethod
     def from_json(data: Any, where: str = "plan") -> Plan:
-        """Return the plan that `to_json` gave, or an edited one."""
+        """Return the plan that `to_json` returned, possibly edited."""
         reader = Reader(PlanError, where, hooks=HOOKS)
-        given = reader.fields(Plan, data)
-        if "version" not in given:
+        values = reader.fields(Plan, data)
+        if "version" not in values:
             reader.fail("field 'version' is missing", (), hint=f'"version": {FORMAT_VERSION}')
-        plan = reader.construct(Plan, (), **given)
+        plan = reader.construct(Plan, (), **values)
         reader.construct(check_ranks, (), plan.collectives, plan.num_ranks)
         return plan
 
     def __str__(self) -> str:
-        if self.search is not None and not self.is_edited:
-            from shardwise.plans.text import plan_text
+        from shardwise.plans.text import format_plan, plan_text
 
-            return plan_text(self)
-        from shardwise.plans.text import format_plan
-
-        return format_plan(self)
+        searched = self.search is not None and not self.is_edited
+        return plan_text(self) if searched else format_plan(self)
 
     def _repr_html_(self) -> str:
         from shardwise.plans.text import plan_html
@@ -384,60 +385,44 @@ def _restricted(entry: ParameterEntry, axes: tuple[str, ...]) -> ParameterEntry:
 
 
 def _check(plan: Plan) -> None:
-    """Raise `PlanError` unless the plan is consistent, as far as that needs no graph."""
+    """Raise `PlanError` unless the plan is consistent in itself."""
     if plan.version != FORMAT_VERSION:
         raise PlanError(f"plan version {plan.version}, this Shardwise reads {FORMAT_VERSION}")
     check_stages(plan.stages)
     if plan.stages and plan.stages[0].mesh != plan.mesh:
-        raise PlanError(f"mesh is {plan.mesh}, that of the first stage {plan.stages[0].mesh}")
+        raise PlanError(f"mesh is {plan.mesh}, but the first stage has {plan.stages[0].mesh}")
     axes = tuple(dict.fromkeys([*plan.mesh.names, *(a for s in plan.stages for a in s.mesh.names)]))
     for axis, role in plan.roles.items():
         if axis not in axes:
             raise PlanError(
-                f"roles name axis {axis!r}, {plan.mesh} has none{did_you_mean(axis, axes)}"
+                f"roles name axis {axis!r}, but {plan.mesh} does not{did_you_mean(axis, axes)}"
             )
-        if role not in ROLES:
-            raise PlanError(
-                f"role {role!r} of axis {axis!r}{did_you_mean(role, ROLES)}",
-                hint=" or ".join(ROLES[:2]),
-            )
+        require_known(f"role {role!r} of axis {axis!r}", role, ROLES, " or ".join(ROLES[:2]))
         if (role == "time") != (axis == TIME):
             raise PlanError(
-                f"role {role!r} of axis {axis!r}: micro-batches are the axis {TIME!r}",
+                f"role {role!r} of axis {axis!r}: the axis of micro-batches is {TIME!r}",
                 hint='"num_microbatches": 4 makes that axis',
             )
     missing = [axis for axis in axes if axis not in plan.roles]
     if missing:
         raise PlanError(f"axis {missing[0]!r} has no role", hint='roles: {"dp": "batch"}')
-    if plan.rng not in RNG_MODES:
+    require_known(f"rng {plan.rng!r}", plan.rng, RNG_MODES, " or ".join(RNG_MODES))
+    if not 1 <= plan.num_microbatches <= MAX_MICROBATCHES:
         raise PlanError(
-            f"rng {plan.rng!r}{did_you_mean(plan.rng, RNG_MODES)}", hint=" or ".join(RNG_MODES)
+            f"num_microbatches={plan.num_microbatches:,}", hint=f"1 to {MAX_MICROBATCHES:,}"
         )
-    _check_execution(plan)
+    require_counts(len(plan.all_stages), plan.num_microbatches)
+    if isinstance(plan.recompute, str):
+        hint = f"{', '.join(RECOMPUTE_MODES)} or a list of module globs"
+        require_known(f"recompute {plan.recompute!r}", plan.recompute, RECOMPUTE_MODES, hint)
+    for what in plan.offload:
+        require_known(f"offload {what!r}", what, OFFLOADS)
     for glob, entry in plan.parameters.items():
         if entry.zero not in (None, 0, 1, 2, 3):
             raise PlanError(f"zero={entry.zero} of {glob!r}", hint="0, 1, 2 or 3")
         _check_axes(entry.layout, axes, f"parameters[{glob!r}]")
     for node, choices in plan.nodes.items():
         _check_axes(choices, axes, f"nodes[{node!r}]")
-
-
-def _check_execution(plan: Plan) -> None:
-    if not 1 <= plan.num_microbatches <= MAX_MICROBATCHES:
-        raise PlanError(
-            f"num_microbatches={plan.num_microbatches:,}", hint=f"1 to {MAX_MICROBATCHES:,} of them"
-        )
-    require_counts(len(plan.all_stages), plan.num_microbatches)
-    if isinstance(plan.recompute, str) and plan.recompute not in RECOMPUTE_MODES:
-        raise PlanError(
-            f"recompute {plan.recompute!r}{did_you_mean(plan.recompute, RECOMPUTE_MODES)}",
-            hint=f"{', '.join(RECOMPUTE_MODES)} or a list of module globs",
-        )
-    for what in plan.offload:
-        if what not in OFFLOADS:
-            raise PlanError(
-                f"offload {what!r}{did_you_mean(what, OFFLOADS)}", hint=", ".join(OFFLOADS)
-            )
 
 
 def _check_axes(mapping: Mapping[str, Any], axes: tuple[str, ...], where: str) -> None:
@@ -450,16 +435,13 @@ def _check_globs(what: str, globs: Mapping[str, Any], names: list[str]) -> None:
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in names):
             raise PlanError(
-                f"{what} {glob!r} of the plan matches none of the model's {len(names)}"
-                f"{did_you_mean(glob, names)}"
+                f"{what} {glob!r} of the plan matches none of the {len(names)} {what}s of the "
+                f"model{did_you_mean(glob, names)}"
             )
 
 
 def used_devices(plan: Plan, cluster: Cluster) -> Cluster:
-    """Return the part of `cluster` that `plan` runs on: all of it, unless it was planned otherwise.
-
-    A plan whose search left devices out says of which cluster, and which ranks of it remain.
-    """
+    """Return the devices of `cluster` that `plan` runs on: all, unless its search left some out."""
     left_out = plan.search.left_out if plan.search is not None else None
     if left_out is None or left_out.fingerprint != cluster.fingerprint:
         return cluster
@@ -470,7 +452,7 @@ def used_devices(plan: Plan, cluster: Cluster) -> Cluster:
 
 
 def plan_file_text(data: Mapping[str, Any]) -> str:
-    """Return the text of a plan file: a line for each decision, one for each table of `details`.
+    """Return the text of a plan file: indented JSON, with one line per table of `details`.
 
     >>> print(plan_file_text({"name": "a", "search": {"gap": 0, "details": {"links": [1, 2]}}}))
     {
@@ -488,8 +470,8 @@ def plan_file_text(data: Mapping[str, Any]) -> str:
     details = search.pop("details", None)
     if not details or not search:
         return json.dumps(data, indent=2) + "\n"
-    rest = {key: value for key, value in data.items() if key != "search"}
-    text = json.dumps({**rest, "search": search}, indent=2)
+    decisions = {key: value for key, value in data.items() if key != "search"}
+    text = json.dumps({**decisions, "search": search}, indent=2)
     inside = ",\n".join(
         f"      {json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}"
         for key, value in details.items()

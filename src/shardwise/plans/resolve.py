@@ -33,12 +33,10 @@ class Resolved:
     plan: Plan
     facts: Facts
     assignments: tuple[Assignment, ...]
-    timed: MicrobatchAssignment | None = (
-        None  # of the first assignment, where that is of micro-batches
-    )
+    timed: MicrobatchAssignment | None = None  # if the first assignment is that of micro-batches
 
     def is_time(self, axis: str) -> bool:
-        """Return whether the mesh axis is that of micro-batches."""
+        """Return whether a mesh axis stands for micro-batches."""
         return self.plan.roles[axis] == "time"
 
     def parameter_layout(self, value: str) -> Layout:
@@ -47,20 +45,16 @@ class Resolved:
 
     def operand_layouts(self, node: str) -> tuple[Layout, ...]:
         """Return the layout in which a node needs each operand."""
-        rows = [a.nodes[node].operands for a in self.assignments]
-        count = len(self.facts.rules[node].operands)
         return tuple(
-            Layout(tuple((a.axis, row[i]) for a, row in zip(self.assignments, rows, strict=True)))
-            for i in range(count)
+            Layout(tuple((a.axis, a.nodes[node].operands[i]) for a in self.assignments))
+            for i in range(len(self.facts.rules[node].operands))
         )
 
     def result_layouts(self, node: str) -> tuple[Layout, ...]:
         """Return the layout of each result of a node."""
-        rows = [a.nodes[node].results for a in self.assignments]
-        count = len(self.facts.rules[node].results)
         return tuple(
-            Layout(tuple((a.axis, row[i]) for a, row in zip(self.assignments, rows, strict=True)))
-            for i in range(count)
+            Layout(tuple((a.axis, a.nodes[node].results[i]) for a in self.assignments))
+            for i in range(len(self.facts.rules[node].results))
         )
 
 
@@ -73,27 +67,27 @@ def resolve(graph: Graph, plan: Plan, facts: Facts | None = None) -> Resolved:
 def resolve_part(
     graph: Graph, plan: Plan, facts: Facts, timed: MicrobatchAssignment | None = None
 ) -> Resolved:
-    """Solve every mesh axis for a part of a graph, whose axis of micro-batches is solved."""
-    done: tuple[Assignment, ...] = (timed.assignment,) if timed is not None else ()
+    """Solve every mesh axis for a part of a graph, given the solved axis of micro-batches."""
+    solved: tuple[Assignment, ...] = (timed.assignment,) if timed is not None else ()
     for axis, ranks in plan.mesh.axes:
         if plan.roles[axis] != "time":
             task = axis_task(graph, plan, axis, ranks)
-            done = (*done, assign(graph, facts, task, done))
-    done = shard_tables(graph, facts, done, plan.choices(graph))
-    return Resolved(graph=graph, plan=plan, facts=facts, assignments=done, timed=timed)
+            solved = (*solved, assign(graph, facts, task, solved))
+    solved = shard_tables(graph, facts, solved, plan.choices(graph))
+    return Resolved(graph=graph, plan=plan, facts=facts, assignments=solved, timed=timed)
 
 
 def axis_task(graph: Graph, plan: Plan, axis: str, ranks: AxisSize) -> Task:
     """Return the layout problem of one mesh axis."""
-    batch = plan.roles[axis] == "batch"
+    is_batch = plan.roles[axis] == "batch"
     return Task(
         axis=axis,
         ranks=ranks,
         parameters=fixed_parameters(graph, plan, axis),
-        shard_parameters=not batch,
-        inputs=input_cuts(graph, plan) if batch else None,
+        shard_parameters=not is_batch,
+        inputs=input_shards(graph, plan) if is_batch else None,
         choices={n: c[axis] for n, c in plan.choices(graph).items() if axis in c},
-        beam=48 if batch else 96,
+        beam=48 if is_batch else 96,
     )
 
 
@@ -101,12 +95,12 @@ def fixed_parameters(graph: Graph, plan: Plan, axis: str) -> dict[str, Placement
     """Return the placements of parameters that the plan fixes on this axis."""
     fixed: dict[str, Placement] = {}
     for parameter in graph.parameters:
-        cut = plan.entry(parameter.name).layout.get(axis)
-        if cut is None:
+        placement = plan.entry(parameter.name).layout.get(axis)
+        if placement is None:
             continue
         shape = graph.values[parameter.value].shape
         try:
-            fixed[parameter.value] = parse_placement(cut, shape)
+            fixed[parameter.value] = parse_placement(placement, shape)
         except RuleError as error:
             raise PlanError(
                 f"parameter {parameter.name}: {error.message}", where=error.where, hint=error.hint
@@ -114,18 +108,15 @@ def fixed_parameters(graph: Graph, plan: Plan, axis: str) -> dict[str, Placement
     return fixed
 
 
-def input_cuts(graph: Graph, plan: Plan) -> Mapping[str, Placement] | None:
-    """Return how batch axes shard each input; None if the plan leaves inputs free."""
+def input_shards(graph: Graph, plan: Plan) -> Mapping[str, Placement] | None:
+    """Return the placements of inputs on batch axes, or None if the plan leaves inputs free."""
     if not plan.inputs:
         return None
-    cuts: dict[str, Placement] = {}
+    shards: dict[str, Placement] = {}
     for source in graph.inputs:
         shape = graph.values[source.value].shape
         for glob, dim in plan.inputs.items():
-            if (
-                fnmatchcase(source.name, glob)
-                and dim is not None
-                and -len(shape) <= dim < len(shape)
-            ):
-                cuts[source.value] = Shard(dim % len(shape), ((1, shape[dim], 1),))
-    return cuts
+            is_valid = dim is not None and -len(shape) <= dim < len(shape)
+            if dim is not None and is_valid and fnmatchcase(source.name, glob):
+                shards[source.value] = Shard(dim % len(shape), ((1, shape[dim], 1),))
+    return shards

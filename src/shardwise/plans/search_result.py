@@ -1,19 +1,24 @@
-"""What the planner found out about a plan, as typed values and as JSON in the plan's file.
+"""The planner's result for a plan, as typed values and as JSON in the plan's file.
 
-`SearchResult` holds the figures of the chosen configuration and its runners-up, the durations of
-the simulated step (from which `shardwise.simulation.stored_estimate` lays out the timeline again),
-and the details that reports show without the model: modules, links, what-if rows, generated code.
+`SearchResult` has the figures of the chosen configuration and its runners-up, the durations of the
+simulated step (from which `shardwise.simulation.stored_estimate` lays out the timeline again), and
+the details that reports show without the model: modules, links, what-if rows, generated code.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from shardwise.errors import PlanError
-from shardwise.schema import Hook, KeyPath, Reader
+from shardwise.schema import Hook, KeyPath, Reader, Stored, Writer
+
+# Numbers that files state even if they are the default; other fields are omitted then.
+Int = Annotated[int, Stored(always=True)]
+Float = Annotated[float, Stored(always=True)]
+Bool = Annotated[bool, Stored(always=True)]
 
 LAYOUT_NAMES = ("", "lean layouts", "mixed layouts", "leanest layouts", "ranked layouts")
 HINT = "make the figures again: shardwise plan MODULE.py:FUNCTION --cluster c.yaml"
@@ -43,21 +48,21 @@ NODE_COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """One point of the search space: how ranks are divided and how a step runs."""
+    """One point of the search space: a division of the ranks, and the execution of a step."""
 
     dp: int
     tp: int
     pp: int
-    virtual: int = 1
+    virtual: Int = 1  # stages per group of ranks
     schedule: str = ""
-    num_microbatches: int = 1
-    zero: int = 0
-    outer: int | None = None  # zero level of parameters outside of blocks, where it differs
+    num_microbatches: Int = 1
+    zero: Int = 0
+    outer: int | None = None  # zero level of parameters outside of blocks, if it differs
     recompute: str = "none"
     offload: tuple[str, ...] = ()
-    layout: int = 0  # which of the layouts solved for `tp`: see `LayoutCache.get`
-    grouping: int = 0  # which order of unequal devices
-    cuts: tuple[int, ...] = ()  # first nodes of stages, where they are not balanced by `Cutter`
+    layout: Int = 0  # the variant of the layouts solved for `tp`: see `LayoutCache.get`
+    grouping: Int = 0  # the number of an order of unequal devices
+    cuts: tuple[int, ...] = ()  # first nodes of stages, if they are not balanced by `Cutter`
 
     @property
     def stages(self) -> int:
@@ -87,17 +92,17 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSummary:
-    """The cluster a plan was simulated on; `price_per_hour` is that of all its devices."""
+    """The cluster that a plan was simulated on, with the price of all its devices."""
 
     name: str
     fingerprint: str
     num_ranks: int
-    price_per_hour: float = 0.0
+    price_per_hour: Float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSize:
-    """Samples of a batch, and its tokens where an input is a matrix of integers."""
+    """Samples of a batch, and its tokens if an input is a matrix of integers."""
 
     rows: int
     tokens: int | None = None
@@ -105,7 +110,7 @@ class BatchSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFigures:
-    """Peak memory of one rank of a group; `over_time_gib` has the peak of every interval."""
+    """Peak memory of one rank of a group; `over_time_gib` lists the peaks of all intervals."""
 
     group: int
     peak_bytes: float
@@ -113,7 +118,7 @@ class MemoryFigures:
     parts: Mapping[str, float]
     when: str
     others: Mapping[str, float] = field(default_factory=dict)
-    host_bytes: float = 0.0
+    host_bytes: Float = 0.0
     over_time_gib: str = ""
 
     @property
@@ -123,7 +128,7 @@ class MemoryFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedConfig:
-    """A simulated configuration; `config` is None for a plan that no search made."""
+    """A simulated configuration; `config` is None for a plan that was not searched for."""
 
     what: str
     config: ParallelConfig | None = None
@@ -136,7 +141,7 @@ class SimulatedConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchGap:
-    """How much faster, as a fraction of the step, an optimal plan could be."""
+    """Upper bounds on how much faster an optimal plan could be, as fractions of the step."""
 
     layouts: float  # with other layouts, by the prices of a typical micro-batch
     search: float  # with a configuration that was not simulated
@@ -146,7 +151,7 @@ class SearchGap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSearchSummary:
-    """What the local search after the main search tried: other stage boundaries and layouts."""
+    """The effort and gain of the local search, over other stage boundaries and layouts."""
 
     layouts: int
     simulated: int  # configurations
@@ -156,7 +161,7 @@ class LocalSearchSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """What limits the plan: a cause of time, the memory, or what the user fixed."""
+    """The limit of the plan: a cause of time, the memory, or the user's decisions."""
 
     what: str
     text: str
@@ -164,10 +169,10 @@ class Binding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """A change of the cluster or of the options, and the step time that would follow.
+    """A change of the cluster or of the options, and the resulting step time.
 
-    `ratio` is relative to the plan's own step; `plan` names another configuration where the change
-    makes that one the fastest.
+    `ratio` is relative to the plan's own step; `plan` names the fastest configuration after the
+    change if that is another one.
     """
 
     kind: str
@@ -175,18 +180,18 @@ class WhatIf:
     value: float | None = None
     step_time_s: float | None = None
     ratio: float | None = None
-    feasible: bool = True
+    feasible: Bool = True
     note: str = ""
     plan: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFigures:
-    """Time and bytes of a layer on one rank, for a step; `last` names the last of equal layers."""
+    """Seconds and bytes of a layer on one rank, for a step; `last` is the last of equal layers."""
 
     name: str
     stage: int
-    count: int = 1
+    count: Int = 1
     forward_s: float
     backward_s: float
     communication_s: float
@@ -198,7 +203,7 @@ class LayerFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOutDevices:
-    """Devices of the cluster that the plan does not use, because the step is shorter without."""
+    """Devices of the cluster that the plan does not use, because the step is shorter that way."""
 
     cluster: str
     fingerprint: str
@@ -206,7 +211,7 @@ class LeftOutDevices:
     used: str
     idle: str
     devices: str
-    step_time_s: float | None = None  # on all devices; None where no plan fits on them
+    step_time_s: float | None = None  # on all devices; None if no plan fits on them
 
 
 # ------------------------------------------------------------ the simulated step
@@ -220,7 +225,7 @@ class PassTimes:
     stage: int
     last: bool = False  # whether the action completes the gradients of its stage
     seconds: float
-    waiting: float = 0.0  # of it, waiting for parameters (zero 3)
+    waiting: float = 0.0  # part of `seconds`: waiting for parameters (zero 3)
     left: float = 0.0  # gradient reductions that remain when it ends
     collectives: float = 0.0
     recompute: float = 0.0
@@ -234,14 +239,14 @@ class StageTimes:
     forward_s: float
     backward_s: float
     send_s: float = 0.0
-    send_link_s: float = 0.0  # of `send_s`, the seconds in which no other message can leave
+    send_link_s: float = 0.0  # part of `send_s`: while no other message can be sent
     send_bytes: float = 0.0
     numel: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTimes:
-    """What a group of ranks does once a step, before its first and after its last action."""
+    """Seconds that a group of ranks spends before its first and after its last action."""
 
     root_gather_s: float = 0.0
     optimizer_s: float = 0.0
@@ -282,15 +287,15 @@ class ModuleTree:
     sources: tuple[tuple[str, ...], ...]
 
     def verify(self, where: str) -> None:
-        """Raise unless all columns are there, of one length, and refer to what exists."""
-        for name, columns, wanted in (
+        """Raise unless all columns exist, have one length, and refer to existing rows."""
+        for name, columns, required in (
             ("rows", self.rows, MODULE_COLUMNS),
             ("nodes", self.nodes, NODE_COLUMNS),
         ):
-            missing = [column for column in wanted if column not in columns]
+            missing = [column for column in required if column not in columns]
             if missing:
                 raise _damaged(f"column {missing[0]!r} is missing", f"{where}.{name}")
-            lengths = {len(columns[column]) for column in wanted}
+            lengths = {len(columns[column]) for column in required}
             if len(lengths) > 1:
                 raise _damaged(f"columns of lengths {sorted(lengths)}", f"{where}.{name}")
         for at, row in enumerate(self.parameters):
@@ -308,7 +313,7 @@ class ModuleTree:
         ):
             wrong = [n for n in numbers if not isinstance(n, int) or not -1 <= n < end]
             if wrong:
-                raise _damaged(f"{wrong[0]!r} refers to nothing", f"{where}.{name}")
+                raise _damaged(f"{wrong[0]!r} is out of range", f"{where}.{name}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,7 +334,7 @@ class LinkTraffic:
     nodes: tuple[str, ...]
     count: int
     busiest: str
-    bytes_per_s: float | None  # None: not limited
+    bytes_per_s: float | None  # None if unlimited
     traffic_bytes: float
     total_bytes: float
     busy_s: float
@@ -348,7 +353,7 @@ class GeneratedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedCode:
-    """The generated files, and the text of every line of the user's that they mention."""
+    """The generated files, and the text of all lines of user code that they mention."""
 
     files: tuple[GeneratedFile, ...]
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -356,7 +361,7 @@ class GeneratedCode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDetails:
-    """What reports show beyond the search; `code_missing` says why there is no `code`."""
+    """Details that only reports show; `code_missing` is the reason if there is no `code`."""
 
     cluster: Mapping[str, Any] | None = None  # as `Cluster.from_yaml` reads it
     modules: ModuleTree | None = None
@@ -369,7 +374,7 @@ class PlanDetails:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The figures of a plan: its simulated step, its runners-up and why it was chosen.
+    """The figures of a plan: its simulated step, its runners-up and the reasons for its choice.
 
     `digest` identifies the decisions that the figures belong to. A plan that was simulated without
     a search has no `gap` and no runners-up.
@@ -377,7 +382,7 @@ class SearchResult:
 
     cluster: ClusterSummary
     batch: BatchSize
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # what the user decided
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # the user's decisions
     best: SimulatedConfig
     runners_up: tuple[SimulatedConfig, ...] = ()
     gap: SearchGap | None = None
@@ -392,20 +397,21 @@ class SearchResult:
     details: PlanDetails = field(default_factory=PlanDetails)
 
     def verify(self, num_stages: int, num_groups: int) -> None:
-        """Raise unless the figures are those of a plan with this many stages and groups."""
-        for name, count, wanted in (
+        """Raise unless the figures are for a plan with this many stages and groups."""
+        for name, count, required in (
             ("step.stages", len(self.step.stages), num_stages),
             ("step.groups", len(self.step.groups), num_groups),
             ("memory", len(self.memory), num_groups),
         ):
-            if count != wanted:
-                raise _damaged(f"{count} entries for a plan with {wanted}", f"search.{name}")
-        for at, stage in enumerate(self.step.stages):
+            if count != required:
+                raise _damaged(f"{count} entries for a plan with {required}", f"search.{name}")
+        for index, stage in enumerate(self.step.stages):
             if not 0 <= stage.group < num_groups:
-                raise _damaged(f"group {stage.group} of {num_groups}", f"search.step.stages[{at}]")
-        for which, config in (("best", self.best), *(("runners_up", r) for r in self.runners_up)):
+                where = f"search.step.stages[{index}]"
+                raise _damaged(f"group {stage.group} of {num_groups}", where)
+        for name, config in (("best", self.best), *(("runners_up", r) for r in self.runners_up)):
             if not config.step_time_s > 0 or set(config.causes) != set(CAUSES):
-                raise _damaged("no step time, or not all of its causes", f"search.{which}")
+                raise _damaged("the step time or some of its causes are missing", f"search.{name}")
         if self.batch.rows < 1:
             raise _damaged(f"a batch of {self.batch.rows} rows", "search.batch")
         if self.details.modules is not None:
@@ -413,15 +419,14 @@ class SearchResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data, without empty fields."""
-        data: dict[str, Any] = _plain(self)
-        return data
+        return Writer().fields(self)
 
     @staticmethod
     def from_json(data: Any, where: str = "search") -> SearchResult:
-        """Read what `to_json` wrote; raise a `PlanError` that names the first field that is not."""
+        """Read the result of `to_json`; raise a `PlanError` that names the first invalid field."""
         result: SearchResult | None = Reader(PlanError, where, hooks=HOOKS).read(SearchResult, data)
         if result is None:
-            raise _damaged("there are none", where)
+            raise _damaged("they are missing", where)
         return result
 
 
@@ -430,31 +435,6 @@ class SearchResult:
 
 def _damaged(message: str, where: str) -> PlanError:
     return PlanError(f"the figures of the plan are damaged: {message}", where=where, hint=HINT)
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {
-            f.name: _plain(getattr(value, f.name))
-            for f in fields(value)
-            if _is_required(f) or not _is_omitted(value, f)
-        }
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _is_required(each: Field[Any]) -> bool:
-    return each.default is MISSING and each.default_factory is MISSING
-
-
-def _is_omitted(value: Any, each: Field[Any]) -> bool:
-    """Return whether a field is omitted: it has its default; numbers only in long tables."""
-    default = each.default if each.default_factory is MISSING else each.default_factory()
-    short = isinstance(value, PassTimes | StageTimes | GroupTimes)
-    return getattr(value, each.name) == default and (short or not isinstance(default, int | float))
 
 
 def _read_search(reader: Reader, value: Any, path: KeyPath) -> SearchResult | None:
@@ -468,7 +448,7 @@ def _read_search(reader: Reader, value: Any, path: KeyPath) -> SearchResult | No
 
 
 def _read_any(reader: Reader, value: Any, path: KeyPath) -> Any:
-    """Freeze lists; what a table or a cluster file holds is checked by those who read it."""
+    """Freeze lists; the readers of tables and cluster files check their contents."""
     if isinstance(value, list | tuple):
         return tuple(_read_any(reader, item, path) for item in value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -476,4 +456,4 @@ def _read_any(reader: Reader, value: Any, path: KeyPath) -> Any:
     return value
 
 
-HOOKS: dict[Any, Hook] = {SearchResult: _read_search, Any: _read_any}  # of plan files
+HOOKS: dict[Any, Hook] = {SearchResult: _read_search, Any: _read_any}  # for plan files

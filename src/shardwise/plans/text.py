@@ -1,7 +1,7 @@
-"""Format a plan as text: its decisions, and what its search found out.
+"""Format a plan as text: its decisions, and the results of its search.
 
-`format_plan` lists decisions. `plan_text` and `explain_plan` say what a searched plan costs, why it
-was chosen and what would change it, from its `SearchResult`, without the model and the cluster.
+`format_plan` lists decisions. `plan_text` and `explain_plan` show the cost of a searched plan, why
+it was chosen and what would change it, from its `SearchResult`, without the model and the cluster.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwise.sharding.placements import REPLICATED
 from shardwise.shares import num_ranks
 
 WIDTH = 100
-# Plan fields that have lines of their own or are not decisions; others are shown generically.
+# Plan fields that have their own lines or are not decisions; all others are shown generically.
 SHOWN = frozenset(
     {
         "name", "model", "fingerprint", "mesh", "roles", "inputs", "parameters", "nodes", "units",
@@ -98,7 +98,7 @@ def _stages(plan: Plan) -> list[str]:
 
 
 def _execution(plan: Plan) -> list[str]:
-    """Return the order of work and what else a step does, where it is not as usual."""
+    """Return the schedule and other options of execution that are not the default."""
     lines = []
     if plan.is_scheduled:
         kind = "batches of their own" if plan.per_microbatch else "parts of one batch"
@@ -138,7 +138,7 @@ def _collectives(plan: Plan) -> list[str]:
 
 
 def _table(rows: Sequence[tuple[str, ...]], max_width: int) -> list[str]:
-    """Return the rows in columns, of which all but the last are at most `max_width` wide."""
+    """Return the rows in columns; all but the last are at most `max_width` wide."""
     widths = [min(max_width, max(map(len, column))) for column in zip(*rows, strict=True)]
     widths[-1] = 0
     return [
@@ -148,7 +148,7 @@ def _table(rows: Sequence[tuple[str, ...]], max_width: int) -> list[str]:
 
 
 def plan_html(plan: Plan) -> str:
-    """Return a plan for notebooks: a one-line verdict and its report, or its text without one."""
+    """Return a plan for notebooks: its verdict and report, or its text if it has no figures."""
     build = import_module("shardwise.reports.build")  # in a layer above this one
     try:
         report = build.report(plan)
@@ -198,7 +198,7 @@ def plan_text(plan: Plan, width: int = WIDTH) -> str:
 def explain_plan(plan: Plan, width: int = WIDTH) -> str:
     """Explain why this plan was chosen and not the next, and where its time and memory go."""
     figures = plan.figures
-    compared = figures.gap is not None  # a plan that no search made has no runners-up
+    compared = figures.gap is not None  # a plan that was not searched for has no runners-up
     note = "note: the plan was changed after it was made; the figures are those of the plan as made"
     return _joined(
         [
@@ -242,7 +242,7 @@ def _joined(parts: Sequence[Sequence[str]]) -> str:
 
 
 def verdict(plan: Plan, width: int) -> list[str]:
-    """Return step time, throughput, memory and what limits them."""
+    """Return step time, throughput, memory and the limiting factor."""
     figures = plan.figures
     batch, cluster = figures.batch, figures.cluster
     time, memory = figures.best.step_time_s, figures.best.memory
@@ -259,24 +259,26 @@ def verdict(plan: Plan, width: int) -> list[str]:
     if idle := idle_devices(figures):
         lines.append(f"  idle    {idle}")
     if cluster.price_per_hour:
-        paid = cluster.price_per_hour / 3600 * time / batch.rows * 1e6
-        hour = f"{cluster.price_per_hour:,.2f}"
-        lines.append(f"  price   {hour} per hour, {money(paid)} per million samples")
+        per_million = cluster.price_per_hour / 3600 * time / batch.rows * 1e6
+        lines.append(
+            f"  price   {cluster.price_per_hour:,.2f} per hour, {money(per_million)} per million "
+            "samples"
+        )
     return _fit(lines, width)
 
 
 def idle_devices(figures: SearchResult) -> str:
-    """Return which devices the planner left out and why; empty where it uses all."""
-    left = figures.left_out
-    if left is None:
+    """Return the devices that the planner left out and the reason; empty if it uses all."""
+    omitted = figures.left_out
+    if omitted is None:
         return ""
-    time = left.step_time_s
-    because = "no plan fits on all" if time is None else f"using all would take {seconds(time)}"
+    time = omitted.step_time_s
+    reason = "no plan fits on all" if time is None else f"using all would take {seconds(time)}"
     if time is not None and time < figures.best.step_time_s:
-        because += ", and save less than 1 %"
+        reason += ", and save less than 1 %"
     return (
-        f"{left.num_ranks - figures.cluster.num_ranks} of {left.num_ranks} devices of "
-        f"{left.cluster} are left idle: {left.devices} (ranks {left.idle}); {because}"
+        f"{omitted.num_ranks - figures.cluster.num_ranks} of {omitted.num_ranks} devices of "
+        f"{omitted.cluster} are left idle: {omitted.devices} (ranks {omitted.idle}); {reason}"
     )
 
 
@@ -326,22 +328,22 @@ def _fit(lines: Sequence[str], width: int, indent: int = 10) -> list[str]:
 
 
 class ConfigDifference(NamedTuple):
-    """What another configuration does differently, and what that costs by cause."""
+    """The differences of another configuration: its options, time by cause, and memory."""
 
-    changed: dict[str, list[Any]]  # by option: the value of the plan, the other's
+    changed: dict[str, list[Any]]  # option -> the plan's value, the other's value
     step_time_s: float
     causes_s: dict[str, float]
     memory_bytes: float
 
 
 def difference(best: SimulatedConfig, other: SimulatedConfig) -> ConfigDifference:
-    """Return what another configuration does differently."""
+    """Return the differences of another configuration from the best."""
     changed: dict[str, list[Any]] = {}
     if best.config is not None and other.config is not None:
         for name in ParallelConfig.__slots__:
-            own, its = getattr(best.config, name), getattr(other.config, name)
-            if own != its:
-                changed[name] = [own, its]
+            values = [getattr(best.config, name), getattr(other.config, name)]
+            if values[0] != values[1]:
+                changed[name] = values
     return ConfigDifference(
         changed=changed,
         step_time_s=other.step_time_s - best.step_time_s,
@@ -358,13 +360,13 @@ def why_not(best: SimulatedConfig, other: SimulatedConfig) -> str:
     """Explain in a sentence why another configuration was not chosen."""
     delta, time = difference(best, other), best.step_time_s
     instead = "; ".join(
-        f"{option_text(name, its)} instead of {option_text(name, own)}"
-        for name, (own, its) in delta.changed.items()
+        f"{option_text(name, value)} instead of {option_text(name, chosen)}"
+        for name, (chosen, value) in delta.changed.items()
     )
     more = delta.memory_bytes
     memory = f"{size(abs(more))} {'more' if more > 0 else 'less'}" if more else "the same"
     return (
-        f"why not {other.what}: {instead or 'the same in short'} takes "
+        f"why not {other.what}: {instead or 'the same configuration'} takes "
         f"{_longer(delta.step_time_s, time)}, and {memory} memory"
     )
 
@@ -372,7 +374,7 @@ def why_not(best: SimulatedConfig, other: SimulatedConfig) -> str:
 def _longer(delta: float, time: float) -> str:
     if delta < -1e-6 * time:
         less = f"{seconds(-delta)} less ({delta / time:+.2%})"
-        return f"{less}: of plans within 1 %, the simpler one is taken"
+        return f"{less}: of plans within 1 %, the simpler one is chosen"
     if delta < 1e-6 * time:
         return "as long"
     return f"{seconds(delta)} longer ({delta / time:+.2%})"
@@ -396,7 +398,7 @@ def option_text(name: str, value: Any) -> str:
 
 
 def runners_up(figures: SearchResult, width: int) -> list[str]:
-    """Return the other simulated configurations, with their ratio to the best."""
+    """Return the next best configurations, with their ratio to the best."""
     rows = [
         (
             f"{other.step_time_s / figures.best.step_time_s:.3f}x",
@@ -415,7 +417,7 @@ def runners_up(figures: SearchResult, width: int) -> list[str]:
 def why(figures: SearchResult, width: int) -> list[str]:
     """Explain why this plan and not the first runner-up."""
     if not figures.runners_up:
-        return ["Nothing else that was simulated fits."]
+        return ["No other simulated configuration fits."]
     best, other = figures.best, figures.runners_up[0]
     lines = wrapped(why_not(best, other), width, "", "  ")
     causes = difference(best, other).causes_s
@@ -436,7 +438,7 @@ def why(figures: SearchResult, width: int) -> list[str]:
 
 
 def outlook(figures: SearchResult, width: int) -> list[str]:
-    """Return what relaxing would gain, and how much better an optimum could be."""
+    """Return the gains from relaxing limits, and how much faster an optimal plan could be."""
     rows = [
         (
             f"{row.ratio - 1:+.1%}",
@@ -451,8 +453,8 @@ def outlook(figures: SearchResult, width: int) -> list[str]:
     gap = figures.gap
     if gap is not None:
         text = (
-            f"{gap.simulated:,} of {gap.points:,} configurations simulated; a better one is at "
-            f"most {gap.search:.1%} faster, better layouts at most {gap.layouts:.1%} by the prices "
+            f"{gap.simulated:,} of {gap.points:,} configurations simulated; another one is at "
+            f"most {gap.search:.1%} faster, other layouts at most {gap.layouts:.1%} by the prices "
             "of a typical micro-batch"
         )
         lines += wrapped(text, width, "", "  ")
@@ -465,29 +467,29 @@ def _local_search(summary: LocalSearchSummary) -> str:
     layouts = f" and {summary.layouts:,} other layouts" if summary.layouts else ""
     text = f"other stage boundaries{layouts}: {summary.simulated:,} more simulated, "
     if summary.gain > 0:
-        text += f"of which the best, {summary.gain:.2%} faster than the search's, is this plan"
+        text += f"and the best of them, {summary.gain:.2%} faster, is this plan"
     else:
         text += "none is faster"
-    return text + ("; no other can be" if summary.complete else "; not all were tried")
+    return text + ("; no other can be faster" if summary.complete else "; not all were tried")
 
 
 # ------------------------------------------------------------ time and memory
 
 
 def time_by_cause(figures: SearchResult, width: int) -> list[str]:
-    """Return where the time goes, of the ranks that end last."""
+    """Return the time of a step by cause, for the ranks that end last."""
     causes = {CAUSES[name]: value for name, value in figures.best.causes.items()}
     return [
-        *wrapped("time by cause, of the ranks that end last", width, "", "  "),
+        *wrapped("time by cause, on the slowest ranks", width, "", "  "),
         *shares(causes, figures.best.step_time_s, seconds, width),
     ]
 
 
 def memory_by_part(figures: SearchResult, width: int) -> list[str]:
-    """Return what takes the memory of the fullest device at its peak."""
+    """Return the memory of the fullest device at its peak, by cause."""
     memory = figures.best.memory
     when = "the optimizer step" if memory.when == "optimizer" else f"action {memory.when}"
-    title = f"memory by cause, of the fullest rank (group {memory.group}) in {when}"
+    title = f"memory by cause, on the fullest rank (group {memory.group}) in {when}"
     return [
         *wrapped(title, width, "", "  "),
         *shares(memory.parts, memory.peak_bytes, size, width),
@@ -510,7 +512,7 @@ def shares(
 
 
 def by_layer(figures: SearchResult, width: int) -> list[str]:
-    """Return the time of a step and the bytes on a rank, of every layer."""
+    """Return the time of a step and the bytes on a rank, for every layer."""
     if not figures.layers:
         return []
     rows = [
@@ -534,7 +536,7 @@ def by_layer(figures: SearchResult, width: int) -> list[str]:
         Column("stage", 3),
     ]
     title = (
-        "by layer, a step on one rank; comm: communication; state: parameters, gradients, "
+        "by layer, for a step on one rank; comm: communication; state: parameters, gradients, "
         "optimizer; saved: activations of a micro-batch"
     )
     lines = [*wrapped(title, width, "", "  "), *table(columns, "layer", rows, width)]
@@ -543,7 +545,7 @@ def by_layer(figures: SearchResult, width: int) -> list[str]:
 
 
 def layer_name(row: LayerFigures) -> str:
-    """Return one name for equal layers: `blocks.0-3` for four of them."""
+    """Return one name for equal layers, such as `blocks.0-3` for four of them."""
     if row.count == 1:
         return row.name
     first, final = re.search(r"(\d+)$", row.name), re.search(r"(\d+)$", row.last)

@@ -14,7 +14,7 @@ from shardwise.errors import PlanError, ProgramError
 from shardwise.ir import Graph, Ref, TensorType
 from shardwise.layouts.microbatch_axis import MicrobatchAssignment, assign_microbatches
 from shardwise.plans import TIME, ParameterEntry, Plan, Resolved
-from shardwise.plans.resolve import input_cuts, resolve_part
+from shardwise.plans.resolve import input_shards, resolve_part
 from shardwise.program.lower import lower
 from shardwise.program.microbatches import extract_precomputed, restrict, separate_means
 from shardwise.program.program import Program
@@ -105,7 +105,7 @@ def build_pipeline(graph: Graph, plan: Plan) -> Pipeline:
         graph = separate_means(graph)
     facts, computed = analyze(graph), graph
     if plan.splits_time:
-        shards = input_cuts(graph, plan) or {}
+        shards = input_shards(graph, plan) or {}
         timed = assign_microbatches(graph, facts, TIME, plan.num_microbatches, shards)
         graph, facts, timed, batch_graph = extract_precomputed(graph, facts, timed)
     schedule = plan_schedule(plan)
@@ -152,7 +152,7 @@ def check_micro_batches(graph: Graph, plan: Plan) -> None:
     """Raise if the batch cannot be split into micro-batches; the error names the node."""
     if plan.splits_time:
         graph = separate_means(graph)
-        shards = input_cuts(graph, plan) or {}
+        shards = input_shards(graph, plan) or {}
         assign_microbatches(graph, analyze(graph), TIME, plan.num_microbatches, shards)
 
 

@@ -108,7 +108,7 @@ def test_ranks_are_read_back(ranks: list[int]) -> None:
         (("stages", 0, "frist"), "", "unknown field 'frist'; did you mean 'first'"),
         (("stages", 1, "ranks"), [2, 3], "ranks is a list, must be text"),
         (("stages", 1, "ranks"), "2..3", "ranks '2..3' are not ranges"),
-        (("stages", 1, "ranks"), "2-4", "Mesh(dp=2) has 2 ranks, the stage has 3"),
+        (("stages", 1, "ranks"), "2-4", "Mesh(dp=2) has 2 ranks, but the stage has 3"),
         (("stages", 1, "ranks"), "3-4", "ranks [2] have no stage"),
         (("stages", 1, "ranks"), "1-2", "ranks [1] are in two different groups"),
         (("stages", 1, "mesh"), {"dp": 0}, "mesh axis dp has size 0"),
@@ -117,7 +117,7 @@ def test_ranks_are_read_back(ranks: list[int]) -> None:
         (("stages", 1, "first"), "", 'the first stage, and only it, begins at ""'),
         (("stages", 0, "first"), "a", 'the first stage, and only it, begins at ""'),
         (("stages", 0), "0-1", "'0-1', must be a mapping"),
-        (("mesh",), {"dp": 4}, "mesh is Mesh(dp=4), that of the first stage Mesh(dp=2)"),
+        (("mesh",), {"dp": 4}, "mesh is Mesh(dp=4), but the first stage has Mesh(dp=2)"),
         (("schedule",), 3, "schedule is 3"),
         (("schedule",), [["0F0", 1]], "schedule[0][1] is 1"),
         (("num_microbatches",), 0, "num_microbatches=0"),
@@ -130,7 +130,7 @@ def test_ranks_are_read_back(ranks: list[int]) -> None:
         (("precision", "loss_scale"), "-1", "loss_scale='-1'"),
         (("precision", "autocast"), "yes", "autocast is 'yes'"),
         (("offload",), ["optimiser"], "did you mean 'optimizer'"),
-        (("roles", "dp"), "time", "micro-batches are the axis 'mb'"),
+        (("roles", "dp"), "time", "the axis of micro-batches is 'mb'"),
     ],
 )
 def test_a_mistake_in_a_file_is_named(path: tuple[Any, ...], value: Any, message: str) -> None:

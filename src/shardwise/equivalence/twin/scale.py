@@ -19,7 +19,7 @@ from shardwise.equivalence.twin.sizes import Key, crop
 from shardwise.ir import Graph, Node
 from shardwise.ir.schema import bind, indexed_dim, op_name
 from shardwise.plans import Plan, Stage
-from shardwise.plans.resolve import input_cuts
+from shardwise.plans.resolve import input_shards
 from shardwise.schedules import Action, default_schedule, make
 from shardwise.sharding.placements import Shard
 from shardwise.shares import AxisSize, Shares, grain, num_ranks
@@ -164,7 +164,7 @@ class Counts:
 
 def input_rows(graph: Graph, plan: Plan) -> int:
     """Return the rows of a batch: the smallest size along the dims that batch axes shard."""
-    cuts = input_cuts(graph, plan) or {}
+    cuts = input_shards(graph, plan) or {}
     shapes = [(graph.values[i.value].shape, cuts.get(i.value)) for i in graph.inputs]
     sizes = [shape[cut.dim] for shape, cut in shapes if isinstance(cut, Shard)]
     sizes = sizes or [shape[0] for shape, _ in shapes if shape]
@@ -282,7 +282,7 @@ def make_batches(
     graph: Graph, plan: Plan, real: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
     """Return the inputs of all micro-batches together and of each, if they are separate batches."""
-    cuts = input_cuts(graph, plan) or {}
+    cuts = input_shards(graph, plan) or {}
     dims = {i.name: cuts[i.value].dim for i in graph.inputs if isinstance(cuts.get(i.value), Shard)}  # type: ignore[union-attr]
     batches = []
     for k in range(plan.num_microbatches):

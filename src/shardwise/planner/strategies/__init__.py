@@ -6,8 +6,8 @@
     pipeline(graph, cluster, num_microbatches=8)     divide the layers, one stage per rank
     hybrid(graph, cluster, dp=2, tp=2, pp=2, zero=0)      all of them
 
-All take `num_microbatches`, `recompute`, `precision` and `offload` (see `make_plan`). A strategy of
-your own is a function that returns a `Plan`; `make_plan` does the common part, and
+All take `num_microbatches`, `recompute`, `precision` and `offload` (see `make_plan`). A custom
+strategy is a function that returns a `Plan`; `make_plan` does the common part, and
 `register_strategy` gives it a name for trainers and for the command line.
 
 Strategies are imported on first use: the command line lists them without importing torch.
@@ -48,7 +48,7 @@ __all__ = [
     "zero2",
 ]
 
-# The table of strategies: those of `named.py` by name, and functions that users registered.
+# The table of strategies: None for those of `named.py`, and functions that users registered.
 _STRATEGIES: dict[str, Callable[..., Plan] | None] = dict.fromkeys(
     ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline", "hybrid")
 )
@@ -60,7 +60,7 @@ def strategy_names() -> tuple[str, ...]:
 
 
 def find_strategy(name: str) -> Callable[..., Plan]:
-    """Return the strategy of a name."""
+    """Return the strategy with this name."""
     if name not in _STRATEGIES:
         raise PlanError(
             f"there is no strategy {name!r}{did_you_mean(name, strategy_names())}",
@@ -71,7 +71,7 @@ def find_strategy(name: str) -> Callable[..., Plan]:
 
 
 def register_strategy(name: str, function: Callable[..., Plan]) -> None:
-    """Let trainers and the command line find `function(graph, cluster, **options)` by a name."""
+    """Register `function(graph, cluster, **options)` for trainers and the command line."""
     if name in _STRATEGIES:
         raise PlanError(f"a strategy named {name!r} is already registered")
     _STRATEGIES[name] = function

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from pathlib import Path
+from typing import TypeVar
 
 from shardwise.cluster import Cluster, Mesh
 from shardwise.errors import InfeasiblePlan, PlanError, did_you_mean
@@ -39,6 +40,8 @@ from shardwise.sharding.factors import Facts, analyze
 from shardwise.sharding.placements import REPLICATED, Shard, format_placement
 from shardwise.shares import axes_of, num_ranks
 
+Entry = TypeVar("Entry")
+
 
 @known_options("sw.strategies.make_plan")
 def make_plan(
@@ -65,12 +68,12 @@ def make_plan(
     precision: str | Precision | None = None,
     offload: str | Sequence[str] = (),
 ) -> Plan:
-    """Make a plan for `pp` groups of `dp` x `tp` ranks; `dp` defaults to what remains.
+    """Make a plan for `pp` groups of `dp` x `tp` ranks; `dp` defaults to all remaining ranks.
 
     A step is computed in `num_microbatches`; more than one without stages is gradient
     accumulation. `schedule` is a name, a `Schedule` or its file. Each group has `virtual_stages`
     (by default 1, and 2 for "interleaved" and "zb_v"), which begin at `cuts`, places of nodes or
-    module paths, or where they are balanced. `meshes` gives each group a mesh of its own. With
+    module paths, or where they are balanced. `meshes` gives each group its own mesh. With
     `shares={"dp": (2, 1)}` the ranks along an axis take unequal parts of what it shards.
     `precision` is a name such as "bf16", `recompute` "none", "full", "selective" or module globs.
     `constraints` maps globs of parameters to a placement ("0", "replicate"), to placements by mesh
@@ -80,14 +83,10 @@ def make_plan(
         dp = max(1, cluster.num_ranks // max(1, tp * pp))
     _check_sizes(name, cluster, dp, tp, pp, meshes)
     _check_counts(name, zero, num_microbatches)
-    wanted = read_schedule(schedule)
+    schedule = read_schedule(schedule)
     groups = len(meshes) if meshes is not None else pp
-    order = _order(
-        wanted,
-        groups=groups,
-        stages=_num_stages(wanted, groups, virtual_stages),
-        num_microbatches=num_microbatches,
-    )
+    num_stages = _num_stages(schedule, groups, virtual_stages)
+    order = _order(schedule, groups, num_stages, num_microbatches)
     is_scheduled = len(order.placement) > 1 or num_microbatches > 1
     facts = analyze(graph)
     same = meshes or [_mesh(graph, facts, dp, tp, keep_one=not is_scheduled)] * groups
@@ -123,7 +122,7 @@ def _check_counts(name: str, zero: int, num_microbatches: int) -> None:
 
 
 def _completed(graph: Graph, draft: Plan, facts: Facts, zero: int) -> Plan:
-    """Return the checked draft with the layouts that its parameters have."""
+    """Return the draft, checked, with the layouts of its parameters."""
     _check_batch(graph, draft)
     _check_recompute(graph, draft)
     check_micro_batches(graph, draft)
@@ -135,7 +134,7 @@ def _completed(graph: Graph, draft: Plan, facts: Facts, zero: int) -> Plan:
 
 
 def _mesh(graph: Graph, facts: Facts, dp: int, tp: int, *, keep_one: bool) -> Mesh:
-    """Return the mesh of a group; with `keep_one` a single rank is an axis of size 1."""
+    """Return the mesh of a group; with `keep_one`, a single rank has an axis of size 1."""
     axes = [("dp", dp)] if dp > 1 or (tp == 1 and keep_one) else []
     if tp > 1:
         axes += [(f"tp{i}" if i else "tp", n) for i, n in enumerate(tensor_axes(graph, facts, tp))]
@@ -143,16 +142,16 @@ def _mesh(graph: Graph, facts: Facts, dp: int, tp: int, *, keep_one: bool) -> Me
 
 
 def _with_shares(name: str, mesh: Mesh, shares: Mapping[str, Sequence[int]]) -> Mesh:
-    """Return the mesh, with unequal shares along these axes."""
-    ranks, given = dict(mesh.axes), axes_of(shares)
-    for axis, weights in given.items():
+    """Return the mesh with unequal shares along these axes."""
+    ranks, unequal = dict(mesh.axes), axes_of(shares)
+    for axis, weights in unequal.items():
         if num_ranks(ranks.get(axis, 0)) != num_ranks(weights):
             raise InfeasiblePlan(
                 f"{name}: shares for {num_ranks(weights)} ranks along {axis}, {mesh} has "
                 f"{num_ranks(ranks.get(axis, 0))}",
                 hint=f"a weight for every rank along an axis of {mesh}, or meshes with shares",
             )
-    return Mesh(axes=tuple({**ranks, **given}.items()))
+    return Mesh(axes=tuple({**ranks, **unequal}.items()))
 
 
 def _stages(
@@ -162,11 +161,11 @@ def _stages(
     placement: tuple[int, ...],
     cuts: Sequence[str] | None,
 ) -> tuple[Stage, ...]:
-    """Return the stages, on ranks that are numbered group by group; none for a whole model."""
+    """Return the stages, on ranks that are numbered group by group; none for a single stage."""
     if cuts is not None and len(cuts) != len(placement) - 1:
         raise InfeasiblePlan(
-            f"{len(cuts)} cuts make {len(cuts) + 1} stages, asked for are {len(placement)}",
-            hint=f"{len(placement) - 1} cuts, or none to let them be balanced",
+            f"{len(cuts)} cuts make {len(cuts) + 1} stages, but the plan has {len(placement)}",
+            hint=f"{len(placement) - 1} cuts, or none for balanced stages",
         )
     if len(placement) == 1:
         return ()
@@ -187,7 +186,7 @@ def _stages(
 
 
 def _resolve(graph: Graph, plan: Plan, facts: Facts) -> dict[Stage, Resolved]:
-    """Return the whole graph on the mesh of every stage."""
+    """Resolve the full graph on the mesh of every stage."""
     by_mesh: dict[Mesh, Resolved] = {}
     for stage in plan.all_stages:
         if stage.mesh not in by_mesh:
@@ -224,7 +223,7 @@ def _sizes(sizes: Mapping[str, int], between: str = ", ") -> str:
 
 
 def _check_batch(graph: Graph, plan: Plan) -> None:
-    """Say so when there are fewer samples than shares of a batch."""
+    """Raise if there are fewer samples than parts of a batch."""
     if not plan.splits_time:
         return
     shapes = {i.name: graph.values[i.value].shape for i in graph.inputs}
@@ -256,25 +255,26 @@ def _check_recompute(graph: Graph, plan: Plan) -> None:
 
 
 def _has_one_row(resolved: Resolved) -> bool:
-    """Return whether this batch has a single row, of which larger ones may have more to cut."""
+    """Return whether this batch has a single row; larger batches may have more to shard."""
     shapes = {i.name: resolved.graph.values[i.value].shape for i in resolved.graph.inputs}
-    cuts = [(shapes[n], d) for n, d in resolved.plan.inputs.items() if d is not None]
-    return bool(cuts) and all(shape[dim] <= 1 for shape, dim in cuts)
+    rows = [shapes[name][dim] for name, dim in resolved.plan.inputs.items() if dim is not None]
+    return bool(rows) and max(rows) <= 1
 
 
 def _check_split(resolved: Resolved) -> None:
-    """Say so when there is nothing to cut on an axis that was asked for."""
+    """Raise if a mesh axis shards nothing."""
     plan = resolved.plan
     for assignment in resolved.assignments:
         if assignment.ranks == 1:
             continue
-        cut = any(isinstance(c.choice, ShardAxis) for c in assignment.nodes.values())
-        if not cut and not (plan.roles[assignment.axis] == "batch" and _has_one_row(resolved)):
-            what = "batch dim" if plan.roles[assignment.axis] == "batch" else "parameter dim"
+        is_sharded = any(isinstance(c.choice, ShardAxis) for c in assignment.nodes.values())
+        is_batch = plan.roles[assignment.axis] == "batch"
+        if not is_sharded and not (is_batch and _has_one_row(resolved)):
+            what = "batch dim" if is_batch else "parameter dim"
             raise InfeasiblePlan(
                 f"{plan.name}: no {what} of {resolved.graph.name} can be sharded over "
                 f"{assignment.axis}={assignment.ranks}",
-                hint="shardwise explain shows what each node allows; register_rule adds a rule",
+                hint="shardwise explain lists the choices of each node; register_rule adds a rule",
             )
 
 
@@ -316,7 +316,7 @@ def stages_per_group(schedule: str | Schedule | None) -> int:
 
 
 def _order(
-    schedule: str | Schedule | None, *, groups: int, stages: int, num_microbatches: int
+    schedule: str | Schedule | None, groups: int, stages: int, num_microbatches: int
 ) -> _Order:
     """Return the order of work, checked to be complete and free of deadlocks."""
     if isinstance(schedule, Schedule):
@@ -332,13 +332,13 @@ def _order(
 
 
 def _check_schedule(schedule: Schedule, groups: int, stages: int, num_microbatches: int) -> None:
-    has = (schedule.num_stages, schedule.num_groups, schedule.num_microbatches)
-    if has != (stages, groups, num_microbatches):
-        words = "{} stages on {} groups of ranks with {} micro-batches"
-        asked = words.format(stages, groups, num_microbatches)
+    own = (schedule.num_stages, schedule.num_groups, schedule.num_microbatches)
+    if own != (stages, groups, num_microbatches):
+        text = "{} stages on {} groups of ranks with {} micro-batches"
         raise InfeasiblePlan(
-            f"schedule {schedule.name!r} has {words.format(*has)}, but the plan has {asked}",
-            hint=f"pp={has[1]}, num_microbatches={has[2]}, and {has[0]} stages",
+            f"schedule {schedule.name!r} has {text.format(*own)}, but the plan has "
+            f"{text.format(stages, groups, num_microbatches)}",
+            hint=f"pp={own[1]}, num_microbatches={own[2]}, and {own[0]} stages",
         )
 
 
@@ -370,7 +370,7 @@ def batch_inputs(graph: Graph, batch_dim: int | None) -> dict[str, int | None]:
 
 
 def tensor_axes(graph: Graph, facts: Facts, tp: int) -> tuple[int, ...]:
-    """Return `tp` as one mesh axis, or as two where there are fewer key heads than ranks.
+    """Return `tp` as one mesh axis, or as two if there are fewer key heads than ranks.
 
     With 2 key heads on 4 ranks, keys are sharded over the first axis of 2 and replicated on the
     second, which shards the query heads of each group.
@@ -392,31 +392,26 @@ def parameter_entries(
 ) -> dict[str, ParameterEntry]:
     """Return the entry of every parameter, with equal entries of numbered modules as one glob.
 
-    A parameter is sharded as in the first stage that uses it; on mesh axes which that stage lacks,
+    A parameter is sharded as in the first stage that uses it; on mesh axes that this stage lacks,
     as in the next one.
     """
-    entries: dict[str, ParameterEntry] = {}
-    homes = _homes(graph, list(resolved))
-    for parameter in graph.parameters:
-        cuts: dict[str, str] = {}
-        home = homes.get(parameter.value, 0)
-        for stage in (*list(resolved)[home:], *list(resolved)[:home]):
-            for axis, cut in _layout(resolved[stage], parameter.value).items():
-                cuts.setdefault(axis, cut)
-        entries[parameter.name] = ParameterEntry(layout=cuts, zero=zero)
-    return fold_entries(entries)
-
-
-def _homes(graph: Graph, stages: list[Stage]) -> dict[str, int]:
-    """Return the first stage that uses each value."""
-    firsts = {stage.first: index for index, stage in enumerate(stages)}
-    homes: dict[str, int] = {}
+    stages = list(resolved.values())
+    firsts = {stage.first: index for index, stage in enumerate(resolved)}
+    first_use: dict[str, int] = {}  # value -> stage
     places, stage = node_keys(graph), 0
     for node in graph.nodes:
         stage = firsts.get(places[node.name], stage)
         for name in node.inputs:
-            homes.setdefault(name, stage)
-    return homes
+            first_use.setdefault(name, stage)
+    entries: dict[str, ParameterEntry] = {}
+    for parameter in graph.parameters:
+        layout: dict[str, str] = {}
+        first = first_use.get(parameter.value, 0)
+        for solved in (*stages[first:], *stages[:first]):
+            for axis, placement in _layout(solved, parameter.value).items():
+                layout.setdefault(axis, placement)
+        entries[parameter.name] = ParameterEntry(layout=layout, zero=zero)
+    return fold_entries(entries)
 
 
 def _layout(resolved: Resolved, value: str) -> dict[str, str]:
@@ -428,12 +423,12 @@ def _layout(resolved: Resolved, value: str) -> dict[str, str]:
     return placements
 
 
-def fold_entries(entries: Mapping[str, ParameterEntry]) -> dict[str, ParameterEntry]:
+def fold_entries(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """Return the entries, with equal ones of numbered modules as one glob."""
     groups: dict[str, list[str]] = {}
     for name in entries:
         groups.setdefault(block_glob(name), []).append(name)
-    folded: dict[str, ParameterEntry] = {}
+    folded: dict[str, Entry] = {}
     for glob, names in groups.items():
         first = entries[names[0]]
         if len(names) > 1 and all(entries[n] == first for n in names):
@@ -444,12 +439,12 @@ def fold_entries(entries: Mapping[str, ParameterEntry]) -> dict[str, ParameterEn
 
 
 def notes(resolved: Resolved) -> list[str]:
-    """Return notes for readers of the plan: discovered rules, operators that are not sharded."""
+    """Return notes for readers of the plan: discovered rules, and operators that no rule shards."""
     texts: dict[str, None] = {}
     for node in resolved.graph.nodes:
         rule = resolved.facts.rules[node.name]
         if rule.discovered:
             texts.setdefault(f"{node.op}: rule found by experiment ({node.origin})")
         elif rule.replicated_because and resolved.facts.calls[node.name].operands:
-            texts.setdefault(f"{node.op} is left whole: {rule.replicated_because}")
+            texts.setdefault(f"{node.op} is replicated: {rule.replicated_because}")
     return [*texts, *resolved.graph.warnings]

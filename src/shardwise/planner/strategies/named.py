@@ -1,7 +1,6 @@
 """The named strategies: data parallelism, ZeRO, tensor and pipeline parallelism, and all combined.
 
-Options that are not in a signature are those of `PlanOptions`, of which `make_plan` says what they
-mean.
+`make_plan` explains the options that a signature takes from `PlanOptions`.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ def ddp(graph: Graph, cluster: Cluster, **options: Unpack[PlanOptions]) -> Plan:
 
 @known_options("sw.strategies.zero1", make_plan)
 def zero1(graph: Graph, cluster: Cluster, **options: Unpack[PlanOptions]) -> Plan:
-    """Do as `ddp`, and shard the optimizer state."""
+    """Shard the optimizer state, in addition to `ddp`."""
     return make_plan("zero1", graph, cluster, dp=cluster.num_ranks, zero=1, **options)
 
 
 @known_options("sw.strategies.zero2", make_plan)
 def zero2(graph: Graph, cluster: Cluster, **options: Unpack[PlanOptions]) -> Plan:
-    """Do as `zero1`, and shard the gradients too."""
+    """Shard the gradients, in addition to `zero1`."""
     return make_plan("zero2", graph, cluster, dp=cluster.num_ranks, zero=2, **options)
 
 
 @known_options("sw.strategies.fsdp", make_plan)
 def fsdp(graph: Graph, cluster: Cluster, **options: Unpack[PlanOptions]) -> Plan:
-    """Do as `zero2`, and shard the parameters too, which are gathered for use block by block."""
+    """Shard the parameters, in addition to `zero2`, and gather them block by block for use."""
     return make_plan("fsdp", graph, cluster, dp=cluster.num_ranks, zero=3, **options)
 
 
 @known_options("sw.strategies.tensor", make_plan)
 def tensor(graph: Graph, cluster: Cluster, **options: Unpack[PlanOptions]) -> Plan:
-    """Shard the parameters over all ranks, and the work on them with them."""
+    """Shard the parameters, and the work on them, over all ranks."""
     return make_plan("tensor", graph, cluster, tp=cluster.num_ranks, **options)
 
 
@@ -64,7 +63,7 @@ def hybrid(
 ) -> Plan:
     """Divide layers over `pp` groups of ranks, the batch over `dp`, parameters over `tp`.
 
-    `dp` defaults to the ranks that remain for it.
+    `dp` defaults to all remaining ranks.
     """
     return make_plan("hybrid", graph, cluster, dp=dp, tp=tp, pp=pp, zero=zero, **options)
 
@@ -91,30 +90,31 @@ def pipeline(
     Each group shards the batch over its ranks and runs `virtual_stages` stages: 1, or 2 for
     "interleaved" and "zb_v". Groups have equal numbers of ranks unless `stage_ranks` gives the
     number for each, or `stage_meshes` the arrangement: `(1, 2, 1)` or
-    `(Mesh(), Mesh.of(tp=2), Mesh())`. `pp` defaults to what these, the schedule or `cuts` imply,
-    else to one group per rank; `num_microbatches` to the schedule's number, else to 8. Other
-    options are those of `make_plan`.
+    `(Mesh(), Mesh.of(tp=2), Mesh())`. `pp` defaults to the number that these, the schedule or
+    `cuts` imply, or else to one group per rank; `num_microbatches` to the schedule's number, or
+    else to 8. Other options are those of `make_plan`.
     """
-    wanted = read_schedule(schedule)
-    given = wanted if isinstance(wanted, Schedule) else None
-    per_group = virtual_stages or stages_per_group(wanted)
+    order = read_schedule(schedule)
+    listed = order if isinstance(order, Schedule) else None
+    per_group = virtual_stages or stages_per_group(order)
     if pp is None:
-        pp = _num_groups(given, per_group, cuts, stage_ranks or stage_meshes, cluster)
+        pp = _num_groups(listed, per_group, cuts, stage_ranks or stage_meshes, cluster)
     if pp < 1:
         raise InfeasiblePlan(f"pipeline: pp={pp}", hint="1 or more")
-    if given and given.num_groups != pp:
+    if listed and listed.num_groups != pp:
         raise InfeasiblePlan(
-            f"pipeline: pp={pp}, schedule {given.name!r} is for {given.num_groups} groups of ranks",
-            hint=f"pp={given.num_groups}",
+            f"pipeline: pp={pp}, schedule {listed.name!r} is for {listed.num_groups} groups of "
+            "ranks",
+            hint=f"pp={listed.num_groups}",
         )
     if num_microbatches is None:
-        num_microbatches = given.num_microbatches if given else MICROBATCHES
+        num_microbatches = listed.num_microbatches if listed else MICROBATCHES
     return make_plan(
         "pipeline",
         graph,
         cluster,
         meshes=_meshes(cluster, pp, stage_ranks, stage_meshes),
-        schedule=wanted,
+        schedule=order,
         num_microbatches=num_microbatches,
         virtual_stages=virtual_stages,
         cuts=cuts,
@@ -154,9 +154,9 @@ def _meshes(
 ) -> list[Mesh]:
     """Return the mesh of every group."""
     if stage_meshes is None and stage_ranks is None:
-        size, rest = divmod(cluster.num_ranks, groups)
-        if rest or not size:
-            even = [size + (group < rest) for group in range(groups)]
+        size, remainder = divmod(cluster.num_ranks, groups)
+        if remainder or not size:
+            even = [size + (group < remainder) for group in range(groups)]
             raise InfeasiblePlan(
                 f"pipeline: {cluster.num_ranks} ranks cannot be divided over {groups} groups of "
                 "stages",
