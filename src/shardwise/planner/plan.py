@@ -52,7 +52,7 @@ from shardwise.simulation.costs import Group
 from shardwise.simulation.estimate import Evaluator, in_parts
 from shardwise.simulation.folded_graph import FoldedGraph
 
-MAX_MIXED_RANKS = 16  # with more ranks, all nodes shard the batch alike
+MAX_MIXED_RANKS = 16  # with more ranks, all nodes shard the batch over "dp"
 TINY_GRAPH = 16  # nodes; in a larger graph equal layers have equal layouts
 ZERO_LEVELS = (0, 1, 2, 3)
 MAX_MODULE_STAGES = 16  # of a model without blocks

@@ -172,7 +172,7 @@ class WhatIf:
     """A change of the cluster or of the options, and the resulting step time.
 
     `ratio` is relative to the plan's own step; `plan` names the fastest configuration after the
-    change if that is another one.
+    change if that differs.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""Where stages begin: balanced, narrow, at places that can be, or where a person says."""
+"""Stage boundaries: balanced, narrow, at valid places, or where the user puts them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_larger_groups_get_more_work() -> None:
     assert 1.6 < work[1] / work[2] < 2.4
 
 
-def test_where_one_stage_is_longest_the_others_are_level() -> None:
+def test_if_one_stage_is_longest_the_others_are_level() -> None:
     _, batch = zoo.build("fused_gpt")
     graph = sw.capture(zoo.FusedGPT(vocab=20000, layers=8).train(), batch)
     facts = analyze(graph)
@@ -114,7 +114,7 @@ def test_statistics_stay_with_their_batch_norm() -> None:
 
 
 def chain(widths: list[int], seed: int) -> Graph:
-    """A chain of layers of different widths, some without parameters."""
+    """Return a chain of layers of different widths, some without parameters."""
     draw = random.Random(seed)
     values = {"x": TensorType((8, widths[0]), torch.float32)}
     nodes, parameters, last = [], [], "x"
@@ -160,19 +160,19 @@ def test_the_longest_stage_is_near_the_best_of_all_cuts(seed: int) -> None:
         return all(any(set(n.inputs) & owners for n in graph.nodes[a:b]) for a, b in ends)
 
     fit = [i for i in range(len(graph.nodes)) if i not in reasons]
-    every = [(0, *cuts) for cuts in itertools.combinations(fit, 2)]
-    best = min(longest(starts) for starts in every if owning(starts))
-    found = balance(graph, facts, ranks)
-    assert owning(found)
-    assert longest(found) <= best * (1 + SLACKS[-1]) * 1.0001
+    candidates = [(0, *cuts) for cuts in itertools.combinations(fit, 2)]
+    best = min(longest(starts) for starts in candidates if owning(starts))
+    starts = balance(graph, facts, ranks)
+    assert owning(starts)
+    assert longest(starts) <= best * (1 + SLACKS[-1]) * 1.0001
     crossing = crossing_bytes(graph, facts)
-    within = [s for s in every if owning(s) and longest(s) <= best * (1 + SLACKS[0])]
+    within = [s for s in candidates if owning(s) and longest(s) <= best * (1 + SLACKS[0])]
     narrowest = min(sum(crossing[i] for i in s) for s in within)
-    assert sum(crossing[i] for i in found) <= narrowest
+    assert sum(crossing[i] for i in starts) <= narrowest
 
 
 @pytest.mark.slow
-def test_ten_thousand_nodes_take_a_moment() -> None:
+def test_ten_thousand_nodes_are_balanced_quickly() -> None:
     graph = chain([16] * 10_000, 0)
     facts = analyze(graph)
     starts: list[int] = []
@@ -181,19 +181,19 @@ def test_ten_thousand_nodes_take_a_moment() -> None:
     assert max(work) < 1.05 * sum(work) / 16
 
 
-def test_least_values_of_ranges() -> None:
+def test_minima_of_ranges() -> None:
     draw = np.random.default_rng(0)
     values = draw.integers(0, 5, (3, 37)).astype(np.float64)
     first, last = draw.integers(0, 37, (3, 37)), draw.integers(0, 37, 37)
-    places, least = _Ranges(first, last).find(values)
+    places, minima = _Ranges(first, last).find(values)
     for row, at in np.ndindex(3, 37):
         inside = values[row, first[row, at] : last[at] + 1]
-        assert least[row, at] == inside.min(initial=np.inf)
+        assert minima[row, at] == inside.min(initial=np.inf)
         assert not inside.size or places[row, at] == first[row, at] + inside.argmin()
 
 
 @pytest.mark.parametrize("speeds", [[1.0] * 7, [1.0, 2.0, 0.5, 1.0]])
-def test_min_bound_is_that_of_trying_every_halving(speeds: list[float]) -> None:
+def test_min_bound_equals_plain_bisection(speeds: list[float]) -> None:
     draw = np.random.default_rng(1)
     for count in (9, 40, 121):
         work = np.tile(draw.random(9), 14)[:count]
@@ -209,7 +209,7 @@ def test_min_bound_is_that_of_trying_every_halving(speeds: list[float]) -> None:
 # ---------------------------------------------------------------- work and bytes
 
 
-def test_work_counts_what_is_multiplied() -> None:
+def test_work_counts_multiply_adds() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -226,13 +226,13 @@ def test_work_counts_what_is_multiplied() -> None:
     work = dict(zip(node_keys(graph).values(), node_work(graph, analyze(graph)), strict=True))
     assert work["conv.conv1d_0"] == 3 * (2 * 100 * 64 * 64 * 3)
     assert work["out.linear_0"] == 3 * (2 * 100 * 64 * 64)
-    # queries, keys and values are one value here: one gradient
+    # Queries, keys and values are one value here, with one gradient.
     assert work["scaled_dot_product_attention_0"] == 2 * (2 * 102 * 102 * (64 + 64))
     rows, ids = 2 * 102 * 64 * 4, 2 * 102 * 8
     assert work["table.embedding_0"] == 2 * 2.0 * (rows + ids), "rows, not the table"
 
 
-def test_bytes_that_cross() -> None:
+def test_crossing_bytes_count_values_and_gradients() -> None:
     graph, facts = captured("unet")
     crossing = dict(zip(node_keys(graph).values(), crossing_bytes(graph, facts), strict=True))
     skip = 4 * 8 * 16 * 16 * 8
@@ -242,7 +242,7 @@ def test_bytes_that_cross() -> None:
     assert crossing["mid.conv2d_0"] == 2 * (skip + deep)
 
 
-# ---------------------------------------------------------------- places of a person
+# ---------------------------------------------------------------- boundaries set by the user
 
 
 def test_cuts_are_places_or_modules() -> None:
@@ -268,13 +268,13 @@ def test_cuts_are_places_or_modules() -> None:
         (["tok"], "none of its 1 nodes can be the first (it is the first node of the model)"),
     ],
 )
-def test_cuts_that_cannot_be(cuts: list[str], message: str) -> None:
+def test_invalid_cuts_are_refused(cuts: list[str], message: str) -> None:
     with pytest.raises(PlanError) as caught:
         find_places(gpt()[0], cuts)
     assert message in str(caught.value)
 
 
-def test_a_random_node_is_no_place() -> None:
+def test_no_stage_begins_at_a_random_node() -> None:
     graph, _ = captured("gpt2", 0.1)
     drops = [k for k in node_keys(graph).values() if k.endswith("dropout_0")]
     with pytest.raises(PlanError, match="it draws random numbers"):

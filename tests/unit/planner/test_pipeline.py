@@ -1,4 +1,4 @@
-"""Pipeline plans: sizes, schedules, files, and what the step's program makes of them."""
+"""Pipeline plans: sizes, schedules, files, and the programs that are built from them."""
 
 from __future__ import annotations
 
@@ -73,15 +73,15 @@ def test_stages_with_data_and_tensor_parallel_ranks(name: str) -> None:
     build_pipeline(graph(name), plan)
 
 
-def test_hybrid_of_three() -> None:
+def test_hybrid_combines_three_axes() -> None:
     plan = hybrid("fused_gpt", 8, dp=2, tp=2, pp=2, zero=1, num_microbatches=2)
     assert plan.mesh == Mesh.of(dp=2, tp=2)
     assert [s.ranks for s in plan.stages] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert plan.roles == {"dp": "batch", "tp": "parameters"}
     assert plan.schedule == "1f1b"
     assert plan.entry("blocks.1.qkv.weight").layout == {"tp": "0:3x[4]x16"}
-    whole = sw.strategies.hybrid(graph("fused_gpt"), sw.Cluster.local(4), dp=2, tp=2, zero=1)
-    assert plan.parameters == whole.parameters
+    unstaged = sw.strategies.hybrid(graph("fused_gpt"), sw.Cluster.local(4), dp=2, tp=2, zero=1)
+    assert plan.parameters == unstaged.parameters
     built = build_pipeline(graph("fused_gpt"), plan)
     assert built.tied == {"tok.weight": (0, 1)}
 
@@ -89,10 +89,10 @@ def test_hybrid_of_three() -> None:
 def test_ranks_are_divided_over_the_stages() -> None:
     plan = pipeline("fused_gpt", 8, pp=4, num_microbatches=2)
     assert [s.ranks for s in plan.stages] == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    alone = pipeline("fused_gpt", 2, pp=2, num_microbatches=2)
-    assert alone.mesh == Mesh()
-    assert alone.roles == {}
-    assert alone.inputs == {"input_ids": 0, "labels": 0}
+    two_ranks = pipeline("fused_gpt", 2, pp=2, num_microbatches=2)
+    assert two_ranks.mesh == Mesh()
+    assert two_ranks.roles == {}
+    assert two_ranks.inputs == {"input_ids": 0, "labels": 0}
     assert pipeline("fused_gpt", 2, pp=2, num_microbatches=1).inputs == {}
 
 
@@ -117,7 +117,7 @@ def test_virtual_stages_are_where_the_schedule_runs_them() -> None:
     assert len(plan.stages) == 4
 
 
-def test_stages_of_unequal_size() -> None:
+def test_stages_may_have_unequal_ranks() -> None:
     plan = pipeline("fused_gpt", 4, stage_ranks=(1, 2, 1), num_microbatches=2)
     assert [s.ranks for s in plan.stages] == [(0,), (1, 2), (3,)]
     assert [s.mesh for s in plan.stages] == [Mesh(), Mesh.of(dp=2), Mesh()]
@@ -142,7 +142,7 @@ def test_accumulation_is_a_pipeline_of_one_stage() -> None:
         build_pipeline(graph("fused_gpt"), plan)
 
 
-def test_execution_fields() -> None:
+def test_execution_options_are_stored_and_shown() -> None:
     plan = pipeline(
         "fused_gpt",
         2,
@@ -176,33 +176,33 @@ def test_execution_fields() -> None:
 # ---------------------------------------------------------------- schedules
 
 
-def test_a_schedule_as_a_value_or_a_file(tmp_path: Path) -> None:
-    made = make("gpipe", num_groups=2, num_microbatches=4)
-    made.save(tmp_path / "mine.txt")
-    plan = pipeline("fused_gpt", 2, schedule=made)
-    assert plan.schedule == tuple(tuple(map(str, row)) for row in made.actions)
+def test_a_schedule_may_be_a_value_or_a_file(tmp_path: Path) -> None:
+    schedule = make("gpipe", num_groups=2, num_microbatches=4)
+    schedule.save(tmp_path / "schedule.txt")
+    plan = pipeline("fused_gpt", 2, schedule=schedule)
+    assert plan.schedule == tuple(tuple(map(str, row)) for row in schedule.actions)
     assert (len(plan.stages), plan.num_microbatches) == (2, 4)
-    assert pipeline("fused_gpt", 2, schedule=str(tmp_path / "mine.txt")) == plan
-    assert hybrid("fused_gpt", 2, pp=2, num_microbatches=4, schedule=made).stages == plan.stages
+    assert pipeline("fused_gpt", 2, schedule=str(tmp_path / "schedule.txt")) == plan
+    assert hybrid("fused_gpt", 2, pp=2, num_microbatches=4, schedule=schedule).stages == plan.stages
     assert "schedule of 16 listed actions on 2 groups, 4 micro-batches" in str(plan)
-    assert build_pipeline(graph("fused_gpt"), plan).schedule.actions == made.actions
+    assert build_pipeline(graph("fused_gpt"), plan).schedule.actions == schedule.actions
 
 
 def test_groups_of_a_file_are_numbered_by_their_first_stage(tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_text("1F0, 1B0, 1F1, 1B1\n0F0, 0F1, 0B0, 0B1\n")
-    plan = pipeline("fused_gpt", 2, schedule=tmp_path / "mine.txt")
+    (tmp_path / "schedule.txt").write_text("1F0, 1B0, 1F1, 1B1\n0F0, 0F1, 0B0, 0B1\n")
+    plan = pipeline("fused_gpt", 2, schedule=tmp_path / "schedule.txt")
     assert plan.schedule == (("0F0", "0F1", "0B0", "0B1"), ("1F0", "1B0", "1F1", "1B1"))
     build_pipeline(graph("fused_gpt"), plan)
 
 
-def test_schedules_that_do_not_fit(tmp_path: Path) -> None:
-    made = make("1f1b", num_groups=2, num_microbatches=4)
+def test_schedules_for_other_sizes_are_refused(tmp_path: Path) -> None:
+    schedule = make("1f1b", num_groups=2, num_microbatches=4)
     with pytest.raises(InfeasiblePlan, match=r"2 stages on 2 groups .* 4 micro-batches.* 2 micro"):
-        pipeline("fused_gpt", 2, pp=2, num_microbatches=2, schedule=made)
+        pipeline("fused_gpt", 2, pp=2, num_microbatches=2, schedule=schedule)
     with pytest.raises(InfeasiblePlan, match="pp=4, schedule '1f1b' is for 2"):
-        pipeline("fused_gpt", 4, pp=4, num_microbatches=4, schedule=made)
+        pipeline("fused_gpt", 4, pp=4, num_microbatches=4, schedule=schedule)
     with pytest.raises(InfeasiblePlan, match="2 stages on 1 groups"):
-        hybrid("fused_gpt", 2, dp=2, num_microbatches=4, schedule=made)
+        hybrid("fused_gpt", 2, dp=2, num_microbatches=4, schedule=schedule)
     with pytest.raises(ScheduleError, match=r"'1fb1'.*'1f1b'"):
         pipeline("fused_gpt", 2, pp=2, schedule="1fb1")
     with pytest.raises(ScheduleError, match=r"none\.txt"):
@@ -237,7 +237,7 @@ def test_schedules_that_do_not_fit(tmp_path: Path) -> None:
         (2, {"pp": 2, "cuts": ["blocks.0", "blocks.1"]}, "2 cuts make 3 stages", "1 cuts"),
     ],
 )
-def test_sizes_that_do_not_fit(
+def test_impossible_sizes_are_refused(
     ranks: int, options: dict[str, Any], message: str, hint: str
 ) -> None:
     with pytest.raises(InfeasiblePlan) as caught:
@@ -246,14 +246,14 @@ def test_sizes_that_do_not_fit(
     assert hint in str(caught.value)
 
 
-def test_hybrid_sizes_that_do_not_fit() -> None:
+def test_impossible_hybrid_sizes_are_refused() -> None:
     with pytest.raises(InfeasiblePlan, match="dp=2 x tp=2 x pp=2 = 8 ranks, the cluster has 4"):
         hybrid("fused_gpt", 4, dp=2, tp=2, pp=2)
     with pytest.raises(InfeasiblePlan, match="pp=0 need at least one rank"):
         hybrid("fused_gpt", 4, dp=2, tp=2, pp=0)
 
 
-def test_more_stages_than_places() -> None:
+def test_more_stages_than_nodes_are_refused() -> None:
     class Short(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -268,7 +268,7 @@ def test_more_stages_than_places() -> None:
     assert "2 stages or fewer" in str(caught.value)
 
 
-def test_samples_that_micro_batches_couple() -> None:
+def test_coupled_samples_cannot_be_split_into_micro_batches() -> None:
     plan = pipeline("resnet", 2, pp=2, num_microbatches=2, per_microbatch=True)
     build_pipeline(graph("resnet"), plan)
     with pytest.raises(InfeasiblePlan, match="couples the samples"):
@@ -277,8 +277,12 @@ def test_samples_that_micro_batches_couple() -> None:
 
 def test_constraints_are_entries_of_the_plan() -> None:
     entry = ParameterEntry(layout={"tp": "0"}, zero=1)
-    given = {"tok.*": "replicate", "blocks.0.up.*": {"tp": "replicate"}, "blocks.1.up.*": entry}
-    plan = hybrid("fused_gpt", 2, dp=1, tp=2, constraints=given)
+    constraints = {
+        "tok.*": "replicate",
+        "blocks.0.up.*": {"tp": "replicate"},
+        "blocks.1.up.*": entry,
+    }
+    plan = hybrid("fused_gpt", 2, dp=1, tp=2, constraints=constraints)
     assert (
         plan.entry("tok.weight").layout
         == plan.entry("blocks.0.up.bias").layout

@@ -1,4 +1,4 @@
-"""Stages, schedules and number types in plan files: what is read back, and errors in them."""
+"""Stages, schedules and dtypes in plan files: round trips, and errors in edited files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.plans import TIME, ParameterEntry, Plan, Precision, Stage
 
 
 def plan(**changes: Any) -> Plan:
-    """Four ranks in two stages, with everything a plan can say of time."""
+    """Return a plan of four ranks in two stages, with all options of execution."""
     mesh = Mesh.of(dp=2)
     fields: dict[str, Any] = {
         "name": "pipeline",
@@ -55,13 +55,13 @@ def read_back(original: Plan) -> Plan:
         {"precision": Precision(loss_scale="1024")},
     ],
 )
-def test_json_keeps_every_field(changes: dict[str, Any]) -> None:
+def test_every_field_survives_a_json_round_trip(changes: dict[str, Any]) -> None:
     assert read_back(plan(**changes)) == plan(**changes)
 
 
 @st.composite
 def staged(draw: Any) -> Plan:
-    """Groups of different meshes, on ranks in any order, some with several stages."""
+    """Draw groups of different meshes, on ranks in any order, some with several stages."""
     axes = {"dp": "batch", "tp": "parameters"}
     sizes = st.dictionaries(st.sampled_from(list(axes)), st.integers(2, 3))
     meshes = [Mesh(axes=tuple(draw(sizes).items())) for _ in range(draw(st.integers(1, 4)))]
@@ -87,7 +87,7 @@ def staged(draw: Any) -> Plan:
 
 
 @given(staged())
-def test_json_keeps_all_stages(original: Plan) -> None:
+def test_stages_survive_a_json_round_trip(original: Plan) -> None:
     again = read_back(original)
     assert again == original
     assert again.num_ranks == sum(
@@ -133,7 +133,7 @@ def test_ranks_are_read_back(ranks: list[int]) -> None:
         (("roles", "dp"), "time", "the axis of micro-batches is 'mb'"),
     ],
 )
-def test_a_mistake_in_a_file_is_named(path: tuple[Any, ...], value: Any, message: str) -> None:
+def test_an_error_names_the_invalid_field(path: tuple[Any, ...], value: Any, message: str) -> None:
     data = copy.deepcopy(plan().to_json())
     place: Any = data
     for key in path[:-1]:
@@ -145,19 +145,19 @@ def test_a_mistake_in_a_file_is_named(path: tuple[Any, ...], value: Any, message
     assert "my.json" in str(caught.value)
 
 
-def test_the_plan_of_one_stage() -> None:
-    whole = plan(stages=(*plan().stages[:1], Stage(first="b.add_0", ranks=(2,), mesh=Mesh())))
-    second = whole.for_stage(1)
+def test_the_plan_of_a_single_stage() -> None:
+    full = plan(stages=(*plan().stages[:1], Stage(first="b.add_0", ranks=(2,), mesh=Mesh())))
+    second = full.for_stage(1)
     assert second.mesh == Mesh(axes=((TIME, 4),))
     assert second.roles == {TIME: "time"}
     assert not second.is_scheduled
-    assert whole.for_stage(0).mesh == Mesh(axes=((TIME, 4), ("dp", 2)))
-    apart = whole.with_(per_microbatch=True)
-    assert not apart.splits_time
-    assert apart.for_stage(1).mesh == Mesh()
+    assert full.for_stage(0).mesh == Mesh(axes=((TIME, 4), ("dp", 2)))
+    separate = full.with_(per_microbatch=True)
+    assert not separate.splits_time
+    assert separate.for_stage(1).mesh == Mesh()
 
 
-def test_names_of_precisions() -> None:
+def test_precisions_have_names() -> None:
     assert Precision.of(None) == Precision.of("") == Precision()
     assert Precision.of("fp16").loss_scale == "dynamic"
     assert Precision.of(Precision.of("bf16")) == Precision.of("bf16")
@@ -165,7 +165,7 @@ def test_names_of_precisions() -> None:
         Precision.of("bf61")
 
 
-def test_text_names_stages_and_their_work() -> None:
+def test_text_lists_stages_and_execution_options() -> None:
     lines = str(plan()).splitlines()
     assert lines == [
         "Plan pipeline for Net on 2 stages of 4 ranks",
@@ -185,7 +185,7 @@ def test_text_names_stages_and_their_work() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a", "-1", "3-0", "0-4/0", "²", "0-99999999999", "0-2000000"])
-def test_ranks_that_no_cluster_has_are_refused(text: str) -> None:
+def test_invalid_ranges_of_ranks_are_refused(text: str) -> None:
     with pytest.raises(PlanError, match="are not ranges"):
         parse_ranks(text, "here")
     row = {"operation": "all_reduce", "groups": [text], "uses": "library"}

@@ -1,4 +1,4 @@
-"""Plans as files: what is read back, and what a mistake in one is answered with."""
+"""Plan files: reading back what was written, and errors in edited files."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def plans(draw: Any) -> Plan:
 
 
 @given(plans())
-def test_json_keeps_every_plan(plan: Plan) -> None:
+def test_plans_survive_a_json_round_trip(plan: Plan) -> None:
     text = json.dumps(plan.to_json())
     again = Plan.from_json(json.loads(text))
     assert again == plan
@@ -87,7 +87,7 @@ def test_json_keeps_every_plan(plan: Plan) -> None:
     assert list(again.parameters) == list(plan.parameters), "later entries win: order matters"
 
 
-def test_files(plan: Plan, tmp_path: Path) -> None:
+def test_plan_files_are_saved_and_loaded(plan: Plan, tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
     with pytest.raises(PlanError, match="there is no plan file"):
@@ -133,7 +133,7 @@ def edited(plan: Plan, *path: str, value: Any) -> dict[str, Any]:
         (("notes",), [3], "notes"),
     ],
 )
-def test_a_mistake_in_a_file_is_named(
+def test_an_error_names_the_invalid_field(
     plan: Plan, path: tuple[str, ...], value: Any, message: str
 ) -> None:
     data = edited(plan, *path, value=value)
@@ -159,12 +159,12 @@ def test_a_plan_for_another_model_is_refused(plan: Plan) -> None:
         sw.verify(Net(hidden=8), batch(), plan)
 
 
-def test_a_plan_survives_another_batch_size(plan: Plan) -> None:
+def test_a_plan_is_valid_for_another_batch_size(plan: Plan) -> None:
     other = sw.capture(Net(), {"x": torch.ones(3, 4)})
     sw.compile(other, plan)
 
 
-def test_names_that_match_nothing(graph: sw.Graph, plan: Plan) -> None:
+def test_names_without_a_match_are_refused(graph: sw.Graph, plan: Plan) -> None:
     for changes, message in (
         ({"parameters": {"layer.0.weight": ParameterEntry()}}, "did you mean 'layers.0.weight'"),
         ({"inputs": {"y": 0}}, "input 'y'"),
@@ -175,7 +175,7 @@ def test_names_that_match_nothing(graph: sw.Graph, plan: Plan) -> None:
         assert message in str(caught.value)
 
 
-def test_a_choice_that_the_rule_does_not_allow(graph: sw.Graph, plan: Plan) -> None:
+def test_a_choice_that_the_rule_forbids_is_refused(graph: sw.Graph, plan: Plan) -> None:
     (first, *_) = [n for n in graph.nodes if n.op.startswith("aten.linear")]
     with pytest.raises(PlanError) as caught:
         resolve(graph, plan.with_(nodes={first.name: {"tp": "shard q"}}))
@@ -186,7 +186,7 @@ def test_a_choice_that_the_rule_does_not_allow(graph: sw.Graph, plan: Plan) -> N
 
 
 @pytest.mark.parametrize(
-    ("cut", "message"),
+    ("placement", "message"),
     [
         ("2", "names dim 2 of a tensor of shape (6, 4)"),
         ("x", "is not understood"),
@@ -194,10 +194,10 @@ def test_a_choice_that_the_rule_does_not_allow(graph: sw.Graph, plan: Plan) -> N
         ("0:2x[3", "is not understood"),
     ],
 )
-def test_a_layout_that_does_not_fit_names_the_parameter(
-    graph: sw.Graph, plan: Plan, cut: str, message: str
+def test_an_invalid_placement_names_the_parameter(
+    graph: sw.Graph, plan: Plan, placement: str, message: str
 ) -> None:
-    entry = {"layers.0.weight": ParameterEntry(layout={"tp": cut})}
+    entry = {"layers.0.weight": ParameterEntry(layout={"tp": placement})}
     with pytest.raises(PlanError) as caught:
         resolve(graph, plan.with_(parameters=entry))
     assert "layers.0.weight" in str(caught.value)
@@ -217,8 +217,10 @@ def test_later_globs_win_field_by_field(graph: sw.Graph, plan: Plan) -> None:
     assert plan.with_(parameters=swapped).entry("layers.0.bias").layout == {"tp": "replicate"}
     resolved = resolve(graph, plan)
     values = {p.name: p.value for p in graph.parameters}
-    cut = {n: isinstance(resolved.parameter_layout(v)["tp"], Shard) for n, v in values.items()}
-    assert cut == {
+    is_sharded = {
+        n: isinstance(resolved.parameter_layout(v)["tp"], Shard) for n, v in values.items()
+    }
+    assert is_sharded == {
         "layers.0.weight": True,
         "layers.0.bias": True,
         "layers.1.weight": False,

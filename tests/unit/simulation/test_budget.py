@@ -1,4 +1,4 @@
-"""What a plan may take of a device, and of its host."""
+"""The memory of a device and of its host that a plan may use."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def device(**changes: Any) -> Device:
     return replace(Cluster.preset("h200").device(0), **changes)
 
 
-def test_communicators_and_the_allocator_take_their_part() -> None:
-    alone, three = Budget.of(device()), Budget.of(device(), communicators=3)
+def test_communicators_and_the_allocator_reserve_memory() -> None:
+    single, three = Budget.of(device()), Budget.of(device(), communicators=3)
     free = device().usable_bytes - WORKSPACE_BYTES
-    assert alone.taken(alone.limit_bytes) == pytest.approx(free)
-    assert three.taken(alone.limit_bytes) - three.taken(three.limit_bytes) == pytest.approx(
+    assert single.taken(single.limit_bytes) == pytest.approx(free)
+    assert three.taken(single.limit_bytes) - three.taken(three.limit_bytes) == pytest.approx(
         2 * COMMUNICATOR_BYTES
     )
-    assert alone.taken(0) == ALLOCATOR_BYTES
-    for budget in (alone, three):
+    assert single.taken(0) == ALLOCATOR_BYTES
+    for budget in (single, three):
         assert sum(budget.others().values()) + budget.limit_bytes == pytest.approx(
             device().memory_bytes
         )
 
 
-def test_a_processor_gives_all_that_is_free() -> None:
+def test_a_cpu_offers_all_usable_memory() -> None:
     cpu = Cluster.local(1).device(0)
     assert Budget.of(cpu, communicators=4).limit_bytes == cpu.usable_bytes
 
@@ -57,22 +57,22 @@ def estimate(**options: Any) -> Estimate:
     return sw.simulate(graph, plan, cluster)
 
 
-def test_groups_that_talk_are_counted() -> None:
-    """Along dp, along tp, with all ranks, and with the other stage: three more than one."""
+def test_communicators_are_counted() -> None:
+    """There are three more than one: along dp, along tp, with all ranks, with the other stage."""
     for use in estimate().memory:
         assert use.others["communicators"] == 3 * COMMUNICATOR_BYTES
         assert use.limit_bytes == pytest.approx(Budget.of(device(), 4).limit_bytes)
 
 
-def test_what_is_offloaded_is_in_host_memory() -> None:
+def test_offloaded_tensors_are_in_host_memory() -> None:
     plain = estimate(zero=3).memory[0]
-    moved = estimate(zero=3, offload="optimizer").memory[0]
+    optimizer = estimate(zero=3, offload="optimizer").memory[0]
     assert plain.host_bytes == 0
-    assert moved.parts["optimizer"] == 0
-    assert moved.host_bytes == pytest.approx(2 * plain.parts["optimizer"])
-    kept = estimate(zero=3, offload="activations").memory[0]
-    assert kept.parts["optimizer"] == plain.parts["optimizer"]
-    assert kept.host_bytes > 0
+    assert optimizer.parts["optimizer"] == 0
+    assert optimizer.host_bytes == pytest.approx(2 * plain.parts["optimizer"])
+    activations = estimate(zero=3, offload="activations").memory[0]
+    assert activations.parts["optimizer"] == plain.parts["optimizer"]
+    assert activations.host_bytes > 0
 
 
 def test_host_memory_is_a_limit() -> None:

@@ -1,4 +1,4 @@
-"""Memory worked out from lives of values is that of the program that runs."""
+"""Memory computed from the liveness of values equals that of the running program."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ PLANS: list[tuple[str, int, dict[str, Any]]] = [
 @cache
 def model() -> tuple[Any, Any, sw.Graph]:
     with torch.device("meta"):
-        found = GPT(layers=4, width=64, heads=2, length=64, vocab=512)
+        module = GPT(layers=4, width=64, heads=2, length=64, vocab=512)
     batch = tokens(8, 64, 512)
-    return found, batch, sw.capture(found, batch)
+    return module, batch, sw.capture(module, batch)
 
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "options"),
     thinned(PLANS, lambda _, plan: plan[0] == "fsdp"),
 )
-def test_the_peak_is_that_of_the_program(
+def test_predicted_peak_matches_the_program(
     strategy: str, ranks: int, options: dict[str, Any]
 ) -> None:
     module, batch, graph = model()
@@ -43,21 +43,21 @@ def test_the_peak_is_that_of_the_program(
     plan = getattr(sw.strategies, strategy)(graph, cluster, **options)
     graph = sw.capture(module, batch, plan=plan)
     use = sw.simulate(graph, plan, cluster).memory[-1]
-    truth = sw.compile(graph, plan).memory(plan.groups[-1][0])
-    assert use.peak_bytes == pytest.approx(truth.peak_bytes, rel=0.05)
+    actual = sw.compile(graph, plan).memory(plan.groups[-1][0])
+    assert use.peak_bytes == pytest.approx(actual.peak_bytes, rel=0.05)
     assert sum(use.parts.values()) == pytest.approx(use.peak_bytes)
-    assert use.parts["optimizer"] == pytest.approx(truth.parts["optimizer"], rel=0.01)
+    assert use.parts["optimizer"] == pytest.approx(actual.parts["optimizer"], rel=0.01)
 
 
 def chain(uses_of_first: int) -> Liveness:
-    """x -> a -> … -> z, with x added to the last: its gradient waits for the whole chain."""
+    """Return x -> a -> … -> z, with x added at the end: its gradient lives for the entire chain."""
     names = ["x", *(f"v{i}" for i in range(uses_of_first)), "z"]
     moments = [Moment(node=0, operands=(), results=(("x", "x"),))]
-    for i, (given, made) in enumerate(itertools.pairwise(names[:-1]), start=1):
+    for i, (operand, result) in enumerate(itertools.pairwise(names[:-1]), start=1):
         moments.append(
             Moment(
-                node=i, operands=(given,), results=((made, made),), saves=frozenset({given}),
-                made_bytes=10.0, gradients=((given, 10.0),),
+                node=i, operands=(operand,), results=((result, result),),
+                saves=frozenset({operand}), made_bytes=10.0, gradients=((operand, 10.0),),
             )
         )  # fmt: skip
     end = len(moments)
@@ -73,40 +73,40 @@ def chain(uses_of_first: int) -> Liveness:
 
 
 def test_gradients_share_memory_and_are_added_in_place() -> None:
-    found = chain(3).arrays()
-    assert found["gradients"].tolist() == [10.0, 20.0, 20.0, 10.0, 10.0]
-    assert found["backward_extra"].max() == 10.0
-    assert found["freed"].sum() == found["saved"].sum() == 30.0
+    arrays = chain(3).arrays()
+    assert arrays["gradients"].tolist() == [10.0, 20.0, 20.0, 10.0, 10.0]
+    assert arrays["backward_extra"].max() == 10.0
+    assert arrays["freed"].sum() == arrays["saved"].sum() == 30.0
 
 
-def test_what_many_blocks_use_is_kept_once_and_where_it_is_made() -> None:
+def test_values_of_many_blocks_are_saved_once_where_they_are_made() -> None:
     moments = [Moment(node=0, operands=(), results=(("mask", "mask"),))]
     moments += [
         Moment(node=i, operands=("mask",), results=((f"y{i}", f"y{i}"),), saves=frozenset({"mask"}))
         for i in (1, 2)
     ]
     sizes = {"mask": 8.0, "y1": 1.0, "y2": 1.0}
-    found = Liveness(moments, ["", "layers.0", "layers.1"], sizes, frozenset()).arrays()
+    arrays = Liveness(moments, ["", "layers.0", "layers.1"], sizes, frozenset()).arrays()
     for mode in ("", "_full", "_selective"):
-        assert found["freed" + mode].tolist() == [8.0, 0.0, 0.0]
-    assert found["shared"].tolist() == [0.0, 8.0, 8.0]
+        assert arrays["freed" + mode].tolist() == [8.0, 0.0, 0.0]
+    assert arrays["shared"].tolist() == [0.0, 8.0, 8.0]
 
 
-def test_what_comes_from_another_block_counts_where_it_enters() -> None:
-    """Layers that are folded into one have the node that a value enters, not all that make it."""
+def test_values_from_another_block_count_where_they_enter() -> None:
+    """A folded layer has the node that a value enters, but not all nodes that make it."""
     moments = [
         Moment(node=0, operands=(), results=(("x", "x"),)),
         Moment(node=1, operands=("x",), results=(("y", "y"),), saves=frozenset({"x"})),
         Moment(node=2, operands=("y",), results=(("z", "z"),)),
     ]
     sizes = dict.fromkeys("xyz", 8.0)
-    found = Liveness(moments, ["layers.0", "layers.1", ""], sizes, frozenset("xyz")).arrays()
+    arrays = Liveness(moments, ["layers.0", "layers.1", ""], sizes, frozenset("xyz")).arrays()
     for mode in ("", "_full", "_selective"):
-        assert found["saved" + mode].tolist() == found["freed" + mode].tolist() == [0.0, 8.0, 0.0]
-        assert found["entering" + mode].tolist() == [0.0, 8.0, 0.0]
+        assert arrays["saved" + mode].tolist() == arrays["freed" + mode].tolist() == [0.0, 8.0, 0.0]
+        assert arrays["entering" + mode].tolist() == [0.0, 8.0, 0.0]
 
 
-def test_what_a_model_gives_back_is_there_to_the_end_of_forward() -> None:
+def test_outputs_of_the_model_live_to_the_end_of_forward() -> None:
     moments = [
         Moment(node=0, operands=(), results=(("scores", "scores"),)),
         Moment(node=1, operands=("scores",), results=(("wide", "wide"),)),

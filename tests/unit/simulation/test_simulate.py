@@ -1,4 +1,4 @@
-"""A simulated step: folds, equal figures however they are asked for, what changes them."""
+"""Simulated steps: folding, causes of time, memory, and the effect of the cluster."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def deep(layers: int, rows: int = 32) -> sw.Graph:
     return sw.capture(model, batch)
 
 
-def whole(graph: sw.Graph, fold: FoldedGraph, cluster: sw.Cluster) -> sw.types.Estimate:
-    """One rank that runs the whole model."""
+def on_one_rank(fold: FoldedGraph, cluster: sw.Cluster) -> sw.types.Estimate:
+    """Simulate one rank that runs the full model."""
     plan = sw.strategies.ddp(fold.graph, sw.Cluster.local(1))
     facts = analyze(fold.graph)
     workloads = WorkloadModel(
@@ -61,18 +61,18 @@ def whole(graph: sw.Graph, fold: FoldedGraph, cluster: sw.Cluster) -> sw.types.E
     return Evaluator(fold, cluster).estimate(workloads, execution)
 
 
-def test_a_few_layers_stand_for_many() -> None:
+def test_a_few_layers_represent_many() -> None:
     cluster = sw.Cluster.preset("h100", nodes=1, devices_per_node=1)
     full, few = deep(9), deep(2)
     fold = FoldedGraph.of(full)
     assert len(fold.graph.nodes) < len(full.nodes) == fold.size
     assert fold.copies.sum() == fold.size
-    a, b = whole(full, fold, cluster), whole(few, FoldedGraph.repeated(few, 9), cluster)
+    a, b = on_one_rank(fold, cluster), on_one_rank(FoldedGraph.repeated(few, 9), cluster)
     assert a.step_time_s == pytest.approx(b.step_time_s, rel=1e-9)
     assert a.peak.peak_bytes == pytest.approx(b.peak.peak_bytes, rel=0.01)
     unfolded = FoldedGraph.of(full, keep=[node.name for node in full.nodes])
     assert len(unfolded.graph.nodes) == len(full.nodes)
-    c = whole(full, unfolded, cluster)
+    c = on_one_rank(unfolded, cluster)
     assert a.step_time_s == pytest.approx(c.step_time_s, rel=1e-9)
     assert a.peak.peak_bytes == pytest.approx(c.peak.peak_bytes, rel=0.01)
 
@@ -108,7 +108,7 @@ def test_half_the_speed_takes_at_least_as_long() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
-def test_a_step_is_what_its_causes_are(schedule: str) -> None:
+def test_causes_add_up_to_the_step(schedule: str) -> None:
     graph = deep(6, rows=64)
     cluster = sw.Cluster.preset("h100", nodes=2, devices_per_node=2)
     plan = sw.strategies.hybrid(
@@ -125,7 +125,7 @@ def test_a_step_is_what_its_causes_are(schedule: str) -> None:
     assert isinstance(events, list)
     assert len(events) >= len(timeline.spans)
     sent = [e for e in events if e.get("cat") == "send"]
-    assert len(sent) == 2 * 4  # of every micro-batch, in both directions
+    assert len(sent) == 2 * 4  # for every micro-batch, in both directions
     inside = sum(e["dur"] for e in events if e.get("tid") == 2 and e["ph"] == "X")
     assert inside * 1e-6 == pytest.approx(float((timeline.waits + timeline.collectives).sum()))
     assert all(use.fits for use in estimate.memory)
@@ -154,29 +154,29 @@ def tied(ties: bool) -> sw.Graph:
         return sw.capture(Tied(ties), {"x": ids, "y": ids})
 
 
-def test_stages_send_each_other_what_they_share() -> None:
+def test_stages_exchange_tied_parameters() -> None:
     cluster = sw.Cluster.preset("h100", nodes=2, devices_per_node=2, nic_gbit_per_s=10)
     steps = {}
     for ties in (True, False):
         graph = tied(ties)
         plan = sw.strategies.hybrid(graph, cluster, dp=2, pp=2, num_microbatches=4)
         steps[ties] = sw.simulate(graph, plan, cluster)
-    alone = 50_000 * 256 * 4 / 1.25e9  # seconds of one rank's copy, with the network for itself
+    transfer_s = 50_000 * 256 * 4 / 1.25e9  # of one rank's copy, on an idle network
     causes, free = steps[True].timeline.causes, steps[False].timeline.causes
-    assert causes["gradients"] - free["gradients"] > alone
-    assert causes["update"] - free["update"] > alone
+    assert causes["gradients"] - free["gradients"] > transfer_s
+    assert causes["update"] - free["update"] > transfer_s
     assert sum(causes.values()) == pytest.approx(steps[True].step_time_s)
     names = {span.name for span in steps[True].timeline.spans}
     assert {"gradients of shared parameters", "new values of shared parameters"} <= names
 
 
-def test_stages_of_one_group_share_without_messages() -> None:
+def test_one_group_shares_tied_parameters_without_messages() -> None:
     graph, cluster = tied(True), sw.Cluster.preset("h100", devices_per_node=2)
     plan = sw.strategies.ddp(graph, cluster)
     assert not sw.simulate(graph, plan, cluster).timeline.times.tied
 
 
-def test_gpipe_holds_more_than_1f1b_and_recomputation_less() -> None:
+def test_gpipe_needs_more_memory_than_1f1b_and_recomputation_less() -> None:
     graph = deep(8, rows=65536)
     cluster = sw.Cluster.preset("h100", nodes=1, devices_per_node=2)
 
@@ -187,14 +187,14 @@ def test_gpipe_holds_more_than_1f1b_and_recomputation_less() -> None:
     assert peak(schedule="gpipe") > peak(schedule="1f1b") > peak(schedule="1f1b", recompute="full")
 
 
-def test_another_number_of_ranks_is_told() -> None:
+def test_a_cluster_with_another_number_of_ranks_is_refused() -> None:
     graph = deep(2)
     plan = sw.strategies.ddp(graph, sw.Cluster.local(2))
     with pytest.raises(PlanError, match=r"2 ranks, .* has 4"):
         sw.simulate(graph, plan, sw.Cluster.local(4))
 
 
-def test_more_layers_and_smaller_links_take_longer() -> None:
+def test_slower_links_take_longer() -> None:
     model, batch = zoo.build("fused_gpt")
     graph = sw.capture(model, batch)
     fast = sw.Cluster.preset("h100", nodes=2, devices_per_node=1)
@@ -203,7 +203,7 @@ def test_more_layers_and_smaller_links_take_longer() -> None:
     assert sw.simulate(graph, plan, slow).step_time_s > sw.simulate(graph, plan, fast).step_time_s
 
 
-def test_collectives_take_the_time_of_their_way() -> None:
+def test_collectives_take_the_time_of_their_implementation() -> None:
     graph, slow = deep(4), cards(800, 800, 800, 200)
     plan = sw.strategies.ddp(graph, slow)
     solved = sw.collectives.choose(plan, slow)

@@ -1,4 +1,4 @@
-"""Simulated messages of parameters and gradients are those that the runtime sends."""
+"""The simulator predicts as many messages of parameters and gradients as the runtime sends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """Parameters on both sides of every limit of sizes, of blocks and outside of them."""
+    """Parameters above and below every size limit, in blocks and outside of them."""
 
     def __init__(self, layers: int, width: int, words: int) -> None:
         super().__init__()
@@ -55,43 +55,43 @@ def tower(layers: int, width: int, words: int) -> sw.Graph:
 
 
 def simulated(graph: sw.Graph, plan: sw.Plan, cluster: sw.Cluster) -> Counter[str]:
-    """The messages of a step's last backward and of its optimizer, by purpose."""
+    """Count the messages of a step's last backward and of its optimizer, by purpose."""
     fold, workloads = workloads_of(graph, plan)
     execution = execution_of(plan, fold)
     layers = Evaluator(fold, cluster).group_layers(workloads, execution, 0)[0]
-    found: Counter[str] = Counter()
-    for sent in layers.sent(0, fold.size, execution):
-        found[sent.purpose] += round(float(sent.messages.sum()))
-    return found
+    counts: Counter[str] = Counter()
+    for traffic in layers.sent(0, fold.size, execution):
+        counts[traffic.purpose] += round(float(traffic.messages.sum()))
+    return counts
 
 
 def sent(graph: sw.Graph, plan: sw.Plan, patch: pytest.MonkeyPatch) -> Counter[str]:
-    """The same of the second step of rank 0, alone."""
-    found: Counter[str] = Counter()
+    """Count the messages of rank 0's second step, by purpose."""
+    counts: Counter[str] = Counter()
     gather, launch = FlatGroup.gather, Reduction.launch
 
     def counted_gather(group: FlatGroup) -> object:
-        found["gather" if group.zero == 3 else "update"] += 1
+        counts["gather" if group.zero == 3 else "update"] += 1
         return gather(group)
 
     def counted_launch(reduction: Reduction) -> None:
-        found["reduce"] += reduction.axis.size > 1
+        counts["reduce"] += reduction.axis.size > 1
         launch(reduction)
 
     patch.setattr(FlatGroup, "gather", counted_gather)
     patch.setattr(Reduction, "launch", counted_launch)
-    alone = SingleRank(sw.compile(graph, plan), 0, torch.device("cpu"))
+    single_rank = SingleRank(sw.compile(graph, plan), 0, torch.device("cpu"))
     batch = {
         name: torch.zeros(kind.shape, dtype=kind.dtype)
-        for name, kind in alone.batch_types().items()
+        for name, kind in single_rank.batch_types().items()
     }
-    optimizer = sw.optimizer(alone.module, torch.optim.SGD, lr=0.0)
+    optimizer = sw.optimizer(single_rank.module, torch.optim.SGD, lr=0.0)
     for _ in range(2):
-        found.clear()
-        alone.module.train_step(batch)
+        counts.clear()
+        single_rank.module.train_step(batch)
         optimizer.step()
         optimizer.zero_grad()
-    return found
+    return counts
 
 
 SIZES = [
@@ -104,20 +104,20 @@ GRID = [(*sizes, zero) for sizes in SIZES for zero in range(4)]
 @pytest.mark.parametrize(
     ("layers", "width", "words", "zero"), thinned(GRID, lambda i, case: i in (1, 3, 4, 6))
 )
-def test_as_many_messages_as_the_runtime_sends(
+def test_message_counts_match_the_runtime(
     zero: int, layers: int, width: int, words: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph, cluster = tower(layers, width, words), sw.Cluster.local(2)
     plan = getattr(sw.strategies, STRATEGIES[zero])(graph, cluster)
     assert {parameter.zero for parameter in plan.parameters.values()} == {zero}
-    predicted, seen = simulated(graph, plan, cluster), sent(graph, plan, monkeypatch)
-    assert predicted["reduce"] == seen["reduce"]
-    assert predicted["update"] == seen["update"]
-    assert 2 * predicted["gather"] + predicted["root"] == seen["gather"]  # again in backward
+    predicted, actual = simulated(graph, plan, cluster), sent(graph, plan, monkeypatch)
+    assert predicted["reduce"] == actual["reduce"]
+    assert predicted["update"] == actual["update"]
+    assert 2 * predicted["gather"] + predicted["root"] == actual["gather"]  # again in backward
 
 
 class Mixed(nn.Module):
-    """Two types of numbers, and a block without parameters."""
+    """Parameters of two dtypes, and a block without parameters."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -134,16 +134,18 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_parameters_of_several_types_count_by_their_own(zero: int) -> None:
+def test_parameters_count_with_the_size_of_their_own_dtype(zero: int) -> None:
     model, cluster = Mixed(64), sw.Cluster.local(2)
     graph = sw.capture(model, {"x": torch.zeros(8, 64, dtype=torch.bfloat16)})
     plan = getattr(sw.strategies, STRATEGIES[zero])(graph, cluster)
     fold, workloads = workloads_of(graph, plan)
     execution = execution_of(plan, fold)
-    held = sum(p.nbytes for p in model.parameters())
+    parameter_bytes = sum(p.nbytes for p in model.parameters())
     use = sw.simulate(graph, plan, cluster).memory[0]
-    assert use.parts["optimizer"] == 2 * held / (2 if zero else 1)
-    for given in (execution, replace(execution, whole_units=True)):
-        layers = Evaluator(fold, cluster).group_layers(workloads, given, 0)[0]
-        sent = [s for s in layers.sent(0, fold.size, given) if s.purpose != "update"]
-        assert sum(float(s.num_bytes.sum()) for s in sent) == held * (2 if zero == 3 else 1)
+    assert use.parts["optimizer"] == 2 * parameter_bytes / (2 if zero else 1)
+    for config in (execution, replace(execution, whole_units=True)):
+        layers = Evaluator(fold, cluster).group_layers(workloads, config, 0)[0]
+        sent = [s for s in layers.sent(0, fold.size, config) if s.purpose != "update"]
+        assert sum(float(s.num_bytes.sum()) for s in sent) == parameter_bytes * (
+            2 if zero == 3 else 1
+        )

@@ -1,4 +1,4 @@
-"""What tests of a plan's own words share."""
+"""Fixtures for tests of search results and of infeasible plans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.planner.search.tokens import Tokens
 
 
 @pytest.fixture
-def briefly_polished(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_local_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limit the local search: reports do not depend on how many configurations it tried."""
     monkeypatch.setattr(local_search, "MAX_RANKS", 2)
     monkeypatch.setattr(local_search, "MAX_SIMULATED", 20)

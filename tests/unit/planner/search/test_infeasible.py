@@ -1,4 +1,4 @@
-"""Where nothing fits: what is told, and that the changes which are named do fit."""
+"""Infeasible plans: the report, and that the suggested changes do fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.ir import Graph
 from shardwise.planner.what_if import copy_cluster
 from tests.unit.planner.search.tokens import Tokens
 
-pytestmark = pytest.mark.usefixtures("briefly_polished")
+pytestmark = pytest.mark.usefixtures("short_local_search")
 LITTLE = 2e-4  # GiB, less than any plan needs
 
 
@@ -26,7 +26,7 @@ LITTLE = 2e-4  # GiB, less than any plan needs
     [pytest.param({}, marks=pytest.mark.slow), {"zero": 0, "tp": 1, "offload": ()}],
     ids=str,
 )
-def test_changes_that_are_named_do_fit(graph: Graph, options: dict[str, object]) -> None:
+def test_suggested_changes_fit(graph: Graph, options: dict[str, object]) -> None:
     cluster = sw.Cluster.preset("h100", devices_per_node=2)
     with pytest.raises(InfeasiblePlan, match="too much") as raised:
         sw.plan(graph, cluster, progress=False, memory_gib=LITTLE, **options)
@@ -48,7 +48,7 @@ def test_changes_that_are_named_do_fit(graph: Graph, options: dict[str, object])
 
 
 @pytest.mark.slow
-def test_the_smallest_memory_is_the_same_whatever_there_is() -> None:
+def test_the_smallest_memory_does_not_depend_on_the_limit() -> None:
     ids = torch.randint(0, 40, (6, 10))
     graph = sw.capture(Tokens(width=24, layers=2, words=40), {"ids": ids, "labels": ids})
     fixed: dict[str, Any] = {"tp": 2, "offload": (), "progress": False}
@@ -59,7 +59,7 @@ def test_the_smallest_memory_is_the_same_whatever_there_is() -> None:
     assert plan.search.best.memory.peak_bytes <= 1.0001 * needs
 
 
-def test_a_size_of_devices_that_is_named_does_fit() -> None:
+def test_a_suggested_device_size_fits() -> None:
     ids = torch.zeros(16, 512, dtype=torch.long)
     graph = sw.capture(Tokens(width=64, layers=2, words=20_000), {"ids": ids, "labels": ids})
     fixed: dict[str, Any] = {
@@ -84,7 +84,7 @@ def test_a_size_of_devices_that_is_named_does_fit() -> None:
         sw.plan(graph, of(memory["memory_gib"] - 0.02), **fixed)
 
 
-def test_a_smaller_batch_keeps_the_micro_batches_that_are_asked_for() -> None:
+def test_a_smaller_batch_keeps_the_requested_micro_batches() -> None:
     ids = torch.zeros(16, 512, dtype=torch.long)
     graph = sw.capture(Tokens(width=16, layers=2), {"ids": ids, "labels": ids})
     cluster = sw.Cluster.preset("h100", devices_per_node=1)
@@ -94,7 +94,7 @@ def test_a_smaller_batch_keeps_the_micro_batches_that_are_asked_for() -> None:
     assert not [c for c in raised.value.report["changes"] if c["kind"] == "batch"]
 
 
-def test_a_smaller_batch_that_is_named_does_fit() -> None:
+def test_a_suggested_batch_fits() -> None:
     def captured(rows: int) -> Graph:
         ids = torch.randint(0, 128, (rows, 512))
         return sw.capture(Tokens(width=16, layers=2), {"ids": ids, "labels": ids})
@@ -105,15 +105,15 @@ def test_a_smaller_batch_that_is_named_does_fit() -> None:
         sw.plan(captured(16), cluster, progress=False, memory_gib=0.01, **fixed)
     (batch,) = [c for c in raised.value.report["changes"] if c["kind"] == "batch"]
     plan = sw.plan(captured(batch["rows"]), cluster, progress=False, memory_gib=0.01, **fixed)
-    found = plan.search.best.memory.peak_bytes
-    assert found == pytest.approx(batch["peak_bytes"], rel=0.02)
+    peak_bytes = plan.search.best.memory.peak_bytes
+    assert peak_bytes == pytest.approx(batch["peak_bytes"], rel=0.02)
     with pytest.raises(InfeasiblePlan):
         sw.plan(captured(2 * batch["rows"]), cluster, progress=False, memory_gib=0.01, **fixed)
 
 
 @pytest.mark.parametrize("kind", ["h100", "gb200", "cpu"])
 @pytest.mark.parametrize("nodes", [1, 3])
-def test_a_copied_cluster_has_as_many_times_the_devices(kind: str, nodes: int) -> None:
+def test_a_copied_cluster_multiplies_the_devices(kind: str, nodes: int) -> None:
     more = {} if kind == "gb200" else {"oversubscription": 2.0}
     cluster = sw.Cluster.preset(kind, nodes=nodes, devices_per_node=2, **more)
     larger = copy_cluster(cluster, 4)
@@ -125,8 +125,8 @@ def test_a_copied_cluster_has_as_many_times_the_devices(kind: str, nodes: int) -
 
 def test_a_single_device_is_planned_for(graph: Graph) -> None:
     (node,) = sw.Cluster.preset("a100-40", devices_per_node=1).nodes
-    alone = sw.Cluster(name="solo", nodes=(replace(node, link=None, nic=None),))
-    plan = sw.plan(graph, alone, progress=False)
+    solo = sw.Cluster(name="solo", nodes=(replace(node, link=None, nic=None),))
+    plan = sw.plan(graph, solo, progress=False)
     rows = plan.search.details.what_if
     counts = [row for row in rows if row.kind == "devices"]
     assert counts
@@ -134,7 +134,7 @@ def test_a_single_device_is_planned_for(graph: Graph) -> None:
 
 
 def hosts(cluster: sw.Cluster, gib: float) -> sw.Cluster:
-    """The cluster with so much host memory for each device."""
+    """Return the cluster with `gib` of host memory for each device."""
 
     def less(device: Device) -> Device:
         return replace(device, host_memory_bytes=int(gib * 2**30))
@@ -143,7 +143,7 @@ def hosts(cluster: sw.Cluster, gib: float) -> sw.Cluster:
     return replace(cluster, nodes=tuple(nodes))
 
 
-def test_host_memory_that_is_too_little_is_told_as_such(graph: Graph) -> None:
+def test_too_little_host_memory_is_reported(graph: Graph) -> None:
     cluster = sw.Cluster.preset("h100", devices_per_node=2)
     options: dict[str, Any] = {"dp": 2, "zero": 3, "offload": ("optimizer",), "progress": False}
     with pytest.raises(InfeasiblePlan, match="of host memory for a device") as raised:
@@ -171,7 +171,7 @@ def test_devices_and_hosts_may_both_be_too_small(graph: Graph) -> None:
 
 
 @pytest.mark.slow
-def test_constraints_may_be_what_does_not_fit(graph: Graph) -> None:
+def test_constraints_may_make_a_plan_infeasible(graph: Graph) -> None:
     cluster = sw.Cluster.preset("h100", devices_per_node=2)
 
     def refused(memory_gib: float, **fixed: Any) -> Mapping[str, Any]:
@@ -181,7 +181,7 @@ def test_constraints_may_be_what_does_not_fit(graph: Graph) -> None:
             )
         return raised.value.report
 
-    least = refused(LITTLE)["needs_bytes"]
-    report = refused(1.01 * least / 2**30, constraints={"*": "replicate"})
-    (told,) = [c for c in report["changes"] if c["kind"] == "constraints"]
-    assert told["peak_bytes"] <= 1.01 * least < report["needs_bytes"]
+    needs = refused(LITTLE)["needs_bytes"]
+    report = refused(1.01 * needs / 2**30, constraints={"*": "replicate"})
+    (change,) = [c for c in report["changes"] if c["kind"] == "constraints"]
+    assert change["peak_bytes"] <= 1.01 * needs < report["needs_bytes"]

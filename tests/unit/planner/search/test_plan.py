@@ -1,4 +1,4 @@
-"""The automatic plan: correct, deterministic, as its estimate says, and told what is wrong."""
+"""Automatic plans: correct, deterministic, as fast as estimated, and errors in options."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def gpt() -> tuple[object, object, sw.Graph]:
     ],
     ids=str,
 )
-def test_the_plan_computes_the_model_and_takes_what_it_says(gpt, options) -> None:
+def test_the_plan_is_correct_and_matches_its_estimate(gpt, options) -> None:
     model, batch, graph = gpt
     cluster = sw.Cluster.preset("h100", nodes=1, devices_per_node=4)
     plan = sw.plan(graph, cluster, progress=False, **options)
@@ -81,14 +81,14 @@ def test_unequal_devices_take_unequal_shares(gpt) -> None:
     assert sw.verify(model, batch, free).ok
 
 
-def test_the_same_question_has_the_same_answer(gpt) -> None:
+def test_planning_is_deterministic(gpt) -> None:
     _, _, graph = gpt
     cluster = sw.Cluster.preset("a100", nodes=2, devices_per_node=1)
     first, second = (sw.plan(graph, cluster, progress=False).to_json() for _ in range(2))
     assert json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True)
 
 
-def test_constraints_are_kept(gpt) -> None:
+def test_constraints_are_respected(gpt) -> None:
     _, _, graph = gpt
     cluster = sw.Cluster.preset("h100", nodes=1, devices_per_node=2)
     name = "blocks.*.up.weight"
@@ -123,7 +123,7 @@ def test_there_may_be_more_stages_than_blocks() -> None:
 
 
 @given(rows=st.integers(1, 2000), dp=st.integers(1, 64))
-def test_no_gap_between_counts_of_micro_batches_is_wide(rows: int, dp: int) -> None:
+def test_neighbouring_micro_batch_counts_are_close(rows: int, dp: int) -> None:
     assume(dp <= rows)
     limits = SearchLimits(
         ranks=dp, rows=rows, num_microbatches=rows, stages=1, virtual_stages=1, tensor_ranks=1
@@ -135,7 +135,7 @@ def test_no_gap_between_counts_of_micro_batches_is_wide(rows: int, dp: int) -> N
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 1), (1, 1)])
-def test_ranks_that_share_parameters_have_zero_levels(dp: int, tp: int) -> None:
+def test_ranks_with_replicated_parameters_have_zero_levels(dp: int, tp: int) -> None:
     ranks = dp * tp
     limits = SearchLimits(
         ranks=ranks, rows=2, num_microbatches=1, stages=1, virtual_stages=1, tensor_ranks=tp
@@ -144,7 +144,7 @@ def test_ranks_that_share_parameters_have_zero_levels(dp: int, tp: int) -> None:
     assert levels == ({0, 1, 2, 3} if ranks > 1 else {0})
 
 
-def test_batch_norm_is_not_cut_into_micro_batches() -> None:
+def test_batch_norm_is_not_split_into_micro_batches() -> None:
     model, batch = zoo.build("resnet")
     graph = sw.capture(model, batch)
     cluster = sw.Cluster.preset("h100", nodes=1, devices_per_node=2)
@@ -181,7 +181,7 @@ def test_batch_norm_is_not_cut_into_micro_batches() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_asked_is_told_at_once(gpt, options, message) -> None:
+def test_invalid_options_are_refused(gpt, options, message) -> None:
     _, _, graph = gpt
     graph32 = graph
     if "precision" in options:
@@ -192,7 +192,7 @@ def test_what_cannot_be_asked_is_told_at_once(gpt, options, message) -> None:
         sw.plan(graph32, cluster, progress=False, **options)
 
 
-def test_too_little_memory_says_how_much_is_needed(gpt) -> None:
+def test_the_error_names_the_required_memory(gpt) -> None:
     _, _, graph = gpt
     cluster = sw.Cluster.preset("h100", nodes=1, devices_per_node=2)
     with pytest.raises(InfeasiblePlan, match=r"too much|GiB|MiB") as caught:
@@ -201,8 +201,8 @@ def test_too_little_memory_says_how_much_is_needed(gpt) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_told_of_memory_is_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would fit does, and little less does not; more memory buys what it is said to buy."""
+def test_reported_memory_is_accurate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reported memory fits, a little less does not, and more memory gains as predicted."""
     monkeypatch.setattr(local_search, "MAX_RANKS", 0)
     with torch.device("meta"):
         graph = sw.capture(Chain(4096), {"x": torch.ones(64, 512, 4096)})

@@ -1,7 +1,7 @@
-"""On small graphs the planner finds what trying everything finds, with the simulator as judge.
+"""On small graphs the planner's result is as fast as that of a brute force, by the simulator.
 
-Everything: every mesh, every candidate of every node on the tensor-parallel axis, every place to
-cut stages, all micro-batches, ZeRO levels and, where activations do not fit, ways to recompute.
+The brute force tries every mesh, every candidate of every node on the tensor-parallel axis, all
+stage boundaries, micro-batches and ZeRO levels, and recomputation if activations do not fit.
 """
 
 from __future__ import annotations
@@ -24,15 +24,21 @@ from shardwise.sharding.candidates import candidates
 from shardwise.sharding.factors import analyze
 from shardwise.simulation.estimate import Evaluator, workloads_of
 from shardwise.simulation.workload import WorkloadModel
-from tests.unit.planner.search.everything import quicker
-from tests.unit.planner.search.tried import divisors, kinds, plan_of, quickest, settings
+from tests.unit.planner.search.brute_force import fastest_below
+from tests.unit.planner.search.execution_space import (
+    divisors,
+    execution_configs,
+    fastest_recompute,
+    kinds,
+    plan_of,
+)
 
 ROWS = 8
-SLACK = 0.03  # layouts are enumerated only where memory limits
+SLACK = 0.03  # layouts are enumerated only if memory limits the step
 
 
 class Net(nn.Module):
-    """Three matrices for a function of them."""
+    """Three matrices, and a function of them."""
 
     def __init__(self, body: Callable[..., Tensor], width: int, wide: int) -> None:
         super().__init__()
@@ -74,7 +80,7 @@ def captured(body: Callable[..., Tensor], width: int, wide: int, length: int) ->
 
 
 def layouts(graph: Graph, tp: int) -> Iterator[Plan]:
-    """A plan for every choice of every node."""
+    """Yield a plan for every combination of the nodes' choices."""
     facts = analyze(graph)
     rows = [candidates(facts.rules[n.name], facts.structures[n.name]) for n in graph.nodes]
     for chosen in product(*rows) if tp > 1 else [()]:
@@ -82,54 +88,55 @@ def layouts(graph: Graph, tp: int) -> Iterator[Plan]:
 
 
 def everything(graph: Graph, cluster: Cluster) -> Iterator[tuple[float, str]]:
-    """The step time of everything that fits, and what it is."""
+    """Yield the step time and a description of every plan that fits."""
     ranks = cluster.num_ranks
     for tp in divisors(ranks):
         workloads: list[tuple[str, Evaluator, WorkloadModel]] = []
         for plan in layouts(graph, tp):
             try:
-                fold, found = workloads_of(graph, plan)
-                mine = next(iter(found.values()))
-                mine.at(1)
-            except ShardwiseError:  # such choices do not go together
+                fold, by_mesh = workloads_of(graph, plan)
+                model = next(iter(by_mesh.values()))
+                model.at(1)
+            except ShardwiseError:  # these choices are incompatible
                 continue
-            workloads.append((str(plan.nodes), Evaluator(fold, cluster), mine))
+            workloads.append((str(plan.nodes), Evaluator(fold, cluster), model))
         for kind in kinds(graph, ranks):
-            for what, evaluator, mine in workloads if kind.tp == tp else ():
-                for execution in settings(graph, kind, evaluator):
-                    time, _ = quickest(evaluator, mine, execution)
+            for what, evaluator, model in workloads if kind.tp == tp else ():
+                for execution in execution_configs(graph, kind, evaluator):
+                    time, _ = fastest_recompute(evaluator, model, execution)
                     yield time, f"{kind} zero={execution.zero} {what}"
 
 
 def check(graph: Graph, cluster: Cluster, memory_gib: float | None = None) -> None:
-    """Nothing is more than `SLACK` faster than what the search found, within the same memory.
+    """Check that no plan is more than `SLACK` faster than the search's best, in the same memory.
 
-    The plan itself may be a simpler one that takes up to 1 % longer.
+    The returned plan may be a simpler one that takes up to 1 % longer.
     """
     assert len(graph.nodes) <= 8
     plan = sw.plan(graph, cluster, memory_gib=memory_gib, progress=False, all_devices=True)
-    taken = sw.simulate(graph, plan, cluster).step_time_s
-    ours = min([taken, *(other.step_time_s for other in plan.search.runners_up)])
-    assert taken <= ours * (1 + SIMPLER_SLACK)
+    chosen = sw.simulate(graph, plan, cluster).step_time_s
+    fastest = min([chosen, *(other.step_time_s for other in plan.search.runners_up)])
+    assert chosen <= fastest * (1 + SIMPLER_SLACK)
     limit = float("inf") if memory_gib is None else memory_gib * 2**30
-    best, what = quicker(graph, cluster, ours / (1 + SLACK), limit)
-    assert best * (1 + SLACK) >= ours, f"{plan.search.best} is slower than {what}: {ours / best}"
+    best, what = fastest_below(graph, cluster, fastest / (1 + SLACK), limit)
+    ratio = fastest / best
+    assert best * (1 + SLACK) >= fastest, f"{plan.search.best} is slower than {what}: {ratio}"
 
 
 @pytest.mark.parametrize("body", [wide, pytest.param(normed, marks=pytest.mark.slow)])
-def test_what_is_left_out_is_slower(body: Callable[..., Tensor]) -> None:
+def test_the_brute_force_skips_only_slower_plans(body: Callable[..., Tensor]) -> None:
     graph = captured(body, 256, 1024, 16)
     cluster = Cluster.preset("a100", nodes=1, devices_per_node=2)
     best, _ = min(everything(graph, cluster))
-    assert quicker(graph, cluster, best * 1.01)[0] == pytest.approx(best, rel=1e-12)
-    assert quicker(graph, cluster, best * (1 - 1e-9))[0] == float("inf")
+    assert fastest_below(graph, cluster, best * 1.01)[0] == pytest.approx(best, rel=1e-12)
+    assert fastest_below(graph, cluster, best * (1 - 1e-9))[0] == float("inf")
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "width", "length"),
     [("wide", "h100", 4096, 64), ("wide", "v100", 512, 4), ("normed", "a100", 1024, 512)],
 )
-def test_equals_trying_everything(name: str, kind: str, width: int, length: int) -> None:
+def test_matches_brute_force(name: str, kind: str, width: int, length: int) -> None:
     graph = captured(BODIES[name], width, 4 * width, length)
     check(graph, Cluster.preset(kind, nodes=1, devices_per_node=2))
 
@@ -139,8 +146,6 @@ def test_equals_trying_everything(name: str, kind: str, width: int, length: int)
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize(("width", "length"), [(512, 4), (4096, 256)])
 @pytest.mark.parametrize("name", BODIES)
-def test_equals_trying_everything_on_four_ranks(
-    name: str, width: int, length: int, nodes: int
-) -> None:
+def test_matches_brute_force_on_four_ranks(name: str, width: int, length: int, nodes: int) -> None:
     graph = captured(BODIES[name], width, 4 * width, length)
     check(graph, Cluster.preset("a100", nodes=nodes, devices_per_node=4 // nodes))

@@ -1,4 +1,4 @@
-"""On small graphs drawn at random the planner finds what trying everything finds."""
+"""On small random graphs the planner's result is as fast as that of a brute force."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardwise.sharding.candidates import candidates
 from shardwise.sharding.factors import analyze
 from tests.unit.planner.search.test_quality import ROWS, check
 
-QUICK, MOST = 300, 10**7  # combinations of candidates that are tried
+FEW, MANY = 300, 10**7  # combinations of candidates that are tried
 PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gelu": lambda last, _: F.gelu(last),
     "norm": lambda last, _: F.layer_norm(last, last.shape[-1:]),
@@ -34,12 +34,12 @@ KINDS = ("v100", "a100", "h100", "b200", "cpu")
 
 
 class Drawn(nn.Module):
-    """A few steps over values of the shape of the input; each uses one or two of those before."""
+    """A few steps over values with the shape of the input; each uses one or two earlier values."""
 
     def __init__(self, rng: random.Random, width: int, num_steps: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList()
-        self.steps: list[tuple[str, int]] = []  # what to do, and with which earlier value
+        self.steps: list[tuple[str, int]] = []  # an operator, and the number of an earlier value
         for at in range(num_steps):
             kind = rng.choice(("linear", "linear", "pair", *PLAIN))
             wide = width * rng.choice((1, 2, 4)) if kind == "pair" else width
@@ -50,18 +50,18 @@ class Drawn(nn.Module):
             self.steps.append((kind, rng.randrange(at + 1)))
 
     def forward(self, x: Tensor) -> Tensor:
-        made, layers = [x], iter(self.layers)
+        values, layers = [x], iter(self.layers)
         for kind, other in self.steps:
             if kind in PLAIN:
-                made.append(PLAIN[kind](made[-1], made[other]))
+                values.append(PLAIN[kind](values[-1], values[other]))
             else:
-                made.append(next(layers)(made[-1]))
-                made += [next(layers)(made.pop())] if kind == "pair" else []
-        return made[-1].sum()
+                values.append(next(layers)(values[-1]))
+                values += [next(layers)(values.pop())] if kind == "pair" else []
+        return values[-1].sum()
 
 
-def drawn(seed: int, most: int) -> tuple[Graph, random.Random]:
-    """A graph with parameters, of up to 8 nodes and so many combinations of their candidates."""
+def drawn(seed: int, max_combinations: int) -> tuple[Graph, random.Random]:
+    """Draw a graph with parameters, of up to 8 nodes and `max_combinations` of their candidates."""
     rng = random.Random(seed)
     while True:
         width, length = rng.choice((64, 512, 4096)), rng.choice((1, 16, 256))
@@ -72,18 +72,18 @@ def drawn(seed: int, most: int) -> tuple[Graph, random.Random]:
         graph = sw.capture(model, {"x": torch.zeros(ROWS, length, width, device="meta")})
         facts = analyze(graph)
         rows = [candidates(facts.rules[n.name], facts.structures[n.name]) for n in graph.nodes]
-        if len(graph.nodes) <= 8 and math.prod(map(len, rows)) <= most:
+        if len(graph.nodes) <= 8 and math.prod(map(len, rows)) <= max_combinations:
             return graph, rng
 
 
 @pytest.mark.parametrize("seed", [20, 22])
-def test_equals_trying_everything_on_two_ranks(seed: int) -> None:
-    graph, rng = drawn(seed, QUICK)
+def test_matches_brute_force_on_two_ranks(seed: int) -> None:
+    graph, rng = drawn(seed, FEW)
     check(graph, Cluster.preset(rng.choice(KINDS), nodes=1, devices_per_node=2))
 
 
 def cluster_of(kinds: Sequence[str]) -> Cluster:
-    """One device of each kind, on nodes of their own."""
+    """Return a cluster with one device of each kind, each on its own node."""
     nic = Nic(bandwidth_bytes_per_s=1e10, latency_s=1e-5)
     nodes = []
     for number, kind in enumerate(kinds):
@@ -95,8 +95,8 @@ def cluster_of(kinds: Sequence[str]) -> Cluster:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(100, 140))
-def test_equals_trying_everything_on_up_to_four_ranks(seed: int) -> None:
-    graph, rng = drawn(seed, MOST)
+def test_matches_brute_force_on_up_to_four_ranks(seed: int) -> None:
+    graph, rng = drawn(seed, MANY)
     nodes, devices = rng.choice(((1, 2), (2, 1), (1, 3), (1, 4), (2, 2), (4, 1)))
     check(graph, Cluster.preset(rng.choice(KINDS), nodes=nodes, devices_per_node=devices))
 
@@ -104,8 +104,8 @@ def test_equals_trying_everything_on_up_to_four_ranks(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(200, 210))
-def test_equals_trying_everything_on_unequal_devices(seed: int) -> None:
-    graph, rng = drawn(seed, MOST)
+def test_matches_brute_force_on_unequal_devices(seed: int) -> None:
+    graph, rng = drawn(seed, MANY)
     number = rng.choice((2, 3, 4))
     check(graph, cluster_of(["h100", *(rng.choice(("h100", "a100")) for _ in range(number - 1))]))
 
@@ -113,7 +113,7 @@ def test_equals_trying_everything_on_unequal_devices(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(300, 336))
-def test_equals_trying_everything_in_little_memory(seed: int) -> None:
+def test_matches_brute_force_in_little_memory(seed: int) -> None:
     graph, cluster, gib = with_need(seed)
     try:
         sw.plan(graph, cluster, memory_gib=0.8 * gib, progress=False)
@@ -124,8 +124,8 @@ def test_equals_trying_everything_in_little_memory(seed: int) -> None:
 
 
 def with_need(seed: int) -> tuple[Graph, Cluster, float]:
-    """A graph, machines, and the memory of its plan where there is enough."""
-    graph, rng = drawn(seed, MOST)
+    """Draw a graph and a cluster, with the memory of an unrestricted plan."""
+    graph, rng = drawn(seed, MANY)
     cluster = Cluster.preset(rng.choice(KINDS), nodes=1, devices_per_node=rng.choice((2, 3, 4)))
     free = sw.plan(graph, cluster, progress=False)
     return graph, cluster, free.search.best.memory.peak_bytes / 2**30
@@ -134,7 +134,7 @@ def with_need(seed: int) -> tuple[Graph, Cluster, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(400, 420))
 @pytest.mark.parametrize("part", [0.9, 0.75, 0.6, 0.4])
-def test_what_is_fixed_is_never_quicker(seed: int, part: float) -> None:
+def test_fixing_an_option_is_never_faster(seed: int, part: float) -> None:
     graph, cluster, gib = with_need(seed)
 
     def step(**fixed: Any) -> float:

@@ -1,4 +1,4 @@
-"""What a plan says of its own making: figures that can be replayed, changes that are true."""
+"""Search results of plans: stored steps, runners-up, relaxations and layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support import zoo
 from tests.support.tiers import thinned
 from tests.unit.planner.search.tokens import Tokens
 
-pytestmark = pytest.mark.usefixtures("briefly_polished")
+pytestmark = pytest.mark.usefixtures("short_local_search")
 OPTIONS = [
     {},
     {"pp": 2, "num_microbatches": 4, "schedule": "1f1b"},
@@ -46,7 +46,7 @@ def unequal() -> sw.Cluster:
 
 
 @pytest.mark.parametrize(
-    ("machines", "options"),
+    ("devices", "options"),
     [
         *thinned((("h100", o) for o in OPTIONS), lambda i, _: i in (0, 4, 5)),
         *(("unequal", options) for options in OPTIONS[:1]),
@@ -55,10 +55,10 @@ def unequal() -> sw.Cluster:
     ],
     ids=str,
 )
-def test_a_step_can_be_replayed_from_the_file(
-    graph: Graph, unequal: sw.Cluster, machines: str, options: dict[str, object], tmp_path: Path
+def test_a_step_can_be_restored_from_the_plan_file(
+    graph: Graph, unequal: sw.Cluster, devices: str, options: dict[str, object], tmp_path: Path
 ) -> None:
-    cluster = unequal if machines == "unequal" else sw.Cluster.preset(machines, devices_per_node=4)
+    cluster = unequal if devices == "unequal" else sw.Cluster.preset(devices, devices_per_node=4)
     plan = sw.plan(graph, cluster, progress=False, all_devices=True, **options)
     plan.save(tmp_path / "plan.json")
     again = stored_estimate(sw.Plan.load(tmp_path / "plan.json"))
@@ -70,7 +70,7 @@ def test_a_step_can_be_replayed_from_the_file(
     assert again.rows == 16
 
 
-def test_a_replay_is_the_timeline_of_a_simulation(graph: Graph) -> None:
+def test_the_restored_timeline_equals_a_simulation(graph: Graph) -> None:
     cluster = sw.Cluster.preset("h100", devices_per_node=4)
     plan = sw.plan(graph, cluster, progress=False, pp=2, num_microbatches=4, zero=1)
     again, anew = stored_estimate(plan).timeline, sw.simulate(graph, plan, cluster).timeline
@@ -97,7 +97,7 @@ def test_equal_units_are_written_once() -> None:
     assert sizes[1] < 1.2 * sizes[0]
 
 
-def test_an_edited_or_damaged_plan_is_not_replayed(graph: Graph) -> None:
+def test_an_edited_or_damaged_plan_is_refused(graph: Graph) -> None:
     cluster = sw.Cluster.preset("h100", devices_per_node=2)
     plan = sw.plan(graph, cluster, progress=False)
     with pytest.raises(PlanError, match="changed after it was made"):
@@ -110,17 +110,17 @@ def test_an_edited_or_damaged_plan_is_not_replayed(graph: Graph) -> None:
         with pytest.raises(PlanError, match="damaged") as raised:
             sw.Plan.from_json({**data, "search": broken})
         assert raised.value.where == "plan (search)"
-    found = plan.search
+    figures = plan.search
     for broken in (
-        replace(found, memory=()),
-        replace(found, step=replace(found.step, passes=found.step.passes[1:])),
-        replace(found, step=replace(found.step, stages=found.step.stages * 2)),
+        replace(figures, memory=()),
+        replace(figures, step=replace(figures.step, passes=figures.step.passes[1:])),
+        replace(figures, step=replace(figures.step, stages=figures.step.stages * 2)),
     ):
         with pytest.raises(PlanError, match="damaged"):
             stored_estimate(plan.with_(search=broken))
 
 
-def test_what_stages_share_can_be_replayed() -> None:
+def test_transfers_of_tied_parameters_are_restored() -> None:
     graph = sw.capture(*zoo.build("gpt2"))
     plan = sw.plan(graph, sw.Cluster.preset("h100", devices_per_node=2), progress=False, pp=2)
     assert [(tied.owner, tied.replica) for tied in plan.search.step.tied] == [(0, 1)]
@@ -134,16 +134,16 @@ def test_what_stages_share_can_be_replayed() -> None:
 @pytest.mark.parametrize(
     "options", [{"pp": 2, "num_microbatches": 4}, {"tp": 2, "num_microbatches": 2}, {}]
 )
-def test_a_loss_of_16_bits_is_planned_as_it_runs(options: dict[str, Any]) -> None:
+def test_a_16_bit_loss_is_planned_as_it_runs(options: dict[str, Any]) -> None:
     ids = torch.zeros(8, 32, dtype=torch.long)
     model = Tokens(width=32, layers=2, words=4000).to(torch.bfloat16)
     graph = sw.capture(model, {"ids": ids, "labels": ids})
     cluster = sw.Cluster.preset("h100", devices_per_node=2)
     plan = sw.plan(graph, cluster, progress=False, precision="bf16", **options)
-    found: Any = plan.search.best
+    best: Any = plan.search.best
     again = sw.simulate(graph, plan, cluster)
-    assert again.step_time_s == pytest.approx(found.step_time_s, rel=1e-9)
-    assert again.peak.peak_bytes == pytest.approx(found.memory.peak_bytes)
+    assert again.step_time_s == pytest.approx(best.step_time_s, rel=1e-9)
+    assert again.peak.peak_bytes == pytest.approx(best.memory.peak_bytes)
 
 
 def test_runners_up_are_slower_and_differ(graph: Graph) -> None:
@@ -156,7 +156,7 @@ def test_runners_up_are_slower_and_differ(graph: Graph) -> None:
     assert len(figures) == len(others) + 1
 
 
-def test_relaxations_are_what_a_simulation_gives(graph: Graph) -> None:
+def test_relaxations_match_simulations(graph: Graph) -> None:
     cluster = sw.Cluster.preset("h100", nodes=2, devices_per_node=2)
     plan = sw.plan(graph, cluster, progress=False, zero=3, tp=1)
     rows = {row.kind: row for row in plan.search.relaxations}
@@ -166,8 +166,8 @@ def test_relaxations_are_what_a_simulation_gives(graph: Graph) -> None:
         ("compute", faster_devices(cluster, 1.1)),
     ):
         gain = now - sw.simulate(graph, plan, other).step_time_s
-        told = plan.search.best.step_time_s - rows[kind].step_time_s
-        assert told == pytest.approx(gain, rel=0.05, abs=1e-6)
+        reported = plan.search.best.step_time_s - rows[kind].step_time_s
+        assert reported == pytest.approx(gain, rel=0.05, abs=1e-6)
         assert rows[kind].ratio <= 1 + 1e-9
     free = sw.plan(graph, cluster, progress=False).search.best.step_time_s
     if "options" in rows:
@@ -177,7 +177,7 @@ def test_relaxations_are_what_a_simulation_gives(graph: Graph) -> None:
 
 
 @pytest.mark.slow
-def test_constraints_cost_what_a_plan_without_them_gains(graph: Graph) -> None:
+def test_relaxed_constraints_match_a_plan_without_them(graph: Graph) -> None:
     cluster = sw.Cluster.preset("h100", devices_per_node=2)
     fixed: dict[str, Any] = {"constraints": {"layers.*.weight": "0"}, "progress": False}
     plan = sw.plan(graph, cluster, **fixed)
@@ -188,16 +188,16 @@ def test_constraints_cost_what_a_plan_without_them_gains(graph: Graph) -> None:
 
 
 @pytest.mark.slow
-def test_more_memory_buys_what_a_larger_device_gives(graph: Graph) -> None:
+def test_more_memory_gains_as_much_as_a_larger_device(graph: Graph) -> None:
     cluster = sw.Cluster.preset("h100", devices_per_node=4)
-    whole = sw.plan(graph, cluster, progress=False)
-    need = whole.search.best.memory.peak_bytes / 2**30
+    free = sw.plan(graph, cluster, progress=False)
+    need = free.search.best.memory.peak_bytes / 2**30
     tight = sw.plan(graph, cluster, progress=False, memory_gib=need * 0.9)
     more = [row for row in tight.search.relaxations if row.kind == "memory"]
     for row in more:
-        given = need * 0.9 + row.value * 1.0001
-        found = sw.plan(graph, cluster, progress=False, memory_gib=given)
-        assert found.search.best.step_time_s <= row.step_time_s * (1 + 1e-9)
+        memory_gib = need * 0.9 + row.value * 1.0001
+        larger = sw.plan(graph, cluster, progress=False, memory_gib=memory_gib)
+        assert larger.search.best.step_time_s <= row.step_time_s * (1 + 1e-9)
 
 
 def test_layers_add_up_to_the_step(graph: Graph) -> None:
@@ -214,7 +214,7 @@ def test_layers_add_up_to_the_step(graph: Graph) -> None:
     assert state == pytest.approx(static, rel=1e-9)
 
 
-def test_rows_of_other_figures_or_modules_are_not_merged() -> None:
+def test_only_equal_rows_of_numbered_modules_are_merged() -> None:
     rows = [
         LayerFigures(
             name=name,
@@ -230,14 +230,14 @@ def test_rows_of_other_figures_or_modules_are_not_merged() -> None:
             ("a.0", 0, 1.0), ("a.1", 0, 1.0), ("a.2", 0, 2.0), ("b.0", 0, 1.0), ("a.3", 1, 1.0),
         )
     ]  # fmt: skip
-    found = merged(rows)
-    assert [(r.name, r.count) for r in found] == [
+    layers = merged(rows)
+    assert [(r.name, r.count) for r in layers] == [
         ("a.0", 2), ("a.2", 1), ("b.0", 1), ("a.3", 1),
     ]  # fmt: skip
-    assert found[0].last == "a.1"
+    assert layers[0].last == "a.1"
 
 
-def test_tokens_are_counted_where_inputs_are_matrices_of_words(graph: Graph) -> None:
+def test_tokens_are_counted_if_an_input_is_a_matrix_of_integers(graph: Graph) -> None:
     assert batch_size(graph, 16) == BatchSize(rows=16, tokens=16 * 32)
     plain = sw.capture(nn.Linear(8, 4), (torch.randn(6, 8),), lambda out, _: out.sum())
     assert batch_size(plain, 6) == BatchSize(rows=6)

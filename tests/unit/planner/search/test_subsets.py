@@ -1,4 +1,4 @@
-"""Devices that slow the step are left out, and of plans that take as long the simplest is taken."""
+"""Slow devices are left out, and of plans that take as long the simplest is chosen."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support import zoo
 
 
 def mixed(speed: float, new: int = 2, old: int = 2) -> sw.Cluster:
-    """Some H100s, and some A100s of which others use a part."""
+    """Return a cluster of some H100s, and some A100s that run at a fraction of their speed."""
     first = sw.Cluster.preset("h100", devices_per_node=new)
     second = sw.Cluster.preset("a100", devices_per_node=old).nodes[0]
     slow = tuple(replace(device, speed=speed) for device in second.devices)
@@ -56,11 +56,11 @@ def test_devices_that_slow_the_step_are_left_out(graph: sw.Graph, tmp_path: Path
     assert (left.used, left.idle, left.num_ranks) == ("2-3", "0-1", 4)
     assert left.step_time_s == everything.search.best.step_time_s
     assert plan.search.best.step_time_s < left.step_time_s * (1 + SIMPLER_SLACK)
-    alone = sw.plan(graph, sw.Cluster.preset("h100", devices_per_node=2), progress=False)
-    assert plan.search.best.step_time_s == alone.search.best.step_time_s
-    said = " ".join(plan_text(plan, 100).split())
-    assert "2 of 4 devices of mixed are left idle: 2 x a100-80" in said
-    assert "using all would take" in said
+    fast_only = sw.plan(graph, sw.Cluster.preset("h100", devices_per_node=2), progress=False)
+    assert plan.search.best.step_time_s == fast_only.search.best.step_time_s
+    text = " ".join(plan_text(plan, 100).split())
+    assert "2 of 4 devices of mixed are left idle: 2 x a100-80" in text
+    assert "using all would take" in text
     assert str(plan) == plan_text(plan)
     assert "uses ranks 2-3 of the 4 of mixed" in format_plan(plan)
     assert any("left idle" in note for note in sw.report(plan).verdict.notes)
@@ -89,7 +89,7 @@ def test_devices_that_help_are_used() -> None:
     assert sw.plan(graph, mixed(speed=1.0), progress=False).num_ranks == 4
 
 
-def test_what_the_user_fixed_keeps_all_devices(graph: sw.Graph) -> None:
+def test_options_of_the_user_may_require_all_devices(graph: sw.Graph) -> None:
     assert sw.plan(graph, mixed(speed=0.1), progress=False, dp=4).num_ranks == 4
 
 
@@ -103,18 +103,18 @@ def test_the_slowest_devices_are_left_out_first() -> None:
     cluster = mixed(speed=0.1, new=2, old=3)
     rates = [0.1, 0.1, 0.3, 1.0, 1.0]
     assert [subset.ranks for subset in subsets(cluster, rates)] == [(2, 3, 4), (3, 4)]
-    slow_card = replace(cluster.nodes[1], name="far", nic=replace(cluster.nodes[1].nic, count=1))
-    far = replace(cluster, nodes=(slow_card, replace(cluster.nodes[1], name="near")))
+    slow_nic = replace(cluster.nodes[1], name="far", nic=replace(cluster.nodes[1].nic, count=1))
+    far = replace(cluster, nodes=(slow_nic, replace(cluster.nodes[1], name="near")))
     assert [subset.ranks for subset in subsets(far, [1.0] * 4)] == [(2, 3)]
 
 
-def test_an_axis_that_only_divides_the_batch_is_data_parallelism(graph: sw.Graph) -> None:
+def test_an_axis_that_only_shards_the_batch_is_data_parallel(graph: sw.Graph) -> None:
     plan = sw.plan(graph, sw.Cluster.preset("h100", devices_per_node=2), progress=False)
     assert all(cut == "replicate" for e in plan.parameters.values() for cut in e.layout.values())
     assert dict(plan.roles) == {"dp": "batch"}
 
 
-def test_simpler_points_come_first() -> None:
+def test_simpler_configurations_come_first() -> None:
     order = [
         ParallelConfig(dp=4, tp=1, pp=1),
         ParallelConfig(dp=4, tp=1, pp=1, zero=2),

@@ -1,4 +1,4 @@
-"""A small model of words, whose plans tell what any plan tells."""
+"""A small language model for tests of search results."""
 
 from __future__ import annotations
 

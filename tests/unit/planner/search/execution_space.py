@@ -1,4 +1,4 @@
-"""Everything to try for a graph of up to 8 nodes: layouts and execution configs, and their time."""
+"""All execution configs of a graph of up to 8 nodes, the plan of a layout, and its step time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How ranks and the batch are divided."""
+    """A division of the ranks and of the batch."""
 
     dp: int
     tp: int
@@ -47,7 +47,7 @@ class Kind:
 
 
 def kinds(graph: Graph, ranks: int) -> Iterator[Kind]:
-    """Every division of the ranks, with every number of micro-batches."""
+    """Yield every division of the ranks, with every number of micro-batches."""
     for tp in divisors(ranks):
         for pp in divisors(ranks // tp):
             dp = ranks // tp // pp
@@ -55,8 +55,8 @@ def kinds(graph: Graph, ranks: int) -> Iterator[Kind]:
                 yield Kind(dp, tp, pp, count)
 
 
-def settings(graph: Graph, kind: Kind, evaluator: Evaluator) -> Iterator[ExecutionConfig]:
-    """Every way to run a step so divided, without recomputing."""
+def execution_configs(graph: Graph, kind: Kind, evaluator: Evaluator) -> Iterator[ExecutionConfig]:
+    """Yield every execution of a step with this division, without recomputation."""
     places = [i for i in range(1, len(graph.nodes)) if i not in unfit(graph)]
     groups, count, pp = kind.groups, kind.num_microbatches, kind.pp
     for name, stages in _schedules(pp, count, len(places) + 1):
@@ -70,21 +70,21 @@ def settings(graph: Graph, kind: Kind, evaluator: Evaluator) -> Iterator[Executi
                 )  # fmt: skip
 
 
-def _schedules(pp: int, count: int, most: int) -> Iterator[tuple[str, int]]:
-    """Names of schedules, and their numbers of stages."""
+def _schedules(pp: int, count: int, max_stages: int) -> Iterator[tuple[str, int]]:
+    """Yield the names of schedules and their numbers of stages."""
     if pp == 1:
         yield "1f1b", 1
         return
     for name in SCHEDULES:
         yield name, pp
-    for stages in range(2 * pp, most + 1, pp) if count >= pp else ():
+    for stages in range(2 * pp, max_stages + 1, pp) if count >= pp else ():
         yield "interleaved", stages
-    if 2 * pp <= most:
+    if 2 * pp <= max_stages:
         yield "zb_v", 2 * pp
 
 
 def plan_of(graph: Graph, chosen: Sequence[Candidate], tp: int) -> Plan:
-    """The plan of a choice for every node; parameters are stored as their first use asks."""
+    """Return the plan of a layout; parameters are stored as their first use needs."""
     names = {p.value: p.name for p in graph.parameters}
     entries: dict[str, ParameterEntry] = {}
     for node, choice in zip(graph.nodes, chosen, strict=False):  # none is chosen on one rank
@@ -105,13 +105,13 @@ def plan_of(graph: Graph, chosen: Sequence[Candidate], tp: int) -> Plan:
     )
 
 
-def quickest(
+def fastest_recompute(
     evaluator: Evaluator,
     workloads: WorkloadModel,
     execution: ExecutionConfig,
     memory_bytes: float = inf,
 ) -> tuple[float, str]:
-    """The step, with activations recomputed only where they do not fit; how they are kept."""
+    """Return the step time with as little recomputation as fits, and the kind of recomputation."""
     for recompute in RECOMPUTES:
         estimate = evaluator.estimate(workloads, replace(execution, recompute=recompute))
         if estimate.fits and all(use.peak_bytes <= memory_bytes for use in estimate.memory):
