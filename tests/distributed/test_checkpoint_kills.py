@@ -1,4 +1,4 @@
-"""A rank is killed at random moments, saving included; training always goes on."""
+"""Ranks are killed at random moments, also while saving; training always resumes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROUNDS = 30
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_nothing_that_was_complete_is_lost(tmp_path: Path) -> None:
+def test_complete_checkpoints_survive_kills(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.kill_ranks", str(tmp_path), str(ROUNDS)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=1700, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr[-4000:]

@@ -1,4 +1,4 @@
-"""A checkpoint written under one plan goes on under any other, on gloo processes."""
+"""A checkpoint written under one plan continues under any other, on gloo processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.checkpoint import transfer as reading
+from shardwise.checkpoint import transfer
 from tests.support.checkpoints import (
     BEFORE,
     FURTHER,
@@ -45,7 +45,7 @@ def saved_under(pool: Callable[[int], Pool], setting: str, model: str, path: Pat
 def check_pairs(
     pool: Callable[[int], Pool], model: str, before: list[str], after: list[str], folder: Path
 ) -> None:
-    """Every one of `before` is loaded under every one of `after`."""
+    """Load every checkpoint of `before` under every setting of `after`."""
     expected = continued(model)[BEFORE:]
     saved = {s: saved_under(pool, s, model, folder / s) for s in before}
     paths = [folder / s for s in before]
@@ -55,31 +55,33 @@ def check_pairs(
             runs = [load_runs(setting, model, paths)]
         else:
             runs = pool(ranks).run(load_runs, setting, model, paths, timeout=300)
-        for found in runs:
-            for name, (state, losses) in zip(before, found, strict=True):
+        for outcomes in runs:
+            for name, (state, losses) in zip(before, outcomes, strict=True):
                 assert_same_state(state, saved[name])
                 assert losses == pytest.approx(expected, rel=1e-9), f"{name} to {setting}"
 
 
-def test_one_goes_on_under_another(pool: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_a_pipeline_checkpoint_continues_under_tensor_parallelism(
+    pool: Callable[[int], Pool], tmp_path: Path
+) -> None:
     check_pairs(pool, "fused_gpt", ["pp2"], ["tp2"], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["odd", "fused_gpt"])
-def test_all_pairs(pool: Callable[[int], Pool], model: str, tmp_path: Path) -> None:
+def test_all_pairs_of_plans(pool: Callable[[int], Pool], model: str, tmp_path: Path) -> None:
     check_pairs(pool, model, list(SETTINGS), list(SETTINGS), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["odd", "fused_gpt"])
-def test_further_plans(pool: Callable[[int], Pool], model: str, tmp_path: Path) -> None:
+def test_pairs_with_further_plans(pool: Callable[[int], Pool], model: str, tmp_path: Path) -> None:
     check_pairs(pool, model, list(FURTHER), ["one", "pp2"], tmp_path / "a")
     check_pairs(pool, model, ["one", "tp2xpp2"], list(FURTHER), tmp_path / "b")
 
 
 def replicated(path: Path) -> list[str]:
-    """A plain module that is the same on all ranks, as DDP has it."""
+    """Save and load a plain module that is the same on all ranks, as with DDP."""
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
@@ -94,28 +96,26 @@ def replicated(path: Path) -> list[str]:
     return sorted(file.name for file in path.iterdir())
 
 
-def test_what_is_the_same_on_all_ranks_is_written_once(
-    pool: Callable[[int], Pool], tmp_path: Path
-) -> None:
-    found = pool(2).run(replicated, tmp_path / "c", timeout=60)[0]
+def test_replicated_tensors_are_written_once(pool: Callable[[int], Pool], tmp_path: Path) -> None:
+    names = pool(2).run(replicated, tmp_path / "c", timeout=60)[0]
     kinds = ("model", "optimizer")
     files = [f"{kind}-0000{rank}.safetensors" for rank in range(2) for kind in kinds]
-    assert set(found) <= {"checkpoint.json", *files}
-    assert {name[-13:-12] for name in found} >= {"0", "1"}  # both ranks wrote
+    assert set(names) <= {"checkpoint.json", *files}
+    assert {name[-13:-12] for name in names} >= {"0", "1"}  # both ranks wrote
     manifest = json.loads((tmp_path / "c" / "checkpoint.json").read_text())
     sizes = sum(manifest["files"].values())
     assert sizes < 1.1 * 2 * 4 * (64 * 64 + 64)
 
 
-# --- what goes wrong on one rank is told by all -----------------------------------------------
+# ------------------------------------------------------------ failures of one rank
 
 
-def spoiled(path: Path) -> dict[str, object]:
-    """Rank 1 cannot write, then what it cannot encode, then what it cannot read."""
+def fail_on_rank_1(path: Path) -> dict[str, object]:
+    """Fail on rank 1 while writing, encoding and reading; return the errors."""
     rank = dist.get_rank()
     run = start("ddp2", "odd")
     run.step()
-    found: dict[str, object] = {}
+    outcomes: dict[str, object] = {}
     write = os.write
 
     def full(file: int, data: object) -> int:
@@ -123,23 +123,23 @@ def spoiled(path: Path) -> dict[str, object]:
 
     sw.save_checkpoint(path / "good", run.module, run.optimizer)
     os.write = full if rank == 1 else write  # type: ignore[assignment]
-    found["disk"] = error_of(sw.save_checkpoint, path / "full", run.module, run.optimizer)
+    outcomes["disk"] = error_of(sw.save_checkpoint, path / "full", run.module, run.optimizer)
     os.write = write
     extra = {"x": object()} if rank == 1 else {}
-    found["extra"] = error_of(sw.save_checkpoint, path / "extra", run.module, extra=extra)
+    outcomes["extra"] = error_of(sw.save_checkpoint, path / "extra", run.module, extra=extra)
     saving = sw.save_checkpoint(path / "later", run.module, run.optimizer, wait=False)
-    found["later"] = error_of(saving.wait, 60)
+    outcomes["later"] = error_of(saving.wait, 60)
     other = path / "good" if rank == 0 else path / "nothing"
-    found["load"] = error_of(sw.load_checkpoint, other, run.module)
+    outcomes["load"] = error_of(sw.load_checkpoint, other, run.module)
     sw.load_checkpoint(path / "later", run.module, run.optimizer)
-    found["files"] = sorted(p.name for p in path.iterdir())
-    return found
+    outcomes["files"] = sorted(p.name for p in path.iterdir())
+    return outcomes
 
 
 def test_a_failure_of_one_rank_fails_all_and_names_it(
     pool: Callable[[int], Pool], tmp_path: Path
 ) -> None:
-    first, second = pool(2).run(spoiled, tmp_path, timeout=120)
+    first, second = pool(2).run(fail_on_rank_1, tmp_path, timeout=120)
     assert "CheckpointError: rank 1: no space for the checkpoint" in first["disk"]
     assert "CheckpointError: no space for the checkpoint" in second["disk"]
     assert "rank 1: `extra` cannot be written as JSON" in first["extra"]
@@ -149,7 +149,7 @@ def test_a_failure_of_one_rank_fails_all_and_names_it(
 
 
 def mixed(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Master weights, an average, loss scaling: the state before, and after a round trip."""
+    """Return the state, with master weights and a loss scale, before and after a round trip."""
     model, batch = make("fused_gpt")
     model = model.float()
     options = {"precision": sw.Precision(compute="float16", master="float32", loss_scale="dynamic")}
@@ -182,7 +182,7 @@ def mixed(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 @pytest.mark.slow
-def test_master_weights_averages_and_scales_go_along(
+def test_master_weights_averages_and_loss_scales_are_restored(
     pool: Callable[[int], Pool], tmp_path: Path
 ) -> None:
     for before, after in pool(2).run(mixed, tmp_path / "c", timeout=120):
@@ -192,29 +192,29 @@ def test_master_weights_averages_and_scales_go_along(
 
 
 def pretrained(folder: Path, strategy: str, options: dict[str, Any]) -> tuple[int, int, float]:
-    """A model on meta filled from a Hugging Face folder: bytes read, and the loss."""
+    """Fill a meta model from a Hugging Face folder; return bytes read, local bytes and the loss."""
     model, batch = make("fused_gpt")
     expected = model(**batch).item()
     read: list[int] = []
-    whole_read = reading.Reader._read
+    original_read = transfer.Reader._read
 
     def counted(self: Any, file: Any, begin: int, nbytes: int) -> Tensor:
         read.append(nbytes)
-        return whole_read(self, file, begin, nbytes)
+        return original_read(self, file, begin, nbytes)
 
     empty = copy.deepcopy(model).to("meta")
-    empty.head.weight = empty.tok.weight  # type: ignore[union-attr]  `to` made two of it
+    empty.head.weight = empty.tok.weight  # type: ignore[union-attr]  `to` untied it
     pm = sw.parallelize(
         empty, batch, plan=plan_for(empty, batch, strategy, 2, **options), device="cpu"
     )
-    reading.Reader._read = counted  # type: ignore[method-assign]
+    transfer.Reader._read = counted  # type: ignore[method-assign]
     try:
         sw.load_checkpoint(folder, pm)
     finally:
-        reading.Reader._read = whole_read  # type: ignore[method-assign]
-    held = sum(e.leaf.nbytes if e.zero < 3 else e.piece.nbytes for e in pm.store.entries)
+        transfer.Reader._read = original_read  # type: ignore[method-assign]
+    local = sum(e.leaf.nbytes if e.zero < 3 else e.piece.nbytes for e in pm.store.entries)
     assert pm.train_step(batch).item() == pytest.approx(expected, rel=1e-9)
-    return sum(read), held, expected
+    return sum(read), local, expected
 
 
 @pytest.mark.parametrize(
@@ -225,13 +225,13 @@ def pretrained(folder: Path, strategy: str, options: dict[str, Any]) -> tuple[in
         pytest.param("pipeline", {"pp": 2, "num_microbatches": 3}, marks=pytest.mark.slow),
     ],
 )
-def test_each_rank_reads_its_part_of_a_hugging_face_folder(
+def test_each_rank_reads_only_its_part_of_a_hugging_face_folder(
     pool: Callable[[int], Pool], tmp_path: Path, strategy: str, options: dict[str, Any]
 ) -> None:
     model, _ = make("fused_gpt")
     state = {n: t for n, t in model.state_dict().items() if n != "head.weight"}
     save_file(state, tmp_path / "model.safetensors")
     total = sum(t.nbytes for t in state.values())
-    for read, held, _ in pool(2).run(pretrained, tmp_path, strategy, options, timeout=120):
-        assert held < 0.75 * total
-        assert read < 1.1 * held + 4096 * len(state)
+    for read, local, _ in pool(2).run(pretrained, tmp_path, strategy, options, timeout=120):
+        assert local < 0.75 * total
+        assert read < 1.1 * local + 4096 * len(state)

@@ -1,4 +1,4 @@
-"""Boxes of random cuts cover every tensor exactly once, and hold the right elements."""
+"""Boxes of random shardings cover every tensor exactly once, and have the right elements."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from shardwise.checkpoint.shards import (
     Box,
-    Placed,
+    LocalBox,
     check_cover,
-    cut_boxes,
+    local_boxes,
     narrow,
     range_boxes,
     split_box,
@@ -33,14 +33,14 @@ def test_a_range_is_few_boxes_in_order(shape: tuple[int, ...], data: st.DataObje
     end = data.draw(st.integers(begin, numel))
     full = torch.arange(numel).view(shape)
     boxes = range_boxes(shape, begin, end)
-    found = [narrow(full, box.offset, box.size).reshape(-1) for box in boxes]
+    parts = [narrow(full, box.offset, box.size).reshape(-1) for box in boxes]
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
-    assert torch.cat([*found, full.new_empty(0)]).tolist() == list(range(begin, end))
+    assert torch.cat([*parts, full.new_empty(0)]).tolist() == list(range(begin, end))
 
 
 @st.composite
-def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Split], dict[str, int], int]:
-    """A shape, how two axes cut it (evenly or not, strided or not), and ranks of a flat cut."""
+def shardings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Split], dict[str, int], int]:
+    """Draw a shape, its splits along two axes (even or not, strided or not), and ZeRO ranks."""
     dims = draw(st.lists(st.tuples(*[st.integers(1, 3)] * 3), min_size=1, max_size=3))
     shape = tuple(outer * size * inner for outer, size, inner in dims)
     splits = [
@@ -53,16 +53,16 @@ def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Split], dict[str, int],
 
 
 @settings(max_examples=20)
-@given(cuts(), st.integers(16, 256))
-def test_all_ranks_boxes_cover_once(
-    cut: tuple[tuple[int, ...], list[Split], dict[str, int], int], max_bytes: int
+@given(shardings(), st.integers(16, 256))
+def test_boxes_of_all_ranks_cover_a_tensor_once(
+    sharding: tuple[tuple[int, ...], list[Split], dict[str, int], int], max_bytes: int
 ) -> None:
-    shape, splits, sizes, ranks = cut
+    shape, splits, sizes, ranks = sharding
     full = torch.arange(math.prod(shape)).view(shape)
-    cutting = [axis for axis in sizes if any(s.axis == axis for s in splits)]
+    split_axes = [axis for axis in sizes if any(s.axis == axis for s in splits)]
     boxes: list[Box] = []
-    for place in product(*(range(sizes[axis]) for axis in cutting)):
-        coords = {**dict.fromkeys(sizes, 0), **dict(zip(cutting, place, strict=True))}
+    for indices in product(*(range(sizes[axis]) for axis in split_axes)):
+        coords = {**dict.fromkeys(sizes, 0), **dict(zip(split_axes, indices, strict=True))}
         runs = local_runs(shape, splits, coords, sizes)
         local = take_local(full, splits, coords, sizes).contiguous()
         assert tuple(local.shape) == local_shape(shape, splits, coords, sizes)
@@ -70,12 +70,12 @@ def test_all_ranks_boxes_cover_once(
             begin, length = part(local.numel(), ranks, rank)
             piece = local.view(-1)[begin : begin + length]
             bounds = None if ranks == 1 else (begin, begin + length)
-            held = cut_boxes(runs, local if bounds is None else piece, bounds)
-            for placed in (p for whole in held for p in split_box(whole, max_bytes)):
-                expected = narrow(full, placed.box.offset, placed.box.size)
-                assert torch.equal(placed.view, expected)
-                assert placed.view.nbytes <= max(max_bytes, 8)
-                boxes.append(placed.box)
+            shards = local_boxes(runs, local if bounds is None else piece, bounds)
+            for part_box in (p for shard in shards for p in split_box(shard, max_bytes)):
+                expected = narrow(full, part_box.box.offset, part_box.box.size)
+                assert torch.equal(part_box.view, expected)
+                assert part_box.view.nbytes <= max(max_bytes, 8)
+                boxes.append(part_box.box)
     check_cover("w", shape, boxes)
     if len(boxes) > 1:
         with pytest.raises(CheckpointError, match=r"have .* of its"):
@@ -92,7 +92,7 @@ def test_boxes_outside_are_refused() -> None:
 
 def test_a_tensor_without_dims_is_one_box() -> None:
     value = torch.tensor(3.0)
-    assert cut_boxes([], value, None) == [Placed(Box((), ()), value)]
+    assert local_boxes([], value, None) == [LocalBox(Box((), ()), value)]
     check_cover("w", (), [Box((), ())])
     with pytest.raises(CheckpointError, match="have 0 of its 1"):
         check_cover("w", (), [])

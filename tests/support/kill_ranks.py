@@ -135,7 +135,7 @@ def check(folder: Path, before: int) -> str:
     if newest is not None:
         verified = verify_checkpoint(newest)
         assert verified.ok, verified.problems
-        step = verified.opened.manifest.step or 0
+        step = verified.checkpoint.manifest.step or 0
     assert step >= complete, f"step {complete} was complete, but the latest is {step}"
     return f"began at {log[before][1]}, completed {complete}, newest {step}"
 

@@ -1,7 +1,7 @@
-"""A checkpoint in another form: a Hugging Face folder, a plain torch file, or one of ours anew.
+"""Convert a checkpoint: to a Hugging Face folder, a plain torch file, or a Shardwise checkpoint.
 
-Tensors are read and written one after the other, so that a model larger than the memory can
-be converted; only a torch file needs all of it at once.
+Tensors are read and written one by one, so that models larger than memory can be converted; only a
+torch file needs all tensors at once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,21 +19,26 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.files import ToWrite, sync_folder, write_tensors
-from shardwise.checkpoint.load import read_section
+from shardwise.checkpoint.load import read_section, require_section
 from shardwise.checkpoint.manifest import MANIFEST, MODEL, Manifest, StoredBox, StoredTensor, key_of
-from shardwise.checkpoint.opening import HF_INDEX, HF_SINGLE, Opened, open_checkpoint, with_previous
-from shardwise.checkpoint.shards import Box, Placed, split_box
+from shardwise.checkpoint.open import (
+    HF_INDEX,
+    HF_SINGLE,
+    Checkpoint,
+    open_checkpoint,
+    with_previous,
+)
+from shardwise.checkpoint.shards import Box, LocalBox, split_box
 from shardwise.checkpoint.transfer import BOX_BYTES, Reader, Request
-from shardwise.checkpoint.write import replaced_folder, require_free, write_text
+from shardwise.checkpoint.write import partial_path, replaced_folder, require_free, write_text
 from shardwise.errors import CheckpointError
 from shardwise.files import read_json
 
 __all__ = ["convert_checkpoint"]
 
-
 SHARD_BYTES = 5_000_000_000
 CONFIG = "config.json"
-# What else belongs to a model's folder: texts and tables, no code and no pickles.
+# Other files of a model's folder to copy: texts and tables, neither code nor pickles.
 _COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -62,47 +66,47 @@ def convert_checkpoint(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-    """Write a checkpoint in the form `to`: "hf", "torch" or "shardwise"; the files written.
+    """Convert a checkpoint to the form "hf", "torch" or "shardwise"; return the files written.
 
-    `section` is the set of tensors to take as the model's, such as "ema". `dtype` is that of
-    floating-point tensors. A Hugging Face folder needs a `config`, a folder or file that has it,
-    unless the checkpoint's `extra` has it as "hf_config".
+    `section` selects the tensors that become the model's, such as "ema". Floating-point tensors are
+    converted to `dtype`. A Hugging Face folder needs the model's `config`, as a file or a folder
+    that has it, unless the checkpoint has it in `extra` as "hf_config".
     """
     forms: dict[str, Callable[[], list[Path]]] = {
-        "hf": lambda: _to_hf(opened, Path(out), config, section, dtype, shard_bytes),
-        "torch": lambda: _to_torch(opened, Path(out), section, dtype),
-        "shardwise": lambda: _to_ours(opened, Path(out), section, dtype),
+        "hf": lambda: _to_hf(checkpoint, Path(out), config, section, dtype, shard_bytes),
+        "torch": lambda: _to_torch(checkpoint, Path(out), section, dtype),
+        "shardwise": lambda: _to_shardwise(checkpoint, Path(out), section, dtype),
     }
     if to not in forms:
-        raise CheckpointError(f"{to!r} is no known form", hint=f"one of {', '.join(forms)}")
-    opened = open_checkpoint(source)
-    if section not in opened.manifest.sections:
-        known = ", ".join(opened.manifest.sections)
-        raise CheckpointError(f"no section {section!r} in the checkpoint, which has {known}")
+        raise CheckpointError(f"unknown form {to!r}", hint=f"one of {', '.join(forms)}")
+    checkpoint = open_checkpoint(source)
+    require_section(checkpoint.manifest, section)
     try:
         return forms[to]()
     except CheckpointError as error:
         raise with_previous(error, Path(source)) from error
     except OSError as error:
         raise CheckpointError(
-            f"cannot be written: {error.strerror or error}", where=str(out)
+            f"cannot write the checkpoint: {error.strerror or error}", where=str(out)
         ) from error
 
 
-def _to_torch(opened: Opened, out: Path, section: str, dtype: torch.dtype | None) -> list[Path]:
-    """A file for `torch.load(file, weights_only=True)`, with all names."""
-    state = read_section(opened, section)
+def _to_torch(
+    checkpoint: Checkpoint, out: Path, section: str, dtype: torch.dtype | None
+) -> list[Path]:
+    """Write a file for `torch.load(file, weights_only=True)`, with all names."""
+    state = read_section(checkpoint, section)
     cast = {id(t): _cast(t, dtype) for t in state.values()}
     out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}")
+    temporary = partial_path(out)
     try:
-        with open(aside, "wb") as file:
+        with open(temporary, "wb") as file:
             torch.save({name: cast[id(tensor)] for name, tensor in state.items()}, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, out)
+        os.replace(temporary, out)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return [out]
 
 
@@ -110,17 +114,17 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
-def _cast_type(stored: StoredTensor, dtype: torch.dtype | None) -> torch.dtype:
+def _cast_dtype(stored: StoredTensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
 
 
 @contextlib.contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """A hidden folder that gets the name `out` when all is written."""
+    """Yield a hidden folder that is renamed to `out` when it is complete."""
     out = Path(os.path.abspath(out))
     require_free(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    folder = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}")
+    folder = partial_path(out)
     folder.mkdir()
     try:
         yield folder
@@ -133,16 +137,16 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
 
 def _to_hf(
-    opened: Opened,
+    checkpoint: Checkpoint,
     out: Path,
     config: str | Path | None,
     section: str,
     dtype: torch.dtype | None,
     shard_bytes: int,
 ) -> list[Path]:
-    """A folder that `from_pretrained` opens; tied tensors under one name, as it ties them again."""
-    settings = _config(opened, config)
-    stored = opened.manifest.sections[section]
+    """Write a folder for `from_pretrained`, which ties tensors again: each has one name there."""
+    settings = _config(checkpoint, config)
+    stored = checkpoint.manifest.sections[section]
     shards = _shards(stored, dtype, shard_bytes)
     names = [HF_SINGLE]
     if len(shards) > 1:
@@ -150,7 +154,7 @@ def _to_hf(
         names = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
     with _new_folder(out) as folder:
         for file, shard in zip(names, shards, strict=True):
-            items = [_whole(opened, section, name, stored[name], dtype) for name in shard]
+            items = [_full_tensor(checkpoint, section, name, stored[name], dtype) for name in shard]
             write_tensors(folder / file, items)
         if len(shards) > 1:
             weights = {n: file for file, shard in zip(names, shards, strict=True) for n in shard}
@@ -165,112 +169,121 @@ def _to_hf(
     return sorted(out.iterdir())
 
 
-def _config(opened: Opened, given: str | Path | None) -> Mapping[str, Any]:
-    kept = opened.manifest.extra.get("hf_config")
-    if given is None and isinstance(kept, dict):
-        return kept
-    if given is None and opened.foreign:
-        given = opened.folder
-    if given is None:
+def _config(checkpoint: Checkpoint, source: str | Path | None) -> Mapping[str, Any]:
+    saved = checkpoint.manifest.extra.get("hf_config")
+    if source is None and isinstance(saved, dict):
+        return saved
+    if source is None and checkpoint.is_hf:
+        source = checkpoint.folder
+    if source is None:
         raise CheckpointError(
             "a Hugging Face folder needs the model's config.json",
-            hint="--config FOLDER, of the model or with its config.json",
+            hint="--config FOLDER, the model's or one with its config.json",
         )
-    path = Path(given) / CONFIG if Path(given).is_dir() else Path(given)
-    found = read_json(path, CheckpointError, what="config", free=True)
-    if not isinstance(found, dict):
-        raise CheckpointError("the config is no mapping", where=str(path))
-    return found
+    path = Path(source) / CONFIG if Path(source).is_dir() else Path(source)
+    config = read_json(path, CheckpointError, what="config", free=True)
+    if not isinstance(config, dict):
+        raise CheckpointError("the config is not a mapping", where=str(path))
+    return config
 
 
 def _nbytes(stored: StoredTensor, dtype: torch.dtype | None) -> int:
-    return stored.nbytes // stored.dtype.itemsize * _cast_type(stored, dtype).itemsize
+    return stored.nbytes // stored.dtype.itemsize * _cast_dtype(stored, dtype).itemsize
 
 
 def _shards(
     stored: Mapping[str, StoredTensor], dtype: torch.dtype | None, shard_bytes: int
 ) -> list[list[str]]:
-    """The names of each file, in order; a file exceeds the size by a single tensor alone."""
+    """Return the names of each file, in order; only a file of one tensor may exceed the size."""
     shards: list[list[str]] = [[]]
-    filled = 0
+    total = 0
     for name, tensor in stored.items():
         size = _nbytes(tensor, dtype)
-        if shards[-1] and filled + size > shard_bytes:
+        if shards[-1] and total + size > shard_bytes:
             shards.append([])
-            filled = 0
+            total = 0
         shards[-1].append(name)
-        filled += size
+        total += size
     return shards
 
 
-def _whole(
-    opened: Opened, section: str, name: str, stored: StoredTensor, dtype: torch.dtype | None
+def _full_tensor(
+    checkpoint: Checkpoint, section: str, name: str, stored: StoredTensor, dtype: torch.dtype | None
 ) -> ToWrite:
     return ToWrite(
         key=name,
         shape=stored.shape,
-        dtype=_cast_type(stored, dtype),
-        make=lambda: _cast(read_section(opened, section, (name,))[name], dtype),
+        dtype=_cast_dtype(stored, dtype),
+        make=lambda: _cast(read_section(checkpoint, section, (name,))[name], dtype),
     )
 
 
-def _to_ours(opened: Opened, out: Path, section: str, dtype: torch.dtype | None) -> list[Path]:
-    """A checkpoint of one rank, with all sections, or with the chosen one as the model."""
-    manifest = opened.manifest
-    chosen = manifest.sections if section == MODEL else {MODEL: manifest.sections[section]}
-    source = {name: name if section == MODEL else section for name in chosen}
-    sections: dict[str, dict[str, StoredTensor]] = {name: {} for name in chosen}
-    files: dict[str, int] = {}
-    with _new_folder(out) as folder, Reader(opened.folder, manifest) as reader:
-        kinds = dict.fromkeys(name.partition(".")[0] for name in chosen)
-        for kind in kinds:
-            file = f"{kind}-00000.safetensors"
-            mine = [s for s in chosen if s.partition(".")[0] == kind]
-            tasks = [
-                (s, name, _retyped(tensor, dtype if s == MODEL else None), placed.box)
-                for s in mine
-                for name, tensor in chosen[s].items()
-                for placed in _boxes(tensor)
-            ]
-            checksums = write_tensors(
-                folder / file, [_part(reader, source[task[0]], *task) for task in tasks]
+def _to_shardwise(
+    checkpoint: Checkpoint, out: Path, section: str, dtype: torch.dtype | None
+) -> list[Path]:
+    """Write a checkpoint of one rank, with all sections, or with one of them as the model."""
+    manifest = checkpoint.manifest
+    selected = manifest.sections if section == MODEL else {MODEL: manifest.sections[section]}
+    sections: dict[str, dict[str, StoredTensor]] = {
+        target: {
+            name: dataclasses.replace(
+                tensor, boxes=(), dtype=_cast_dtype(tensor, dtype if target == MODEL else None)
             )
+            for name, tensor in tensors.items()
+        }
+        for target, tensors in selected.items()
+    }
+    files: dict[str, int] = {}
+    with _new_folder(out) as folder, Reader(checkpoint.folder, manifest) as reader:
+        for kind in dict.fromkeys(target.partition(".")[0] for target in selected):
+            file = f"{kind}-00000.safetensors"
+            boxes = [
+                (target, name, box)
+                for target in selected
+                if target.partition(".")[0] == kind
+                for name, tensor in sections[target].items()
+                for box in _boxes(tensor)
+            ]
+            items = [
+                _box_to_write(
+                    reader,
+                    target if section == MODEL else section,
+                    key_of(target, name, box, sections[target][name].shape),
+                    name,
+                    box,
+                    sections[target][name].dtype,
+                )
+                for target, name, box in boxes
+            ]
+            checksums = write_tensors(folder / file, items)
             files[file] = os.stat(folder / file).st_size
-            for s, name, tensor, box in tasks:
-                key = key_of(s, name, box, tensor.shape)
-                made = StoredBox(box=box, file=file, key=key, crc32=checksums[key])
-                before = sections[s].get(name, dataclasses.replace(tensor, boxes=()))
-                sections[s][name] = dataclasses.replace(before, boxes=(*before.boxes, made))
-            for s in mine:
-                for name, tensor in chosen[s].items():
-                    sections[s].setdefault(name, dataclasses.replace(tensor, boxes=()))
+            for (target, name, box), item in zip(boxes, items, strict=True):
+                tensor = sections[target][name]
+                stored = StoredBox(box=box, file=file, key=item.key, crc32=checksums[item.key])
+                tensor = dataclasses.replace(tensor, boxes=(*tensor.boxes, stored))
+                sections[target][name] = tensor
         optimizer = manifest.optimizer if section == MODEL else None
-        made_manifest: Manifest = dataclasses.replace(
+        converted: Manifest = dataclasses.replace(
             manifest, sections=sections, files=files, optimizer=optimizer
         )
-        write_text(folder / MANIFEST, made_manifest.to_text())
+        write_text(folder / MANIFEST, converted.to_text())
     return sorted(out.iterdir())
 
 
-def _retyped(tensor: StoredTensor, dtype: torch.dtype | None) -> StoredTensor:
-    return dataclasses.replace(tensor, dtype=_cast_type(tensor, dtype))
-
-
-def _boxes(tensor: StoredTensor) -> list[Placed]:
-    """The whole tensor in boxes that are read and written at once."""
+def _boxes(tensor: StoredTensor) -> list[Box]:
+    """Return the boxes of the full tensor that are read and written at once."""
     if 0 in tensor.shape:
         return []
-    shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return split_box(Placed(Box.whole(tensor.shape), shape), BOX_BYTES)
+    view = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return [part.box for part in split_box(LocalBox(Box.full(tensor.shape), view), BOX_BYTES)]
 
 
-def _part(
-    reader: Reader, source: str, section: str, name: str, tensor: StoredTensor, box: Box
+def _box_to_write(
+    reader: Reader, section: str, key: str, name: str, box: Box, dtype: torch.dtype
 ) -> ToWrite:
     def make() -> Tensor:
-        made = torch.empty(box.size, dtype=tensor.dtype)
-        reader.fill([Request(section=source, name=name, wanted=[Placed(box, made)])])
-        return made
+        tensor = torch.empty(box.size, dtype=dtype)
+        reader.fill([Request(section=section, name=name, targets=[LocalBox(box, tensor)])])
+        return tensor
 
-    key = key_of(section, name, box, tensor.shape)
-    return ToWrite(key=key, shape=box.size, dtype=tensor.dtype, make=make)
+    return ToWrite(key=key, shape=box.size, dtype=dtype, make=make)

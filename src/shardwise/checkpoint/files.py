@@ -1,8 +1,8 @@
-"""Safetensors files, written and read piece by piece.
+"""Write and read safetensors files tensor by tensor.
 
-A file is written from tensors that are made one after the other, so that none but the current one
-need be in memory, with the checksum of each. It is read by ranges of bytes: the page cache of a
-mapped file would count as this process's memory.
+A file is written from tensors that are created one by one, so that only the current one is in
+memory, together with the checksum of each. It is read by byte ranges instead of mapped, because the
+page cache of a mapped file would count as this process's memory.
 """
 
 from __future__ import annotations
@@ -38,11 +38,9 @@ __all__ = [
     "write_tensors",
 ]
 
+# ------------------------------------------------------------ dtypes
 
-# Number types by name: torch's, and how safetensors files call them.
-#
-# Complex numbers lie in files as pairs of real ones, which every reader knows.
-
+# Complex numbers are stored as pairs of real ones, which every reader supports.
 
 _IN_FILES: dict[torch.dtype, str] = {
     getattr(torch, dtype.name): dtype.file_name for dtype in DTYPES.values() if dtype.file_name
@@ -53,30 +51,30 @@ _FROM_FILES = {name: dtype for dtype, name in _IN_FILES.items()}
 
 
 def dtype_named(name: object, where: str) -> torch.dtype:
-    """The type of a name; only names of number types that can be saved are known."""
-    found = _NAMED.get(name) if isinstance(name, str) else None
-    if found is None:
+    """Return the dtype of a name; only those that can be saved are known."""
+    if not isinstance(name, str) or name not in _NAMED:
         close = did_you_mean(name, _NAMED) if isinstance(name, str) else ""
-        raise CheckpointError(f"no number type {name!r}{close}", where=where)
-    return found
+        raise CheckpointError(f"unknown dtype {name!r}{close}", where=where)
+    return _NAMED[name]
 
 
 def file_dtype(dtype: torch.dtype, shape: tuple[int, ...], name: str) -> tuple[str, list[int]]:
-    """A tensor's type and shape in a safetensors file."""
+    """Return the dtype and shape that a tensor has in a safetensors file."""
     if dtype in _REAL:
         return _IN_FILES[_REAL[dtype]], [*shape, 2]
     if dtype not in _IN_FILES:
-        raise CheckpointError(f"{name} of {dtype} cannot be saved in a safetensors file")
+        raise CheckpointError(f"{name} is {dtype}, which safetensors files do not support")
     return _IN_FILES[dtype], list(shape)
 
 
 def from_file_dtype(name: object, where: str) -> torch.dtype:
-    """The type of a tensor in a safetensors file."""
-    found = _FROM_FILES.get(name) if isinstance(name, str) else None
-    if found is None:
-        raise CheckpointError(f"tensors of type {name!r} cannot be read", where=where)
-    return found
+    """Return the dtype of a tensor in a safetensors file."""
+    if not isinstance(name, str) or name not in _FROM_FILES:
+        raise CheckpointError(f"tensors of dtype {name!r} are not supported", where=where)
+    return _FROM_FILES[name]
 
+
+# ------------------------------------------------------------ writing
 
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 1 << 28
@@ -85,7 +83,7 @@ _CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToWrite:
-    """A tensor of a file; `make` gives it in host memory, contiguous, when its turn has come."""
+    """A tensor of a file; `make` returns it contiguous in host memory when it is written."""
 
     key: str
     shape: tuple[int, ...]
@@ -98,7 +96,7 @@ class ToWrite:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host."""
+    """Return the memory of a contiguous tensor on the host."""
     flat = tensor.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
@@ -107,8 +105,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def write_tensors(path: Path, items: Sequence[ToWrite]) -> dict[str, int]:
-    """Write a safetensors file and have it on the disk; the CRC-32 of every tensor's bytes."""
-    # Wide types first: then every tensor is aligned to its type.
+    """Write a safetensors file and sync it; return the CRC-32 of every tensor's bytes."""
+    # Wide dtypes first, so that every tensor is aligned to its dtype.
     ordered = sorted(items, key=lambda item: -item.dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -134,7 +132,7 @@ def write_tensors(path: Path, items: Sequence[ToWrite]) -> dict[str, int]:
 
 
 def _write_all(file: int, data: memoryview) -> int:
-    """Write all of it; its checksum, taken while it is in the processor's cache."""
+    """Write all data; return its checksum, computed while each chunk is in the CPU's cache."""
     checksum = 0
     for begin in range(0, len(data), _CHUNK_BYTES):
         chunk = data[begin : begin + _CHUNK_BYTES]
@@ -145,7 +143,7 @@ def _write_all(file: int, data: memoryview) -> int:
 
 
 def sync_folder(path: Path) -> None:
-    """Have the names in a folder on the disk."""
+    """Sync the entries of a folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -153,9 +151,12 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
+# ------------------------------------------------------------ reading
+
+
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One tensor of a file, as its header says; `begin` is counted from the file's start."""
+    """A tensor in the header of a file; `begin` is its offset from the start of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -167,12 +168,12 @@ class FileEntry:
 
 
 class TensorFile:
-    """A safetensors file that is open for reading; its header has been checked."""
+    """A safetensors file opened for reading, with a validated header."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            # Not blocking: a pipe of that name would be waited for.
+            # Opening a named pipe would block otherwise.
             self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise CheckpointError(
@@ -185,7 +186,7 @@ class TensorFile:
             raise
 
     def close(self) -> None:
-        """Give the file back; it cannot be read any more."""
+        """Close the file."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
@@ -200,52 +201,54 @@ class TensorFile:
             try:
                 count = os.preadv(self._handle, [out], begin)
             except OSError as error:
-                raise self._damaged(f"cannot be read: {error.strerror}") from error
+                raise self._error(f"cannot be read: {error.strerror}") from error
             if not count:
-                raise self._damaged(f"ends at byte {begin}, {len(out)} bytes too early")
+                raise self._error(f"ends at byte {begin}, {len(out)} bytes too early")
             out, begin = out[count:], begin + count
 
-    def _damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.path.name} {what}", where=str(self.path))
+    def _error(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.path.name} {problem}", where=str(self.path))
 
     def _read_header(self) -> dict[str, FileEntry]:
-        kind = os.fstat(self._handle)
-        size = kind.st_size if stat.S_ISREG(kind.st_mode) else 0
+        status = os.fstat(self._handle)
+        size = status.st_size if stat.S_ISREG(status.st_mode) else 0
         if size < _LENGTH.size:
-            raise self._damaged(f"has {size} bytes, which is no safetensors file")
-        first = bytearray(_LENGTH.size)
-        self.read_into(memoryview(first), 0)
-        (length,) = _LENGTH.unpack(first)
+            raise self._error(f"has {size} bytes: it is not a safetensors file")
+        prefix = bytearray(_LENGTH.size)
+        self.read_into(memoryview(prefix), 0)
+        (length,) = _LENGTH.unpack(prefix)
         start = _LENGTH.size + length
         if length > _MAX_HEADER_BYTES or start > size:
-            raise self._damaged(f"has a header of {length} bytes in {size}: it is damaged")
+            raise self._error(f"is corrupt: a header of {length} bytes in a file of {size}")
         text = bytearray(length)
         self.read_into(memoryview(text), _LENGTH.size)
         try:
             header = parse_json(bytes(text), CheckpointError, where=str(self.path))
         except CheckpointError as error:
-            raise self._damaged(f"has a damaged header: {error.message}") from error
+            raise self._error(f"has a corrupt header: {error.message}") from error
         if not isinstance(header, dict):
-            raise self._damaged("has a header that is not an object")
-        found = {
+            raise self._error("has a header that is not an object")
+        entries = {
             key: self._entry(key, value, start, size)
             for key, value in header.items()
             if key != "__metadata__"
         }
-        self._require_disjoint(found)
-        return found
+        self._require_disjoint(entries)
+        return entries
 
     def _require_disjoint(self, entries: Mapping[str, FileEntry]) -> None:
-        """Refuse entries that share bytes: a small file must not stand for terabytes."""
-        filled = [(e.begin, e.begin + e.nbytes, key) for key, e in entries.items() if e.nbytes]
-        for (_, end, key), (begin, _, following) in pairwise(sorted(filled)):
+        """Refuse entries that share bytes: a small file must not expand to terabytes."""
+        ranges = [(e.begin, e.begin + e.nbytes, key) for key, e in entries.items() if e.nbytes]
+        for (_, end, key), (begin, _, following) in pairwise(sorted(ranges)):
             if begin < end:
-                raise self._damaged(f"has entries {key!r} and {following!r} that overlap")
+                raise self._error(f"has overlapping entries {key!r} and {following!r}")
 
     def _entry(self, key: str, value: Any, start: int, size: int) -> FileEntry:
-        known = isinstance(value, dict) and {"dtype", "shape", "data_offsets"} <= set(value)
-        if not known or not (_counts(value["shape"]) and _counts(value["data_offsets"], 2)):
-            raise self._damaged(f"has an entry {key!r} that is not as it should be")
+        complete = isinstance(value, dict) and {"dtype", "shape", "data_offsets"} <= set(value)
+        if not complete or not (
+            _are_sizes(value["shape"]) and _are_sizes(value["data_offsets"], 2)
+        ):
+            raise self._error(f"has a malformed entry {key!r}")
         begin, end = value["data_offsets"]
         entry = FileEntry(
             from_file_dtype(value["dtype"], f"{self.path}: {key}"),
@@ -253,17 +256,17 @@ class TensorFile:
             start + begin,
         )
         if start + end > size:
-            raise self._damaged(f"has {size} bytes; {key} ends at {start + end}: it is cut off")
+            raise self._error(f"is truncated: it has {size} bytes, {key} ends at {start + end}")
         if end - begin != entry.nbytes:
-            raise self._damaged(
+            raise self._error(
                 f"has {end - begin} bytes for {key} of shape {entry.shape}, not {entry.nbytes}"
             )
         return entry
 
 
-def _counts(value: Any, length: int | None = None) -> bool:
-    """Whether this is a list of numbers that can be sizes."""
+def _are_sizes(value: Any, length: int | None = None) -> bool:
+    """Return whether this is a list of integers in the range of sizes."""
     if not isinstance(value, list) or (length is not None and len(value) != length):
         return False
-    sizes = len(value) <= 64 and all(type(n) is int and 0 <= n < 1 << 48 for n in value)
-    return sizes and math.prod(n or 1 for n in value) < 1 << 62
+    in_range = len(value) <= 64 and all(type(n) is int and 0 <= n < 1 << 48 for n in value)
+    return in_range and math.prod(n or 1 for n in value) < 1 << 62

@@ -1,7 +1,7 @@
-"""Reading a checkpoint: `load_checkpoint(path, module, optimizer)`, into any plan.
+"""Load a checkpoint into any plan: `load_checkpoint(path, module, optimizer)`.
 
-Each rank reads the boxes that overlap what it holds. Names and shapes are those of the single
-device, whatever plan the checkpoint was written under.
+Each rank reads the boxes that overlap its shards. Names and shapes are those of a single device,
+whatever plan the checkpoint was written under.
 """
 
 from __future__ import annotations
@@ -14,116 +14,114 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.manifest import MODEL, Manifest, StoredTensor, full_name
-from shardwise.checkpoint.opening import Opened, open_checkpoint, with_previous
+from shardwise.checkpoint.manifest import MODEL, Manifest, full_name
+from shardwise.checkpoint.open import Checkpoint, open_checkpoint, with_previous
 from shardwise.checkpoint.optimizer_state import Optimizers, load_optimizer
-from shardwise.checkpoint.shards import Box, Held, Placed, State, state_of
+from shardwise.checkpoint.shards import Box, LocalBox, State, TensorShards, state_of
 from shardwise.checkpoint.transfer import Reader, Request
-from shardwise.checkpoint.write import held_copies
+from shardwise.checkpoint.write import copied_sections
 from shardwise.errors import CheckpointError, did_you_mean
 from shardwise.runtime.rendezvous import Rendezvous, open_rendezvous
 
 __all__ = ["Loaded", "Match", "load_checkpoint", "match_names", "read_section"]
 
+# ------------------------------------------------------------ matching names
 
-# Which stored tensor belongs to which of a module's, where their names differ.
-#
-# Tied tensors have several names, of which a file may have any. Files of Hugging Face may lack the
-# prefix of the base model (`model.`), or have it where the module has not.
+# Tied tensors have several names, any of which a file may have. Files of Hugging Face may lack the
+# prefix of the base model (`model.`), or have it although the module has not.
 
-
-_SHOWN = 5
+_MAX_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """`stored` maps the module's names, aliases included, to those in the file."""
+    """The names of a module, aliases included, with those in the file, and unmatched names."""
 
     stored: Mapping[str, str]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
 
-    def require(self, where: str, *, foreign: bool) -> None:
-        """Refuse a file that lacks tensors of the module, or, if it is ours, has others."""
+    def require(self, where: str, *, is_hf: bool) -> None:
+        """Refuse a checkpoint that lacks tensors or, unless of Hugging Face, has further ones."""
         if self.missing:
-            text = f"the checkpoint has no {_some(self.missing)}"
             close = did_you_mean(self.missing[0], self.unexpected)
             raise CheckpointError(
-                text + close, where=where, hint="load_checkpoint(…, strict=False) leaves them"
-            )
-        if self.unexpected and not foreign:
-            raise CheckpointError(
-                f"the module has no {_some(self.unexpected)}, which the checkpoint has",
+                f"the checkpoint has no {_listed(self.missing)}{close}",
                 where=where,
-                hint="load_checkpoint(…, strict=False) passes over them",
+                hint="load_checkpoint(…, strict=False) leaves them unchanged",
+            )
+        if self.unexpected and not is_hf:
+            raise CheckpointError(
+                f"the module has no {_listed(self.unexpected)}, which the checkpoint has",
+                where=where,
+                hint="load_checkpoint(…, strict=False) ignores them",
             )
 
 
 def match_names(
     names: Iterable[str],
     aliases: Mapping[str, str],
-    elsewhere: Collection[str],
+    remote_names: Collection[str],
     manifest: Manifest,
     *,
-    foreign: bool,
+    is_hf: bool,
 ) -> Match:
     """Find the tensors of a module among those of a checkpoint.
 
-    `names` are those of this rank, with `aliases` to them; `elsewhere` are those of other ranks.
+    `names` and their `aliases` are those of this rank, `remote_names` those of other ranks.
     """
-    mine = list(dict.fromkeys(names))
-    all_names = {name: [name] for name in mine}
+    local_names = list(dict.fromkeys(names))
+    synonyms = {name: [name] for name in local_names}
     for alias, name in aliases.items():
-        all_names.setdefault(name, [name]).append(alias)
-    known = {n for found in all_names.values() for n in found} | set(elsewhere)
+        synonyms.setdefault(name, [name]).append(alias)
+    known = {n for group in synonyms.values() for n in group} | set(remote_names)
     saved = {**{n: n for n in manifest.sections.get(MODEL, {})}, **manifest.aliases}
-    if foreign:
+    if is_hf:
         saved = _with_prefix(saved, known)
     stored: dict[str, str] = {}
-    for found in all_names.values():
-        hit = next((saved[n] for n in found if n in saved), None)
-        if hit is not None:
-            stored.update(dict.fromkeys(found, hit))
-    missing = tuple(name for name in mine if name not in stored)
+    for group in synonyms.values():
+        saved_name = next((saved[n] for n in group if n in saved), None)
+        if saved_name is not None:
+            stored.update(dict.fromkeys(group, saved_name))
+    missing = tuple(name for name in local_names if name not in stored)
     unexpected = tuple(name for name in saved if name not in known)
     return Match(stored=stored, missing=missing, unexpected=unexpected)
 
 
 def _with_prefix(saved: Mapping[str, str], known: Collection[str]) -> dict[str, str]:
-    """The names as the module has them, if one prefix more or less makes more of them match."""
-    heads = {name.partition(".")[0] + "." for name in (*saved, *known) if "." in name}
-    best, count = dict(saved), sum(name in known for name in saved)
-    for head in sorted(heads):
-        longer = {head + n if head + n in known else n: s for n, s in saved.items()}
-        shorter = {_without(n, head, known): s for n, s in saved.items()}
+    """Add or remove a prefix of the saved names if more of them then match the module's."""
+    prefixes = {name.partition(".")[0] + "." for name in (*saved, *known) if "." in name}
+    best, num_matches = dict(saved), sum(name in known for name in saved)
+    for prefix in sorted(prefixes):
+        longer = {prefix + n if prefix + n in known else n: s for n, s in saved.items()}
+        shorter = {
+            short if (short := n.removeprefix(prefix)) in known else n: s for n, s in saved.items()
+        }
         for renamed in (longer, shorter):
-            hits = sum(name in known for name in renamed)
-            if hits > count and len(renamed) == len(saved):
-                best, count = renamed, hits
+            matches = sum(name in known for name in renamed)
+            if matches > num_matches and len(renamed) == len(saved):
+                best, num_matches = renamed, matches
     return best
 
 
-def _without(name: str, head: str, known: Collection[str]) -> str:
-    short = name.removeprefix(head)
-    return short if short in known else name
-
-
-def _some(names: Collection[str]) -> str:
-    shown = ", ".join(list(names)[:_SHOWN])
-    more = len(names) - _SHOWN
+def _listed(names: Collection[str]) -> str:
+    shown = ", ".join(list(names)[:_MAX_SHOWN])
+    more = len(names) - _MAX_SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
 
+
+# ------------------------------------------------------------ loading
 
 TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a checkpoint held beside what went into module and optimizer.
+    """The contents of a checkpoint besides the state of module and optimizer.
 
-    `state_dict` is the whole model's if no module was given. `missing` and `unexpected` are names
-    that only the module, or only the checkpoint, has; of a module on meta, `missing` has buffers
-    that no checkpoint has.
+    `state_dict` is that of the full model if no module was given. `missing` and `unexpected` are
+    names that only the module or only the checkpoint has; for a module on the meta device,
+    `missing` includes buffers that no checkpoint has.
     """
 
     path: Path
@@ -146,27 +144,27 @@ def load_checkpoint(
 ) -> Loaded:
     """Fill a module, its optimizer and further `copies` from the folder `path`.
 
-    The folder is one that `save_checkpoint` wrote, under whatever plan, or one of Hugging Face with
-    safetensors files. `module` is a parallel module, and then all ranks call this, or a plain one.
-    Without a module the result has the whole `state_dict`. With `strict`, all that module and
-    optimizer have must be there.
+    The folder is one that `save_checkpoint` wrote under any plan, or a Hugging Face folder with
+    safetensors files. All ranks call this for a parallel module; a plain one may be loaded on any.
+    Without a module, the result has the full `state_dict`. With `strict`, the checkpoint must have
+    all tensors of module and optimizer.
 
-    Nothing is executed, and a file that is damaged is named, with the previous checkpoint to try.
-    A module may be half filled then.
+    No code in a checkpoint is ever executed. An error names the corrupt file and the previous
+    checkpoint; the module may then be partly filled.
     """
     if module is None and (optimizer is not None or copies):
         raise CheckpointError(
             "optimizer state and copies belong to a module", hint="load_checkpoint(path, module, …)"
         )
     if module is None:
-        opened = open_checkpoint(path)
-        return _loaded(opened, state_dict=read_section(opened))
+        checkpoint = open_checkpoint(path)
+        return _loaded(checkpoint, state_dict=read_section(checkpoint))
     state = state_of(module)
     rendezvous = open_rendezvous("load", CheckpointError) if state.collective else Rendezvous()
-    found: Loaded = rendezvous.run(
+    loaded: Loaded = rendezvous.run(
         lambda: _load(Path(path), state, optimizer, copies or {}, strict), timeout_s
     )
-    return found
+    return loaded
 
 
 def _load(
@@ -176,109 +174,110 @@ def _load(
     copies: Mapping[str, Mapping[str, Tensor]],
     strict: bool,
 ) -> Loaded:
-    opened = open_checkpoint(path)
-    manifest = opened.manifest
-    targets = state.targets()
-    names = [held.name for held in targets]
-    match = match_names(names, state.aliases, state.elsewhere, manifest, foreign=opened.foreign)
+    checkpoint = open_checkpoint(path)
+    manifest, is_hf = checkpoint.manifest, checkpoint.is_hf
+    targets = [(MODEL, shards) for shards in state.targets()]
+    names = [shards.name for _, shards in targets]
+    match = match_names(names, state.aliases, state.remote_names, manifest, is_hf=is_hf)
     if strict:
-        match.require(str(path), foreign=opened.foreign)
-    requests = [
-        _request(manifest, MODEL, held, match) for held in targets if held.name in match.stored
-    ]
+        match.require(str(path), is_hf=is_hf)
+    targets = [(section, shards) for section, shards in targets if shards.name in match.stored]
     if optimizer is not None:
-        requests += _optimizer_requests(opened, state, optimizer, match, strict)
-    for label, held_list in held_copies(state, copies, borrowed=True).items():
-        if label not in manifest.sections:
-            raise CheckpointError(f"the checkpoint has no set {label!r}", where=str(path))
-        requests += [_request(manifest, label, held, match) for held in held_list]
+        targets += _optimizer_targets(checkpoint, state, optimizer, match, strict)
+    for section, copied in copied_sections(state, copies, replicas=True).items():
+        if section not in manifest.sections:
+            raise CheckpointError(f"the checkpoint has no copies {section!r}", where=str(path))
+        targets += [(section, shards) for shards in copied]
+    requests = [_request(manifest, section, shards, match) for section, shards in targets]
     try:
-        with Reader(opened.folder, manifest) as reader:
+        with Reader(checkpoint.folder, manifest) as reader:
             reader.fill(requests)
     except CheckpointError as error:
         raise with_previous(error, path) from error
     finally:
-        state.filled()
-    state.received(match.stored)
-    state.take_facts(manifest.module)
-    return _loaded(opened, match=match, unfilled=tuple(state.unfilled()))
+        state.finish_loading()
+    state.mark_initialized(match.stored)
+    state.load_metadata(manifest.module)
+    return _loaded(checkpoint, match=match, uninitialized=tuple(state.uninitialized()))
 
 
-def _request(manifest: Manifest, section: str, held: Held, match: Match) -> Request:
-    name = match.stored.get(held.name, held.name)
+def _request(manifest: Manifest, section: str, shards: TensorShards, match: Match) -> Request:
+    name = match.stored.get(shards.name, shards.name)
     stored = manifest.sections.get(section, {}).get(name)
     if stored is None:
         raise CheckpointError(f"the checkpoint has no {full_name(section, name)}")
-    if stored.shape != held.shape:
+    if stored.shape != shards.shape:
         raise CheckpointError(
-            f"{full_name(section, held.name)} has shape {held.shape} here and {stored.shape} in "
-            "the checkpoint",
+            f"{full_name(section, shards.name)} has shape {shards.shape} here and {stored.shape} "
+            "in the checkpoint",
             hint="the model with the sizes it had when it was saved",
         )
-    return Request(section=section, name=name, wanted=held.placed)
+    return Request(section=section, name=name, targets=shards.boxes)
 
 
-def _optimizer_requests(
-    opened: Opened,
-    state: State,
-    optimizer: Optimizers,
-    match: Match,
-    strict: bool,
-) -> list[Request]:
-    manifest = opened.manifest
+def _optimizer_targets(
+    checkpoint: Checkpoint, state: State, optimizer: Optimizers, match: Match, strict: bool
+) -> list[tuple[str, TensorShards]]:
+    manifest = checkpoint.manifest
     if manifest.optimizer is None:
         raise CheckpointError(
-            "the checkpoint has no optimizer's state",
-            where=str(opened.folder),
+            "the checkpoint has no optimizer state",
+            where=str(checkpoint.folder),
             hint="load_checkpoint(path, module)",
         )
     shapes = {
         section: {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         for section, tensors in manifest.sections.items()
     }
-    canonical = {**manifest.aliases, **match.stored}
-    wanted = load_optimizer(optimizer, state, manifest.optimizer, shapes, canonical, strict=strict)
-    return [_request(manifest, section, held, match) for section, held in wanted]
+    aliases = {**manifest.aliases, **match.stored}
+    return load_optimizer(optimizer, state, manifest.optimizer, shapes, aliases, strict=strict)
 
 
 def _loaded(
-    opened: Opened,
+    checkpoint: Checkpoint,
     match: Match | None = None,
     state_dict: Mapping[str, Tensor] | None = None,
-    unfilled: tuple[str, ...] = (),
+    uninitialized: tuple[str, ...] = (),
 ) -> Loaded:
-    manifest = opened.manifest
+    manifest = checkpoint.manifest
     return Loaded(
-        path=opened.folder,
+        path=checkpoint.folder,
         step=manifest.step,
         extra=manifest.extra,
         names=manifest.names,
         state_dict=state_dict or {},
-        missing=(*match.missing, *unfilled) if match else (),
+        missing=(*match.missing, *uninitialized) if match else (),
         unexpected=match.unexpected if match else (),
     )
 
 
 def read_section(
-    opened: Opened, section: str = MODEL, names: tuple[str, ...] | None = None
+    checkpoint: Checkpoint, section: str = MODEL, names: tuple[str, ...] | None = None
 ) -> dict[str, Tensor]:
-    """Whole tensors by name, aliases of the model's included; all of a section, or some."""
-    stored = opened.manifest.sections.get(section)
-    if stored is None:
-        known = ", ".join(opened.manifest.sections)
-        raise CheckpointError(f"no section {section!r} in the checkpoint, which has {known}")
-    chosen = {name: stored[name] for name in (stored if names is None else names)}
-    made = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in chosen.items()}
-    requests = [_whole(section, name, made[name], chosen[name]) for name in chosen]
+    """Return full tensors of a section by name, all or some, and aliases of the model's."""
+    manifest = checkpoint.manifest
+    require_section(manifest, section)
+    stored = manifest.sections[section]
+    tensors = {
+        name: torch.empty(stored[name].shape, dtype=stored[name].dtype)
+        for name in (stored if names is None else names)
+    }
+    requests = [
+        Request(section=section, name=name, targets=[LocalBox(Box.full(tensor.shape), tensor)])
+        for name, tensor in tensors.items()
+        if tensor.numel()
+    ]
     try:
-        with Reader(opened.folder, opened.manifest) as reader:
+        with Reader(checkpoint.folder, manifest) as reader:
             reader.fill(requests)
     except CheckpointError as error:
-        raise with_previous(error, opened.folder) from error
-    aliases = {a: n for a, n in opened.manifest.aliases.items() if n in made}
-    return {**made, **{alias: made[name] for alias, name in aliases.items()}}
+        raise with_previous(error, checkpoint.folder) from error
+    aliases = {alias: name for alias, name in manifest.aliases.items() if name in tensors}
+    return {**tensors, **{alias: tensors[name] for alias, name in aliases.items()}}
 
 
-def _whole(section: str, name: str, made: Tensor, stored: StoredTensor) -> Request:
-    wanted = [Placed(Box.whole(stored.shape), made)] if made.numel() else []
-    return Request(section=section, name=name, wanted=wanted)
+def require_section(manifest: Manifest, section: str) -> None:
+    """Refuse a section that the checkpoint does not have."""
+    if section not in manifest.sections:
+        known = ", ".join(manifest.sections)
+        raise CheckpointError(f"no section {section!r} in the checkpoint, which has {known}")

@@ -1,4 +1,4 @@
-"""A folder of checkpoints, `step-00000100/` …: the newest, the best, and which are kept."""
+"""Manage a folder of checkpoints, `step-00000100/` …: find the latest and best, remove old ones."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.opening import is_complete, located
+from shardwise.checkpoint.open import is_complete, locate
 from shardwise.checkpoint.save import Saving, save_checkpoint
 from shardwise.errors import CheckpointError
 
 __all__ = ["CheckpointManager"]
 
-
 _STEP = re.compile(r"(?:\.(?=.*\.replaced))?step-(\d{8,})(?:\.replaced)?")
-_LEFT_OVER = re.compile(r"\.step-\d+\.partial-[0-9a-f]+")
+_LEFTOVER = re.compile(r"\.step-\d+\.partial-[0-9a-f]+")
 METRICS = "metrics"
 
 
@@ -30,7 +29,7 @@ class CheckpointManager:
     """The checkpoints of one training run.
 
     The last `keep_last` are kept, and the `keep_best` with the lowest (`mode="max"`: highest)
-    `metric`. One is removed only after a newer one is complete.
+    `metric`. Others are removed, but only once a newer one is complete.
     """
 
     def __init__(
@@ -43,7 +42,9 @@ class CheckpointManager:
         mode: Literal["min", "max"] = "min",
     ) -> None:
         if keep_last < 1 or keep_best < 0:
-            raise CheckpointError(f"keep_last={keep_last}, keep_best={keep_best}: at least 1 and 0")
+            raise CheckpointError(
+                f"keep_last={keep_last}, keep_best={keep_best}, must be at least 1 and 0"
+            )
         if mode not in ("min", "max"):
             raise CheckpointError(f"mode {mode!r} is neither 'min' nor 'max'")
         if keep_best and metric is None:
@@ -52,10 +53,10 @@ class CheckpointManager:
         self.keep_last, self.keep_best = keep_last, keep_best
         self.metric, self.mode = metric, mode
         self._saving: Saving | None = None
-        self._untidy = False  # whether the saving under way makes an older one superfluous
+        self._may_remove = False  # the save in progress makes an older checkpoint obsolete
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint after a step is, or would be."""
+        """Return the path of the checkpoint after a step, which need not exist."""
         return self.folder / f"step-{step:08d}"
 
     def save(
@@ -70,21 +71,22 @@ class CheckpointManager:
         wait: bool = False,
         timeout_s: float = 3600.0,
     ) -> Saving:
-        """Write the state after `step`; all ranks call it. Waits for the saving under way first.
+        """Save the state after `step`, once the save in progress is complete; all ranks call it.
 
-        `metrics` are kept in `extra["metrics"]`.
+        `metrics` are stored in `extra["metrics"]`.
         """
         self.wait()
-        given = dict(extra or {})
+        values = dict(extra or {})
         if metrics:
-            given[METRICS] = {**given.get(METRICS, {}), **{k: float(v) for k, v in metrics.items()}}
-        self._untidy = True
+            floats = {name: float(value) for name, value in metrics.items()}
+            values[METRICS] = {**values.get(METRICS, {}), **floats}
+        self._may_remove = True
         saving = self._saving = save_checkpoint(
             self.path(step),
             module,
             optimizer,
             step=step,
-            extra=given,
+            extra=values,
             copies=copies,
             wait=wait,
             timeout_s=timeout_s,
@@ -94,7 +96,7 @@ class CheckpointManager:
         return saving
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the saving under way, and remove what is not kept; raises what failed."""
+        """Wait for the save in progress, raise its error, and remove old checkpoints."""
         saving = self._saving
         if saving is None:
             return
@@ -106,55 +108,55 @@ class CheckpointManager:
         self._remove_old()
 
     def tidy(self) -> None:
-        """Remove what is not kept as soon as the saving under way is complete; never waits."""
-        if self._untidy and self._saving is not None and self._saving.done():
-            self._untidy = False
+        """Remove old checkpoints if the save in progress is complete; never wait for it."""
+        if self._may_remove and self._saving is not None and self._saving.done():
+            self._may_remove = False
             self._remove_old()
 
     def all(self) -> list[Path]:
-        """All complete ones, by step; their tensors are not read."""
+        """Return all complete checkpoints, by step; their tensors are not read."""
         return [path for path in self._named() if is_complete(path)]
 
     def latest(self) -> Path | None:
-        """The newest complete one."""
+        """Return the newest complete checkpoint."""
         return next((path for path in reversed(self._named()) if is_complete(path)), None)
 
     def best(self) -> Path | None:
-        """The complete one with the best metric; of equals, the newest."""
+        """Return the complete checkpoint with the best metric; of equal ones, the newest."""
         ranked = self._ranked(self.all())
         return ranked[0] if ranked else None
 
     def _named(self) -> list[Path]:
         if not self.folder.is_dir():
             return []
-        steps = {int(found[1]) for p in self.folder.iterdir() if (found := _STEP.fullmatch(p.name))}
+        steps = {int(match[1]) for p in self.folder.iterdir() if (match := _STEP.fullmatch(p.name))}
         return [self.path(step) for step in sorted(steps)]
 
     def _ranked(self, paths: list[Path]) -> list[Path]:
-        """Those with a metric, best first."""
+        """Return the checkpoints that have the metric, best first."""
         sign = 1.0 if self.mode == "min" else -1.0
         scores: list[tuple[float, int, Path]] = []
-        for place, path in enumerate(paths):
-            metrics = Manifest.read(located(path)).extra.get(METRICS)
+        for index, path in enumerate(paths):
+            metrics = Manifest.read(locate(path)).extra.get(METRICS)
             value = metrics.get(self.metric) if isinstance(metrics, dict) else None
             if isinstance(value, (int, float)) and not math.isnan(value):
-                scores.append((sign * value, -place, path))
+                scores.append((sign * value, -index, path))
         return [path for *_, path in sorted(scores)]
 
     def _remove_old(self) -> None:
-        """Remove checkpoints that are not to be kept, and what killed saves have left."""
+        """Remove checkpoints that are not to be kept, and the remains of killed saves."""
         if dist.is_initialized() and dist.get_rank() != 0:
             return
         complete = self.all()
         if not complete:
             return
-        kept = set(complete[-self.keep_last :]) | set(self._ranked(complete)[: self.keep_best])
+        retained = {*complete[-self.keep_last :], *self._ranked(complete)[: self.keep_best]}
         for path in self._named():
-            if path not in kept and (path in complete or path.name < complete[-1].name):
-                # Renamed first: a removal that is killed leaves nothing that looks complete.
+            if path not in retained and (path in complete or path.name < complete[-1].name):
+                # Rename first, so that a killed removal leaves nothing that looks complete.
                 doomed = path.with_name(f".{path.name}.partial-0")
-                located(path).rename(doomed)
+                locate(path).rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
         for path in self.folder.iterdir():
-            if _LEFT_OVER.fullmatch(path.name):
+            if _LEFTOVER.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)

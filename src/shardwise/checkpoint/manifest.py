@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint, `checkpoint.json`: its tensors, their files, and the rest.
+"""The manifest of a checkpoint, `checkpoint.json`: its tensors, their files, and other state.
 
-Sections are `model`, `optimizer.<key>` and those of further copies; each has tensors by the names
-that they have on a single device. A tensor is stored as boxes. A manifest from a file is untrusted:
-every field is checked before use, and the whole has a checksum of its own.
+Sections are `model`, `optimizer.<key>` and those of further copies; each has tensors by their names
+on a single device. A tensor is stored as boxes. A manifest read from a file is untrusted: every
+field is checked before use, and the file has its own checksum.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FileName = Annotated[
 
 def _dims(dims: tuple[int, ...]) -> tuple[int, ...]:
     if len(dims) > _MAX_DIMS or not all(0 <= n < 1 << 48 for n in dims):
-        raise CheckpointError(f"dims {str(list(dims))[:60]}")
+        raise CheckpointError(f"invalid dims {str(list(dims))[:60]}")
     return dims
 
 
@@ -58,7 +58,7 @@ Dtype = Annotated[torch.dtype, Form(_dtype, dtype_name)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBox:
-    """A box, the file that has it, the key it has there, and the CRC-32 of its bytes."""
+    """A box, its file and its key there, and the CRC-32 of its bytes."""
 
     box: Box
     file: str
@@ -68,7 +68,7 @@ class StoredBox:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A full tensor, as boxes."""
+    """A full tensor, stored as boxes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -114,10 +114,11 @@ class _ManifestFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A checkpoint without its tensors' values.
+    """A checkpoint without the values of its tensors.
 
-    `aliases` are further names of the model's tensors. `optimizer` has groups and plain state,
-    `module` the loss scale and the step of random numbers, `extra` what the user gave.
+    `aliases` are further names of the model's tensors. `optimizer` has parameter groups and
+    non-tensor state, `module` the loss scale and the step of random numbers, `extra` the user's
+    values.
     """
 
     sections: Sections
@@ -130,7 +131,7 @@ class Manifest:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all tensors: `w`, `optimizer.exp_avg.w`, `ema.w`."""
+        """Return the names of all tensors: `w`, `optimizer.exp_avg.w`, `ema.w`."""
         return tuple(full_name(s, n) for s, tensors in self.sections.items() for n in tensors)
 
     @property
@@ -143,15 +144,9 @@ class Manifest:
             section: {name: _entry(tensor) for name, tensor in tensors.items()}
             for section, tensors in self.sections.items()
         }
-        rest = {name: getattr(self, name) for name in ("step", "files", "aliases", "module")}
-        file = _ManifestFile(
-            format=_FORMAT,
-            version=VERSION,
-            sections=entries,
-            optimizer=self.optimizer,
-            extra=self.extra,
-            **rest,
-        )
+        names = ("step", "files", "aliases", "module", "optimizer", "extra")
+        fields: dict[str, Any] = {name: getattr(self, name) for name in names}
+        file = _ManifestFile(format=_FORMAT, version=VERSION, sections=entries, **fields)
         body = Writer().fields(file)
         return _dumps({**body, "crc32": _checksum(body)})
 
@@ -173,7 +168,9 @@ class Manifest:
         if not isinstance(body, dict) or body.get("format") != _FORMAT:
             reader.fail("not the manifest of a Shardwise checkpoint", ())
         if body.get("version") != VERSION:
-            reader.fail(f"version {body.get('version')!r} of a manifest, known is {VERSION}", ())
+            reader.fail(
+                f"unsupported manifest version {body.get('version')!r}, expected {VERSION}", ()
+            )
         if body.pop("crc32", None) != _checksum(body):
             reader.fail("the manifest is corrupt: checksum mismatch", ())
         file: _ManifestFile = reader.read(_ManifestFile, body)
@@ -196,7 +193,7 @@ class Manifest:
         )
 
     def check_files(self, folder: Path) -> None:
-        """Refuse files that are missing or of another size, or too small for what they hold."""
+        """Refuse files that are missing, have the wrong size, or are too small for their boxes."""
         needed = dict.fromkeys(self.files, 0)
         for tensors in self.sections.values():
             for tensor in tensors.values():
@@ -206,33 +203,32 @@ class Manifest:
             path = folder / name
             if path.is_symlink() or not path.is_file():
                 raise CheckpointError(f"{name} is missing", where=str(path))
-            found = os.stat(path).st_size
-            if found != size:
-                what = "it is cut off" if found < size else "it is damaged"
+            actual = os.stat(path).st_size
+            if actual != size:
+                problem = "truncated" if actual < size else "corrupt"
                 raise CheckpointError(
-                    f"{name} has {found} bytes instead of {size}: {what}", where=str(path)
+                    f"{name} is {problem}: it has {actual} bytes instead of {size}", where=str(path)
                 )
             if needed[name] > size:
                 raise CheckpointError(
-                    f"{name} of {size} bytes cannot have the {needed[name]} bytes it should",
-                    where=str(path),
+                    f"{name} has {size} bytes, but its boxes need {needed[name]}", where=str(path)
                 )
 
 
 def full_name(section: str, name: str) -> str:
-    """The name of a tensor among all of a checkpoint."""
+    """Return the name of a tensor among all those of a checkpoint."""
     return name if section == MODEL else f"{section}.{name}"
 
 
 def key_of(section: str, name: str, box: Box, shape: Sequence[int]) -> str:
-    """A box's key in its file: the tensor's name, and where it begins unless it is all of it."""
+    """Return a box's key in its file: the tensor's name, and the offset unless it is all of it."""
     full = full_name(section, name)
     return full if box.size == tuple(shape) else f"{full}@{','.join(map(str, box.offset))}"
 
 
 def _entry(tensor: StoredTensor) -> _TensorEntry:
     boxes = tuple(
-        # Boxes of foreign files have no checksum; those are never written to a manifest.
+        # Boxes of Hugging Face files have no checksum, but are never written to a manifest.
         _BoxEntry(at=b.box.offset, size=b.box.size, file=b.file, crc32=b.crc32)  # type: ignore[arg-type]
         for b in tensor.boxes
     )
@@ -242,11 +238,11 @@ def _entry(tensor: StoredTensor) -> _TensorEntry:
 def _tensor(section: str, name: str, entry: _TensorEntry, files: Mapping[str, int]) -> StoredTensor:
     full, shape = full_name(section, name), entry.shape
     if math.prod(n or 1 for n in shape) >= 1 << 62:
-        raise CheckpointError(f"{full} has the shape {shape}")
+        raise CheckpointError(f"{full} has an invalid shape {shape}")
     boxes = []
     for stored in entry.boxes:
         if stored.file not in files:
-            raise CheckpointError(f"{full} has a box in {stored.file[:80]!r}")
+            raise CheckpointError(f"{full} has a box in an unknown file {stored.file[:80]!r}")
         box = Box(stored.at, stored.size)
         key = key_of(section, name, box, shape)
         boxes.append(StoredBox(box=box, file=stored.file, key=key, crc32=stored.crc32))

@@ -1,9 +1,8 @@
-"""Writing a checkpoint: `save_checkpoint(path, module, optimizer)`, on all ranks together.
+"""Save a checkpoint on all ranks together: `save_checkpoint(path, module, optimizer)`.
 
-Every rank writes the boxes that fall to it into a hidden folder beside the final one, and a report
-of what it wrote. The first rank joins the reports, writes `checkpoint.json` and renames the folder.
-Until then, nothing under the final name has changed. Each file and folder is on the disk before
-the next stage begins.
+Every rank writes its boxes into a hidden folder beside the final one, and a report of them. The
+first rank joins the reports, writes `checkpoint.json` and renames the folder; until then, nothing
+under the final name has changed. Each file and folder is synced before the next stage begins.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.optimizer_state import Optimizers, each_optimizer
-from shardwise.checkpoint.transfer import portions
-from shardwise.checkpoint.write import Contents, Staging, Writer, collect
+from shardwise.checkpoint.transfer import local_portions
+from shardwise.checkpoint.write import Staging, Writer, collect
 from shardwise.errors import CheckpointError
-from shardwise.runtime.rendezvous import Rendezvous, open_rendezvous
+from shardwise.runtime.rendezvous import open_rendezvous
 
 __all__ = ["Saving", "save_checkpoint"]
-
 
 TIMEOUT_S = 3600.0
 
@@ -36,22 +34,22 @@ _log = logging.getLogger("shardwise")
 
 
 class Saving:
-    """A checkpoint that is being written.
+    """A save in progress.
 
-    `blocked_s` is how long training was held up so far, `duration_s` how long all of it took.
+    `blocked_s` is the time for which training was blocked so far, `duration_s` the total time.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.blocked_s = 0.0
         self.duration_s = 0.0
-        self._begin = time.monotonic()
+        self._started_at = time.monotonic()
         self._staging: Staging | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def wait(self, timeout_s: float | None = None) -> Path:
-        """Wait until the checkpoint is complete on all ranks; raises what failed."""
+        """Wait until the checkpoint is complete on all ranks; raise an error if it failed."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -61,19 +59,19 @@ class Saving:
         return self.path
 
     def staged(self, timeout_s: float | None = None) -> None:
-        """Wait until the state is copied aside; from then on anyone may change it."""
+        """Wait until the state is copied; it may be changed from then on."""
         if self._staging is not None and not self._staging.finished.is_set():
             with self._blocking():
                 if not self._staging.finished.wait(timeout_s):
-                    raise CheckpointError(f"the state for {self.path} is not copied in time")
+                    raise CheckpointError(f"the state for {self.path} was not copied in time")
 
     def done(self) -> bool:
-        """Whether `wait` would take no time."""
+        """Return whether `wait` would return immediately."""
         return self._thread is None or not self._thread.is_alive()
 
     @property
     def error(self) -> BaseException | None:
-        """What failed, once it is done."""
+        """Return the error of a failed save."""
         return self._error
 
     @contextlib.contextmanager
@@ -96,32 +94,34 @@ class Saving:
             if writer.rendezvous.rank == 0 and self._thread is not None:
                 _log.error("checkpoint %s failed: %s", self.path, error)
         finally:
-            self.duration_s = time.monotonic() - self._begin
+            self.duration_s = time.monotonic() - self._started_at
 
     def _start(self, writer: Writer, staging: Staging, optimizer: Any) -> None:
         self._staging = staging
-        for each in each_optimizer(optimizer) if optimizer is not None else ():
-            hold_step(each, self)
-        # Not a daemon: a process that ends meanwhile completes its checkpoint first.
-        work = functools.partial(self._run, writer, staging)
-        self._thread = threading.Thread(target=work, name="shardwise-save")
+        for single in each_optimizer(optimizer) if optimizer is not None else ():
+            _block_next_step(single, self)
+        # Not a daemon thread: a process that ends completes its checkpoint first.
+        run = functools.partial(self._run, writer, staging)
+        self._thread = threading.Thread(target=run, name="shardwise-save")
         self._thread.start()
 
 
-_held: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Saving]] = weakref.WeakKeyDictionary()
+_pending: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Saving]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def hold_step(optimizer: torch.optim.Optimizer, saving: Saving) -> None:
-    """Let the optimizer's next step wait until the state is copied aside."""
-    if optimizer not in _held:  # the hook stays: it costs nothing, and has no thread to race with
+def _block_next_step(optimizer: torch.optim.Optimizer, saving: Saving) -> None:
+    """Make the optimizer's next step wait until the state is copied."""
+    if optimizer not in _pending:  # the hook is never removed, which would race with other threads
         optimizer.register_step_pre_hook(_before_step)
-    _held.setdefault(optimizer, []).append(saving)
+    _pending.setdefault(optimizer, []).append(saving)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for saving in _held.get(optimizer, []):
+    for saving in _pending.get(optimizer, []):
         saving.staged()
-    _held[optimizer] = []
+    _pending[optimizer] = []
 
 
 def save_checkpoint(
@@ -138,17 +138,18 @@ def save_checkpoint(
 ) -> Saving:
     """Write the state of a module and its optimizer to the folder `path`; all ranks call it.
 
-    `module` is a parallel module, or a plain one that is the same on all ranks. Several optimizers
-    on disjoint parameters are a mapping from names of your own. `extra` is JSON of
-    your own, of which that of rank 0 is kept. `copies` are further sets of tensors by parameter
-    name, each cut as the parameter is on this rank: `{"ema": {name: tensor}}`. Without `frozen`,
-    parameters that are not trained are left out; `load_checkpoint(…, strict=False)` takes the rest.
+    `module` is a parallel module, or a plain one that is the same on all ranks. `optimizer` may be
+    a mapping of several optimizers with disjoint parameters. `extra` is any JSON value; that of
+    rank 0 is saved. `copies` are further sets of tensors by parameter name, each sharded as the
+    parameter on this rank: `{"ema": {name: tensor}}`. Without `frozen`, parameters that are not
+    trained are left out; load such a checkpoint with `strict=False`.
 
-    With `wait=False` it returns early, and `saving.wait()` says how it ended. Given an optimizer,
-    its next step waits until the state is copied aside; else it is copied before this returns. Who
-    changes parameters in another way calls `saving.staged()` first.
+    With `wait=False`, the checkpoint is written in the background; `saving.wait()` raises an error
+    if it failed. The next step of the optimizer waits until the state is copied; without an
+    optimizer, it is copied before this function returns. Call `saving.staged()` before changing
+    parameters in any other way.
 
-    A rank that fails or dies fails the save on all, which name it; what was at `path` stays.
+    If a rank fails or dies, the save fails on all ranks, which name it, and `path` is unchanged.
     """
     saving = Saving(Path(path))
     rendezvous = open_rendezvous("save", CheckpointError)
@@ -157,9 +158,9 @@ def save_checkpoint(
             contents = collect(
                 module, optimizer, rendezvous.rank, step, extra or {}, copies or {}, frozen=frozen
             )
-            writer, staging = _prepare(
-                saving.path, contents, rendezvous, timeout_s, wait, optimizer
-            )
+            portions = local_portions(contents.sections, rendezvous.rank)
+            staging = Staging(portions, immediately=not wait and optimizer is None)
+            writer = Writer(saving.path, contents, portions, rendezvous, timeout_s)
         except BaseException as error:
             rendezvous.fail(error)
             raise
@@ -170,16 +171,3 @@ def save_checkpoint(
     if wait:
         saving.wait()
     return saving
-
-
-def _prepare(
-    path: Path,
-    contents: Contents,
-    rendezvous: Rendezvous,
-    timeout_s: float,
-    wait: bool,
-    optimizer: Any,
-) -> tuple[Writer, Staging]:
-    mine = portions(contents.sections, rendezvous.rank)
-    staging = Staging(mine, at_once=not wait and optimizer is None)
-    return Writer(path, contents, mine, rendezvous, timeout_s), staging

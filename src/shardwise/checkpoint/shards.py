@@ -1,4 +1,4 @@
-"""What this rank holds of a model: full tensors as boxes of its memory."""
+"""Describe the shards of a model on this rank: boxes of full tensors, and their memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,28 +21,26 @@ from shardwise.runtime.splits import local_runs
 
 __all__ = [
     "Box",
-    "Held",
-    "Placed",
+    "LocalBox",
     "State",
+    "TensorShards",
     "check_cover",
-    "cut_boxes",
+    "local_boxes",
     "narrow",
     "range_boxes",
     "split_box",
     "state_of",
 ]
 
+# ------------------------------------------------------------ boxes
 
-# Boxes: what of a full tensor is where.
-#
-# A rank's part of a tensor is cut by runs in every dim, and may be a range of the row-major local
-# tensor on top (ZeRO). Either way it is a set of boxes, each with an offset and a size in the full
-# tensor: `cut_boxes` gives them, each with the memory that holds it, and `check_cover` says whether
-# boxes make up a tensor.
+# A rank's shard of a tensor consists of runs in every dim, and may in addition be a range of the
+# row-major local tensor (ZeRO). Either way it is a set of boxes with an offset and a size in the
+# full tensor: `local_boxes` returns them with the memory that stores each, and `check_cover` checks
+# that boxes make up a tensor.
 #
 #     >>> [(b.offset, b.size) for b in range_boxes((3, 4), 2, 9)]
 #     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
-
 
 Runs = Sequence[tuple[int, int]]
 
@@ -63,21 +61,21 @@ class Box:
         return tuple(o + s for o, s in zip(self.offset, self.size, strict=True))
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Box:
-        """All of a tensor."""
+    def full(cls, shape: Sequence[int]) -> Box:
+        """Return the box that is the full tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A box of the full tensor, and the memory of this rank that holds it, in the box's shape."""
+class LocalBox:
+    """A box of the full tensor, and this rank's memory of it, in the box's shape."""
 
     box: Box
     view: Tensor
 
 
 def narrow(tensor: Tensor, offset: Sequence[int], size: Sequence[int]) -> Tensor:
-    """The view of a tensor at a box."""
+    """Return the view of a tensor at a box."""
     for dim, (begin, length) in enumerate(zip(offset, size, strict=True)):
         if length != tensor.shape[dim]:
             tensor = tensor.narrow(dim, begin, length)
@@ -85,106 +83,108 @@ def narrow(tensor: Tensor, offset: Sequence[int], size: Sequence[int]) -> Tensor
 
 
 def range_boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
-    """The boxes of elements `begin` … `end` in row-major order, in that order.
+    """Return the boxes of elements `begin` … `end` in row-major order, in that order.
 
-    They are at most 2·dims - 1: the rest of a row, whole rows, a part of a row, in every dim.
+    There are at most 2·dims - 1: in every dim the end of a row, full rows, the start of a row.
     """
     if begin >= end:
         return []
     if not shape or (begin == 0 and end == math.prod(shape)):
-        return [Box.whole(shape)]
-    rest, row = tuple(shape[1:]), math.prod(shape[1:])
+        return [Box.full(shape)]
+    inner, row = tuple(shape[1:]), math.prod(shape[1:])
     first, last = -(-begin // row), end // row
     if first > last:  # within one row
-        return _in_row(first - 1, range_boxes(rest, begin - last * row, end - last * row))
-    found: list[Box] = []
+        return _in_row(first - 1, range_boxes(inner, begin - last * row, end - last * row))
+    boxes: list[Box] = []
     if begin < first * row:
-        found += _in_row(first - 1, range_boxes(rest, begin - (first - 1) * row, row))
+        boxes += _in_row(first - 1, range_boxes(inner, begin - (first - 1) * row, row))
     if first < last:
-        found.append(Box((first, *(0 for _ in rest)), (last - first, *rest)))
+        boxes.append(Box((first, *(0 for _ in inner)), (last - first, *inner)))
     if last * row < end:
-        found += _in_row(last, range_boxes(rest, 0, end - last * row))
-    return found
+        boxes += _in_row(last, range_boxes(inner, 0, end - last * row))
+    return boxes
 
 
 def _in_row(row: int, boxes: Sequence[Box]) -> list[Box]:
     return [Box((row, *box.offset), (1, *box.size)) for box in boxes]
 
 
-def cut_boxes(runs: Sequence[Runs], local: Tensor, bounds: tuple[int, int] | None) -> list[Placed]:
-    """The boxes of the full tensor that a rank holds, with their memory; none is empty.
+def local_boxes(
+    runs: Sequence[Runs], local: Tensor, bounds: tuple[int, int] | None
+) -> list[LocalBox]:
+    """Return the boxes of the full tensor that a rank has, with their memory; none is empty.
 
-    `runs` are the pieces of the full tensor in every dim that make up the local one. `local` is
-    that, or with `bounds` the elements between them of its row-major form, in one dim.
+    `runs` are the runs of the full tensor in every dim that make up the local tensor. `local` is
+    that tensor or, with `bounds`, the elements between them of its row-major form, in one dim.
     """
     shape = tuple(sum(length for _, length in dim) for dim in runs)
     if bounds is None:
-        return _at_runs(runs, Box.whole(shape), local.reshape(shape))
-    found, place = [], 0
+        return _boxes_of_runs(runs, Box.full(shape), local.reshape(shape))
+    boxes, begin = [], 0
     for box in range_boxes(shape, *bounds):
-        view = local[place : place + box.numel].view(box.size)
-        found += _at_runs(runs, box, view)
-        place += box.numel
-    return found
+        view = local[begin : begin + box.numel].view(box.size)
+        boxes += _boxes_of_runs(runs, box, view)
+        begin += box.numel
+    return boxes
 
 
-def _at_runs(runs: Sequence[Runs], box: Box, view: Tensor) -> list[Placed]:
-    """A box of the local tensor as boxes of the full one."""
+def _boxes_of_runs(runs: Sequence[Runs], box: Box, view: Tensor) -> list[LocalBox]:
+    """Return a box of the local tensor as boxes of the full one."""
     if not box.numel:
         return []
     pieces = [list(_within(r, b, n)) for r, b, n in zip(runs, box.offset, box.size, strict=True)]
-    found = []
+    boxes = []
     for piece in itertools.product(*pieces):
-        offset, here = tuple(p[0] for p in piece), tuple(p[1] for p in piece)
+        offset, local_offset = tuple(p[0] for p in piece), tuple(p[1] for p in piece)
         size = tuple(p[2] for p in piece)
-        found.append(Placed(Box(offset, size), narrow(view, here, size)))
-    return found
+        boxes.append(LocalBox(Box(offset, size), narrow(view, local_offset, size)))
+    return boxes
 
 
 def _within(runs: Runs, begin: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """(start in the whole, start in the box, length) of the runs' parts in a range of the local."""
-    place = 0
+    """Yield start in the full dim, start in the range, and length of the runs in a local range."""
+    local = 0
     for start, size in runs:
-        low, high = max(begin, place), min(begin + length, place + size)
+        low, high = max(begin, local), min(begin + length, local + size)
         if low < high:
-            yield start + low - place, low - begin, high - low
-        place += size
+            yield start + low - local, low - begin, high - low
+        local += size
 
 
-def split_box(placed: Placed, max_bytes: int) -> list[Placed]:
-    """A box in parts of at most `max_bytes`, or of one element."""
-    box, view = placed.box, placed.view
+def split_box(local: LocalBox, max_bytes: int) -> list[LocalBox]:
+    """Split a box into parts of at most `max_bytes`, or of one element."""
+    box, view = local.box, local.view
     if view.nbytes <= max_bytes or box.numel <= 1:
-        return [placed]
+        return [local]
     dim = next(d for d, n in enumerate(box.size) if n > 1)
     row = view.nbytes // box.size[dim]
     step = max(1, max_bytes // row)
-    found = []
+    parts = []
     for begin in range(0, box.size[dim], step):
         length = min(step, box.size[dim] - begin)
         offset = tuple(o + begin if d == dim else o for d, o in enumerate(box.offset))
         size = tuple(length if d == dim else n for d, n in enumerate(box.size))
-        found += split_box(Placed(Box(offset, size), view.narrow(dim, begin, length)), max_bytes)
-    return found
+        parts += split_box(LocalBox(Box(offset, size), view.narrow(dim, begin, length)), max_bytes)
+    return parts
 
 
 def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
-    """Refuse boxes that are not within the tensor, overlap, or leave something out."""
+    """Refuse boxes that are not within the tensor, overlap, or leave elements out."""
     for box in boxes:
         inside = len(box.offset) == len(box.size) == len(shape)
         inside = inside and all(o >= 0 and n > 0 for o, n in zip(box.offset, box.size, strict=True))
         if not inside or any(e > n for e, n in zip(box.end, shape, strict=True)):
-            raise CheckpointError(f"a box {box} is not within {name} of shape {tuple(shape)}")
-    clash = _overlap(boxes) if len(boxes) > 1 else None
-    if clash is not None:
-        raise CheckpointError(f"boxes of {name} overlap: {clash[0]} and {clash[1]}")
+            raise CheckpointError(f"{box} is not within {name} of shape {tuple(shape)}")
+    overlap = _overlap(boxes) if len(boxes) > 1 else None
+    if overlap is not None:
+        raise CheckpointError(f"boxes of {name} overlap: {overlap[0]} and {overlap[1]}")
     covered, numel = sum(box.numel for box in boxes), math.prod(shape)
     if covered != numel:
         raise CheckpointError(f"the boxes of {name} have {covered} of its {numel} elements")
 
 
 def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that overlap, found by a sweep along the dim where they begin at most places."""
+    """Return two boxes that overlap, by a sweep along the dim with the most distinct offsets."""
     dims = range(len(boxes[0].offset))
     if not dims:
         return boxes[0], boxes[1]
@@ -205,111 +205,93 @@ def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """One full tensor, of which this rank has some boxes, as have all `holders`.
+# ------------------------------------------------------------ the state of a module
 
-    `volatile` ones may change in a forward, the others only when they are updated.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorShards:
+    """Boxes of one full tensor on this rank; all `ranks` have the same boxes.
+
+    The values of a `volatile` tensor may change in a forward, others only when they are updated.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    placed: tuple[Placed, ...]
-    holders: tuple[int, ...]
+    boxes: tuple[LocalBox, ...]
+    ranks: tuple[int, ...]
     volatile: bool = False
 
 
-class State(Protocol):
-    """The parameters and buffers of a module on this rank, under the names of the single device."""
+def _replicated(
+    name: str, tensor: Tensor, ranks: tuple[int, ...], *, volatile: bool = False
+) -> TensorShards:
+    shape = tuple(tensor.shape)
+    boxes = (LocalBox(Box.full(shape), tensor.detach()),) if tensor.numel() else ()
+    return TensorShards(
+        name=name, shape=shape, dtype=tensor.dtype, boxes=boxes, ranks=ranks, volatile=volatile
+    )
 
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Further names of tensors."""
-        ...
 
-    @property
-    def elsewhere(self) -> frozenset[str]:
-        """Names that other ranks hold."""
-        ...
+class State:
+    """The parameters and buffers of a module on this rank, under their names on a single device.
 
-    @property
-    def collective(self) -> bool:
-        """Whether all ranks load together."""
-        ...
+    `order` has all names as in the state dict, `aliases` further names of tensors, `remote_names`
+    those that only other ranks have. If `collective`, all ranks load together.
+    """
 
-    @property
-    def order(self) -> Sequence[str]:
-        """All names, as the single device's state dict has them."""
-        ...
+    collective = False
+    order: Sequence[str]
+    aliases: Mapping[str, str]
+    remote_names: frozenset[str] = frozenset()
 
-    def tensors(self) -> list[Held]:
-        """What is to be saved."""
-        ...
+    def tensors(self) -> list[TensorShards]:
+        """Return the tensors to save."""
+        raise NotImplementedError
 
-    def targets(self) -> list[Held]:
-        """What is to be filled; one name may come twice (as used, and as stored)."""
-        ...
+    def targets(self) -> list[TensorShards]:
+        """Return the tensors to fill; a name may occur twice: as used, and as stored."""
+        raise NotImplementedError
 
-    def cut(self, name: str, tensor: Tensor) -> Held:
-        """A tensor that is cut as the parameter of this name is, or as its optimizer's piece."""
-        ...
+    def sharded(self, name: str, tensor: Tensor) -> TensorShards:
+        """Return the shards of a tensor that is sharded as a parameter or its optimizer state."""
+        raise NotImplementedError
 
-    def borrows(self, name: str) -> bool:
-        """Whether a parameter's home is on other ranks."""
-        ...
+    def replicated(self, name: str, tensor: Tensor) -> TensorShards:
+        """Return a tensor that belongs to a parameter, but has a different shape."""
+        raise NotImplementedError
 
-    def whole(self, name: str, tensor: Tensor) -> Held:
-        """A tensor that belongs to a parameter but has a shape of its own."""
-        ...
+    def uninitialized(self) -> list[str]:
+        """Return the names of tensors without values that no checkpoint has."""
+        raise NotImplementedError
 
-    def filled(self) -> None:
-        """Take over what was written into the targets."""
-        ...
+    def is_replica(self, name: str) -> bool:
+        """Return whether other ranks own a parameter and write it."""
+        return False
 
-    def received(self, names: Collection[str]) -> None:
-        """Note which tensors have been given the values of a checkpoint."""
-        ...
+    def finish_loading(self) -> None:
+        """Propagate the values that were written into the targets."""
 
-    def unfilled(self) -> list[str]:
-        """Names that no checkpoint has and that are without values."""
-        ...
+    def mark_initialized(self, names: Collection[str]) -> None:
+        """Record which tensors a checkpoint has given values."""
 
-    def facts(self) -> dict[str, Any]:
-        """What else belongs to the module, as JSON."""
-        ...
+    def metadata(self) -> dict[str, Any]:
+        """Return other state of the module, as JSON."""
+        return {}
 
-    def take_facts(self, facts: Mapping[str, Any]) -> None:
-        """Continue from saved facts."""
-        ...
+    def load_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Restore what `metadata` returned."""
 
 
 def state_of(module: nn.Module) -> State:
-    """The state of a parallel module, or of a plain one."""
+    """Return the state of a parallel module, or of a plain one."""
     if isinstance(module, ParallelModule):
         return ParallelState(module)
     return PlainState(module)
 
 
-def _world() -> tuple[int, ...]:
-    return tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
-
-
-def _whole(name: str, tensor: Tensor, holders: tuple[int, ...], *, volatile: bool = False) -> Held:
-    shape = tuple(tensor.shape)
-    placed = (Placed(Box.whole(shape), tensor.detach()),) if tensor.numel() else ()
-    return Held(
-        name=name,
-        shape=shape,
-        dtype=tensor.dtype,
-        placed=placed,
-        holders=holders,
-        volatile=volatile,
-    )
-
-
-class ParallelState:
-    """A parallel module's."""
+class ParallelState(State):
+    """The state of a parallel module."""
 
     collective = True
 
@@ -317,196 +299,180 @@ class ParallelState:
         self.module, self.store, self.mesh = module, module.store, module.mesh
         specs: list[Any] = [*(e.spec for e in self.store.entries), *self.store.buffer_specs]
         self.aliases = {alias: spec.name for spec in specs for alias in spec.aliases}
-        self.elsewhere, self.order = self.store.elsewhere, module.names
+        self.remote_names, self.order = self.store.elsewhere, module.names
 
-    def tensors(self) -> list[Held]:
-        found = []
+    def tensors(self) -> list[TensorShards]:
+        tensors = []
         for entry in self.store.entries:
             if not entry.spec.borrowed:
                 value, piece = self.store.stored(entry)
-                found.append(self._held(entry, value, piece=piece))
-        return found + self._buffers()
+                tensors.append(self._shards(entry, value, piece=piece))
+        return tensors + self._buffers()
 
-    def _buffers(self) -> list[Held]:
+    def _buffers(self) -> list[TensorShards]:
         ranks = self.mesh.world.ranks
         return [
-            _whole(spec.name, self.store.buffers[spec.name], ranks, volatile=True)
+            _replicated(spec.name, self.store.buffers[spec.name], ranks, volatile=True)
             for spec in self.store.buffer_specs
             if spec.persistent
         ]
 
-    def targets(self) -> list[Held]:
-        found = []
+    def targets(self) -> list[TensorShards]:
+        targets = []
         for entry in self.store.entries:
             if entry.zero < 3:
-                found.append(self._held(entry, entry.leaf.detach(), piece=False))
+                targets.append(self._shards(entry, entry.leaf.detach(), piece=False))
             if entry.has_master_copy or entry.zero == 3:
-                found.append(self._held(entry, entry.piece.detach(), piece=True))
-        return found + self._buffers()
+                targets.append(self._shards(entry, entry.piece.detach(), piece=True))
+        return targets + self._buffers()
 
-    def cut(self, name: str, tensor: Tensor) -> Held:
+    def sharded(self, name: str, tensor: Tensor) -> TensorShards:
         entry = self.store.entry(name)
         if tensor.shape == entry.piece.shape:
-            return self._held(entry, tensor.detach(), piece=True)
+            return self._shards(entry, tensor.detach(), piece=True)
         if tuple(tensor.shape) == entry.local_shape:
-            return self._held(entry, tensor.detach(), piece=False)
+            return self._shards(entry, tensor.detach(), piece=False)
         raise CheckpointError(
-            f"a tensor of shape {tuple(tensor.shape)} for {name}, of which this rank has "
-            f"{tuple(entry.piece.shape)} to update and {entry.local_shape} to use"
+            f"a tensor of shape {tuple(tensor.shape)} for {name}, of which this rank updates a "
+            f"shard of shape {tuple(entry.piece.shape)} and uses one of {entry.local_shape}"
         )
 
-    def borrows(self, name: str) -> bool:
+    def is_replica(self, name: str) -> bool:
         return self.store.entry(name).spec.borrowed
 
-    def whole(self, name: str, tensor: Tensor) -> Held:
+    def replicated(self, name: str, tensor: Tensor) -> TensorShards:
         entry = self.store.entry(name)
-        cut = {split.axis for split in entry.spec.splits if self.mesh.axes[split.axis] != 1}
-        if cut or entry.group is not None:
+        is_split = any(self.mesh.axes[split.axis] != 1 for split in entry.spec.splits)
+        if is_split or entry.group is not None:
             raise CheckpointError(
                 f"state of shape {tuple(tensor.shape)} for {name}, of which this rank has only "
                 f"{tuple(entry.piece.shape)} of {entry.spec.shape}",
-                hint="a plan that keeps parameters whole (ddp) for this optimizer",
+                hint="a plan that replicates parameters (ddp) for this optimizer",
             )
-        return _whole(name, tensor, self.mesh.world.ranks)
+        return _replicated(name, tensor, self.mesh.world.ranks)
 
-    def _held(self, entry: Entry, value: Tensor, *, piece: bool) -> Held:
+    def _shards(self, entry: Entry, value: Tensor, *, piece: bool) -> TensorShards:
         spec, mesh = entry.spec, self.mesh
-        ranged = piece and entry.group is not None
+        is_range = piece and entry.group is not None
         runs = local_runs(spec.shape, spec.splits, mesh.coordinates, mesh.axes)
-        distinct = {split.axis for split in spec.splits} | (set(spec.sync) if ranged else set())
-        free = [name for name in mesh.axes if name not in distinct]
-        holders = mesh.space_axis(*free).ranks
-        if ranged:
-            # Ranges of a flat buffer differ between ranks that cut its other tensors unevenly: what
-            # makes up the whole is those of the ranks at one place on the other axes.
-            holders = holders[:1]
-        return Held(
+        distinct = {split.axis for split in spec.splits} | (set(spec.sync) if is_range else set())
+        ranks = mesh.space_axis(*(name for name in mesh.axes if name not in distinct)).ranks
+        if is_range:
+            # The ranges of a flat buffer may differ between these ranks, if they shard its other
+            # tensors unevenly. Those of the ranks at one coordinate of the other axes are complete.
+            ranks = ranks[:1]
+        return TensorShards(
             name=spec.name,
             shape=spec.shape,
             dtype=value.dtype,
-            placed=tuple(cut_boxes(runs, value, entry.bounds if ranged else None)),
-            holders=holders,
+            boxes=tuple(local_boxes(runs, value, entry.bounds if is_range else None)),
+            ranks=ranks,
         )
 
-    def filled(self) -> None:
+    def finish_loading(self) -> None:
         settle(self.store.device)
         for group in self.store.groups:
             if group.zero == 3:
                 group.refresh()
         settle(self.store.device)
 
-    def received(self, names: Collection[str]) -> None:
-        saved = set(self.module.names)  # buffers that no checkpoint has are not among them
+    def mark_initialized(self, names: Collection[str]) -> None:
+        saved = set(self.module.names)  # without buffers that no checkpoint has
         self.store.uninitialized = {
             name: reason
             for name, reason in self.store.uninitialized.items()
             if name not in (names if self.store.holds(name) else saved)
         }
 
-    def unfilled(self) -> list[str]:
+    def uninitialized(self) -> list[str]:
         return list(self.store.uninitialized)
 
-    def facts(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"random_step": self.module.rng.step}
+    def metadata(self) -> dict[str, Any]:
+        metadata: dict[str, Any] = {"random_step": self.module.rng.step}
         if self.store.scaler is not None:
-            found["loss_scaler"] = self.store.scaler.state_dict()
-        return found
+            metadata["loss_scaler"] = self.store.scaler.state_dict()
+        return metadata
 
-    def take_facts(self, facts: Mapping[str, Any]) -> None:
-        step = facts.get("random_step")
+    def load_metadata(self, metadata: Mapping[str, Any]) -> None:
+        step = metadata.get("random_step")
         if type(step) is int:
             self.module.rng.step = step
-        scaler = facts.get("loss_scaler")
+        scaler = metadata.get("loss_scaler")
         if self.store.scaler is not None and isinstance(scaler, dict):
             try:
                 self.store.scaler.load_state_dict(scaler)
             except (KeyError, TypeError, ValueError) as error:
-                raise CheckpointError(f"a loss scaler's state {scaler} is malformed") from error
+                raise CheckpointError(f"malformed state of the loss scaler: {scaler}") from error
 
 
-class PlainState:
-    """That of a module which is whole on every rank that has it."""
+class PlainState(State):
+    """The state of a plain module, which every rank has in full.
 
-    collective = False
-    elsewhere: frozenset[str] = frozenset()
+    It has no metadata: one device draws its random numbers from torch's generator.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = _unwrapped(module)
-        found: dict[str, Tensor] = {}
+        self.ranks = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
+        self.named: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         first: dict[int, str] = {}
         for name, tensor in self.module.state_dict(keep_vars=True).items():
             if not isinstance(tensor, Tensor) or type(tensor).__name__ == "DTensor":
                 raise CheckpointError(
-                    f"the module's state has {type(tensor).__name__} {name}, which is no plain "
-                    "tensor"
+                    f"{name} in the module's state is a {type(tensor).__name__}, not a plain tensor"
                 )
             if id(tensor) in first:
                 self.aliases[name] = first[id(tensor)]
             else:
                 first[id(tensor)] = name
-                found[name] = tensor
-        self.named, self.order = found, tuple(found)
+                self.named[name] = tensor
+        self.order = tuple(self.named)
 
-    def tensors(self) -> list[Held]:
-        meta = [name for name, tensor in self.named.items() if tensor.is_meta]
-        if meta:
-            raise CheckpointError(f"{meta[0]} is on meta: it has no values that could be saved")
+    def tensors(self) -> list[TensorShards]:
+        for name, tensor in self.named.items():
+            if tensor.is_meta:
+                raise CheckpointError(f"{name} is a meta tensor: it has no values to save")
         return self.targets()
 
-    def targets(self) -> list[Held]:
+    def targets(self) -> list[TensorShards]:
         for name, tensor in list(self.named.items()):
             if tensor.is_meta:
-                self.named[name] = self._made_real(name, tensor)
+                self.named[name] = self._allocated(name, tensor)
         return [
-            _whole(n, t, _world(), volatile=not isinstance(t, nn.Parameter))
+            _replicated(n, t, self.ranks, volatile=not isinstance(t, nn.Parameter))
             for n, t in self.named.items()
         ]
 
-    def _made_real(self, name: str, tensor: Tensor) -> Tensor:
-        """Memory for a tensor on meta, under all of its names."""
-        made: Tensor = torch.empty_like(tensor, device="cpu")
+    def _allocated(self, name: str, tensor: Tensor) -> Tensor:
+        """Replace a meta tensor by one with memory, under all of its names."""
+        allocated: Tensor = torch.empty_like(tensor, device="cpu")
         if isinstance(tensor, nn.Parameter):
-            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            allocated = nn.Parameter(allocated, requires_grad=tensor.requires_grad)
         for alias in (name, *(a for a, n in self.aliases.items() if n == name)):
-            path, _, last = alias.rpartition(".")
-            setattr(self.module.get_submodule(path), last, made)
-        return made
+            path, _, attribute = alias.rpartition(".")
+            setattr(self.module.get_submodule(path), attribute, allocated)
+        return allocated
 
-    def cut(self, name: str, tensor: Tensor) -> Held:
-        mine = self.named.get(self.aliases.get(name, name))
-        if mine is None:
+    def sharded(self, name: str, tensor: Tensor) -> TensorShards:
+        parameter = self.named.get(self.aliases.get(name, name))
+        if parameter is None:
             raise CheckpointError(f"no parameter {name!r}{did_you_mean(name, self.named)}")
-        if mine.shape != tensor.shape:
+        if parameter.shape != tensor.shape:
             raise CheckpointError(
-                f"a tensor of shape {tuple(tensor.shape)} for {name} of {tuple(mine.shape)}"
+                f"a tensor of shape {tuple(tensor.shape)} for {name} of {tuple(parameter.shape)}"
             )
-        return _whole(self.aliases.get(name, name), tensor, _world())
+        return self.replicated(self.aliases.get(name, name), tensor)
 
-    def borrows(self, name: str) -> bool:
-        return False
+    def replicated(self, name: str, tensor: Tensor) -> TensorShards:
+        return _replicated(name, tensor, self.ranks)
 
-    def whole(self, name: str, tensor: Tensor) -> Held:
-        return _whole(name, tensor, _world())
-
-    def filled(self) -> None:
-        """Nothing: the module's own memory was filled."""
-
-    def received(self, names: Collection[str]) -> None:
-        """Nothing: what has no values is on meta."""
-
-    def unfilled(self) -> list[str]:
+    def uninitialized(self) -> list[str]:
         return [name for name, tensor in self.module.named_buffers() if tensor.is_meta]
-
-    def facts(self) -> dict[str, Any]:
-        return {}
-
-    def take_facts(self, facts: Mapping[str, Any]) -> None:
-        """Nothing: one device draws its random numbers from torch's generator."""
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """The user's module inside of torch's wrappers, which change its names."""
+    """Return the user's module inside torch's wrappers, which change its names."""
     while True:
         inner: Any = getattr(module, "_orig_mod", None)
         if inner is None and isinstance(module, nn.parallel.DistributedDataParallel):

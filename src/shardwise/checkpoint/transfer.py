@@ -1,9 +1,10 @@
-"""Who writes what, and who reads what: the planning of `torch.distributed.checkpoint`.
+"""Plan which rank writes and reads which boxes, and read them.
 
-Which ranks have the same boxes follows from the plan of the model, so that every rank finds its own
-`SavePlan` without asking. The first rank joins them (`join_plans`) with torch's planner, which also
-drops what two stages wrote. Reading is planned by torch's resharding of boxes. What travels between
-ranks and lies in files is JSON; torch's pickled metadata is never made.
+Planning is that of `torch.distributed.checkpoint`. Which ranks have the same boxes follows from the
+plan of the model, so that every rank makes its own `SavePlan` without communication. The first rank
+joins them (`join_plans`) with torch's planner, which also drops what two stages wrote. Reading is
+planned by torch's resharding of boxes. Ranks and files exchange JSON; torch's pickled metadata is
+never created.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from shardwise.checkpoint.files import FileEntry, TensorFile, bytes_of, dtype_named
 from shardwise.checkpoint.manifest import Manifest, StoredBox, StoredTensor, full_name
-from shardwise.checkpoint.shards import Box, Held, Placed, narrow, split_box
+from shardwise.checkpoint.shards import Box, LocalBox, TensorShards, narrow, split_box
 from shardwise.dtypes import dtype_name
 from shardwise.errors import CheckpointError
 
@@ -47,13 +48,12 @@ __all__ = [
     "Reader",
     "Request",
     "join_plans",
-    "plan_of",
-    "portions",
+    "local_portions",
     "read_plan",
+    "save_plan",
 ]
 
-
-BOX_BYTES = 32 << 20  # what has one checksum, and is read at once
+BOX_BYTES = 32 << 20  # at most, of a box, which has one checksum and is read at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,44 +61,44 @@ class Portion:
     """A box that this rank writes."""
 
     section: str
-    held: Held
-    placed: Placed
+    shards: TensorShards
+    local: LocalBox
 
 
-def portions(sections: Mapping[str, Iterable[Held]], rank: int) -> list[Portion]:
-    """What this rank writes of what it holds: its share of what others hold as well.
+def local_portions(sections: Mapping[str, Iterable[TensorShards]], rank: int) -> list[Portion]:
+    """Return the boxes that this rank writes; ranks with the same boxes share the work.
 
-    All holders have the same boxes in the same order, and so agree on the shares: the largest box
-    goes to who has least so far.
+    All of these ranks have the same boxes in the same order, and therefore agree on the division:
+    the largest box goes to the rank with the least bytes so far.
     """
-    by_holders: dict[tuple[int, ...], list[Portion]] = {}
+    by_ranks: dict[tuple[int, ...], list[Portion]] = {}
     for section, tensors in sections.items():
-        for held in tensors:
-            found = by_holders.setdefault(held.holders, [])
-            for placed in held.placed:
-                found += [
-                    Portion(section=section, held=held, placed=part)
-                    for part in split_box(placed, BOX_BYTES)
-                ]
-    mine: list[Portion] = []
-    for holders, found in by_holders.items():
-        loads = [(0, number) for number in range(len(holders))]
-        for portion in sorted(found, key=lambda p: -p.placed.view.nbytes):
+        for shards in tensors:
+            by_ranks.setdefault(shards.ranks, []).extend(
+                Portion(section=section, shards=shards, local=part)
+                for box in shards.boxes
+                for part in split_box(box, BOX_BYTES)
+            )
+    result: list[Portion] = []
+    for ranks, portions in by_ranks.items():
+        loads = [(0, number) for number in range(len(ranks))]
+        for portion in sorted(portions, key=lambda p: -p.local.view.nbytes):
             load, number = heapq.heappop(loads)
-            heapq.heappush(loads, (load + portion.placed.view.nbytes, number))
-            if holders[number] == rank:
-                mine.append(portion)
-    return mine
+            heapq.heappush(loads, (load + portion.local.view.nbytes, number))
+            if ranks[number] == rank:
+                result.append(portion)
+    return result
 
 
-def plan_of(mine: Sequence[Portion]) -> SavePlan:
-    """This rank's plan."""
-    return SavePlan([_write_item(p.section, p.held, p.placed.box) for p in mine])
-
-
-def _write_item(section: str, held: Held, box: Box) -> WriteItem:
-    # Not the full name: a model may have an `ema.w` of its own.
-    return _item(f"{section}:{held.name}", held.shape, held.dtype, box)
+def save_plan(portions: Sequence[Portion]) -> SavePlan:
+    """Return this rank's plan."""
+    # Sections are separated by a colon because a model may itself have a parameter `ema.w`.
+    return SavePlan(
+        [
+            _item(f"{p.section}:{p.shards.name}", p.shards.shape, p.shards.dtype, p.local.box)
+            for p in portions
+        ]
+    )
 
 
 def _item(name: str, shape: Sequence[int], dtype: torch.dtype, box: Box) -> WriteItem:
@@ -118,17 +118,17 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 def join_plans(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """All ranks' plans without repeats, after torch has checked that they make up all tensors."""
+    """Return all ranks' plans without duplicates; torch checks that they cover all tensors."""
     planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
     try:
         joined, _ = planner.create_global_plan(list(plans))
     except (ValueError, AssertionError) as error:
-        raise CheckpointError(f"the ranks' parts do not make up the model: {error}") from error
+        raise CheckpointError(f"the ranks' shards do not cover the model: {error}") from error
     return joined
 
 
 def plan_to_json(plan: SavePlan) -> list[list[Any]]:
-    """A plan as another rank can read it."""
+    """Return a plan as JSON, for another rank."""
     rows: list[list[Any]] = []
     for item in plan.items:
         data = item.tensor_data
@@ -140,7 +140,7 @@ def plan_to_json(plan: SavePlan) -> list[list[Any]]:
 
 
 def plan_from_json(rows: Sequence[Sequence[Any]]) -> SavePlan:
-    """The plan of another rank."""
+    """Return the plan of another rank."""
     items = []
     for name, shape, kind, offset, size in rows:
         dtype = dtype_named(kind, str(name))
@@ -148,51 +148,50 @@ def plan_from_json(rows: Sequence[Sequence[Any]]) -> SavePlan:
     return SavePlan(items)
 
 
-def read_plan(name: str, stored: StoredTensor, wanted: Sequence[Placed]) -> LoadPlan:
-    """What to read of a stored tensor for the boxes wanted.
+def read_plan(name: str, stored: StoredTensor, targets: Sequence[LocalBox]) -> LoadPlan:
+    """Return the parts of a stored tensor's boxes to read for the target boxes.
 
-    In each item, `storage_index.index` counts the stored boxes and `dest_index.index` the wanted.
+    In each item, `storage_index.index` is that of a stored box, `dest_index.index` of a target.
     """
     metadata = TensorStorageMetadata(
         properties=TensorProperties(dtype=stored.dtype),
         size=torch.Size(stored.shape),
         chunks=[_chunk(b.box) for b in stored.boxes],
     )
-    chunks = [_chunk(placed.box) for placed in wanted]
+    chunks = [_chunk(target.box) for target in targets]
     return LoadPlan(create_read_items_for_chunk_list(name, metadata, chunks))
 
 
-# Reading boxes of stored tensors into memory that wants them, and nothing else.
-#
-# A box with a checksum is read as a whole, at most `BOX_BYTES`, and checked before any of it is
-# used. Files without checksums (of Hugging Face) are read by the ranges of bytes that are wanted.
+# ------------------------------------------------------------ reading
 
+# A box with a checksum is read in full, at most `BOX_BYTES`, and checked before any of it is used.
+# Files without checksums (of Hugging Face) are read by the byte ranges that are needed.
 
-_OPEN_FILES = 128
-_RUN_BYTES = 4096  # shorter runs are read with what lies between them
+_MAX_OPEN_FILES = 128
+_RUN_BYTES = 4096  # shorter runs are read together with the gaps between them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A stored tensor, and where its boxes shall go."""
+    """A stored tensor, and the boxes to fill from it."""
 
     section: str
     name: str
-    wanted: Sequence[Placed]
+    targets: Sequence[LocalBox]
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One stored box, and what of it goes where."""
+    """One stored box, and the parts of it to copy into targets."""
 
     name: str
     tensor: StoredTensor
     stored: StoredBox
-    copies: list[tuple[ReadItem, Placed]]
+    copies: list[tuple[ReadItem, LocalBox]]
 
 
 class Reader:
-    """The files of a checkpoint that is open; closed by `with`."""
+    """Reads the files of a checkpoint; a context manager that closes them."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
@@ -211,86 +210,84 @@ class Reader:
 
     @torch.no_grad()
     def fill(self, requests: Iterable[Request]) -> None:
-        """Read what is wanted, in the order of the files."""
+        """Fill all targets, in the order of the files."""
         tasks = [task for request in requests for task in self._tasks(request)]
-        for task in sorted(tasks, key=self._place):
+        for task in sorted(tasks, key=self._file_order):
             entry = self._entry(task.tensor, task.stored)
             if task.stored.crc32 is None:
                 self._copy_ranges(task, entry)
             else:
                 box = self._checked(task, entry)
-                for item, placed in task.copies:
+                for item, target in task.copies:
                     source = narrow(box, item.storage_offsets, item.lengths)
-                    narrow(placed.view, item.dest_offsets, item.lengths).copy_(source)
+                    narrow(target.view, item.dest_offsets, item.lengths).copy_(source)
 
     def check(self, tensor: StoredTensor, stored: StoredBox, name: str) -> None:
-        """Read one box and compare its checksum."""
+        """Read one box and verify its checksum."""
         self._checked(_Task(name, tensor, stored, []), self._entry(tensor, stored))
 
     def _tasks(self, request: Request) -> list[_Task]:
         tensor = self.manifest.sections[request.section][request.name]
         name = full_name(request.section, request.name)
-        for placed in request.wanted:
-            _require_kind(name, tensor.dtype, placed.view.dtype)
-        found: dict[int, _Task] = {}
-        for item in read_plan(name, tensor, request.wanted).items:
-            at, to = item.storage_index.index, item.dest_index.index
-            assert at is not None
-            assert to is not None
-            task = found.setdefault(at, _Task(name, tensor, tensor.boxes[at], []))
-            task.copies.append((item, request.wanted[to]))
-        return list(found.values())
+        for target in request.targets:
+            _require_kind(name, tensor.dtype, target.view.dtype)
+        tasks: dict[int, _Task] = {}
+        for item in read_plan(name, tensor, request.targets).items:
+            source, destination = item.storage_index.index, item.dest_index.index
+            assert source is not None
+            assert destination is not None
+            task = tasks.setdefault(source, _Task(name, tensor, tensor.boxes[source], []))
+            task.copies.append((item, request.targets[destination]))
+        return list(tasks.values())
 
-    def _place(self, task: _Task) -> tuple[str, int]:
+    def _file_order(self, task: _Task) -> tuple[str, int]:
         return task.stored.file, self._entry(task.tensor, task.stored).begin
 
     def _file(self, name: str) -> TensorFile:
         if name not in self._files:
-            if len(self._files) == _OPEN_FILES:
+            if len(self._files) == _MAX_OPEN_FILES:
                 self._files.pop(next(iter(self._files))).close()
             self._files[name] = TensorFile(self.folder / name)
         return self._files[name]
 
     def _entry(self, tensor: StoredTensor, stored: StoredBox) -> FileEntry:
-        """Where a box is in its file, which must say the same of it as the manifest."""
+        """Return the entry of a box in its file, which must agree with the manifest."""
         file = self._file(stored.file)
         entry = file.entries.get(stored.key)
         nbytes = stored.box.numel * tensor.dtype.itemsize
         if entry is None or entry.nbytes != nbytes:
-            found = "nothing" if entry is None else f"{entry.nbytes} bytes"
+            actual = 0 if entry is None else entry.nbytes
             raise CheckpointError(
-                f"{stored.file} has {found} for {stored.key}, not {nbytes} bytes: it is damaged",
+                f"{stored.file} is corrupt: it has {actual} bytes for {stored.key}, not {nbytes}",
                 where=str(file.path),
             )
         return entry
 
     def _read(self, file: TensorFile, begin: int, nbytes: int) -> Tensor:
-        """Some bytes, in memory that the next read uses again."""
+        """Return some bytes, in a buffer that the next read overwrites."""
         if self._buffer.numel() < nbytes:
             self._buffer = torch.empty(nbytes, dtype=torch.uint8)
-        found = self._buffer[:nbytes]
-        file.read_into(bytes_of(found), begin)
+        data = self._buffer[:nbytes]
+        file.read_into(bytes_of(data), begin)
         self.bytes_read += nbytes
-        return found
+        return data
 
     def _checked(self, task: _Task, entry: FileEntry) -> Tensor:
         stored, file = task.stored, self._file(task.stored.file)
         data = self._read(file, entry.begin, entry.nbytes)
         if stored.crc32 is not None and zlib.crc32(bytes_of(data)) != stored.crc32:
             raise CheckpointError(
-                f"{stored.file} is damaged: {entry.nbytes} bytes of {stored.key} from byte "
-                f"{entry.begin} on have another checksum than when they were written",
+                f"{stored.file} is corrupt: checksum mismatch in {entry.nbytes} bytes of "
+                f"{stored.key} from byte {entry.begin} on",
                 where=str(file.path),
             )
         return data.view(task.tensor.dtype).view(stored.box.size)
 
     def _copy_ranges(self, task: _Task, entry: FileEntry) -> None:
         file, dtype = self._file(task.stored.file), task.tensor.dtype
-        for item, placed in task.copies:
-            target = narrow(placed.view, item.dest_offsets, item.lengths)
-            self._ranges(
-                file, entry.begin, dtype, task.stored.box.size, item.storage_offsets, target
-            )
+        for item, target in task.copies:
+            view = narrow(target.view, item.dest_offsets, item.lengths)
+            self._ranges(file, entry.begin, dtype, task.stored.box.size, item.storage_offsets, view)
 
     def _ranges(
         self,
@@ -301,7 +298,7 @@ class Reader:
         offset: Sequence[int],
         target: Tensor,
     ) -> None:
-        """Copy the part at `offset`, of the target's shape, of a row-major tensor at `begin`."""
+        """Copy the part at `offset` with the target's shape from a row-major tensor at `begin`."""
         if not shape:
             target.copy_(self._read(file, begin, dtype.itemsize).view(dtype).view(()))
             return
@@ -323,18 +320,17 @@ class Reader:
             target.narrow(0, first, count).copy_(part)
 
 
-def _require_kind(name: str, saved: torch.dtype, wanted: torch.dtype) -> None:
-    """Numbers may be rounded, not turned into another kind."""
+def _require_kind(name: str, saved: torch.dtype, target: torch.dtype) -> None:
+    """Allow conversions that round, but not to another kind of number."""
 
     def kind(dtype: torch.dtype) -> str:
         if dtype.is_complex:
             return "complex"
         if dtype.is_floating_point:
             return "floating-point"
-        return "true or false" if dtype is torch.bool else "whole"
+        return "boolean" if dtype is torch.bool else "integer"
 
-    if kind(saved) != kind(wanted):
+    if kind(saved) != kind(target):
         raise CheckpointError(
-            f"{name} was saved as {kind(saved)} numbers ({saved}), and is {kind(wanted)} here "
-            f"({wanted})"
+            f"{name} was saved as {kind(saved)} ({saved}), but is {kind(target)} here ({target})"
         )

@@ -1,4 +1,4 @@
-"""One rank's part in writing a checkpoint, and the first rank's: joining the parts."""
+"""Write one rank's part of a checkpoint, and join the parts on the first rank."""
 
 from __future__ import annotations
 
@@ -22,8 +22,14 @@ from torch import Tensor, nn
 from shardwise.checkpoint.files import ToWrite, dtype_named, sync_folder, write_tensors
 from shardwise.checkpoint.manifest import MANIFEST, MODEL, Manifest, StoredBox, StoredTensor, key_of
 from shardwise.checkpoint.optimizer_state import OPTIMIZER, Optimizers, save_optimizer
-from shardwise.checkpoint.shards import Box, Held, State, state_of
-from shardwise.checkpoint.transfer import Portion, join_plans, plan_from_json, plan_of, plan_to_json
+from shardwise.checkpoint.shards import Box, State, TensorShards, state_of
+from shardwise.checkpoint.transfer import (
+    Portion,
+    join_plans,
+    plan_from_json,
+    plan_to_json,
+    save_plan,
+)
 from shardwise.dtypes import dtype_name
 from shardwise.errors import CheckpointError
 from shardwise.runtime.module import ParallelModule
@@ -33,28 +39,24 @@ __all__ = [
     "Contents",
     "Staging",
     "Writer",
-    "check_label",
     "collect",
-    "held_copies",
+    "copied_sections",
     "partial_folders",
     "replaced_folder",
     "replaced_path",
     "require_free",
     "write_text",
 ]
-
-
-# All that one rank contributes to a checkpoint: tensors by section, and JSON.
-
+# ------------------------------------------------------------ one rank's contents
 
 _LABEL = re.compile(r"[A-Za-z0-9_]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What this rank has of every section, and what it knows beside."""
+    """This rank's part of a checkpoint: tensors by section, and JSON."""
 
-    sections: Mapping[str, list[Held]]
+    sections: Mapping[str, list[TensorShards]]
     aliases: Mapping[str, str]
     order: Sequence[str]
     step: int | None
@@ -73,117 +75,108 @@ def collect(
     *,
     frozen: bool = True,
 ) -> Contents:
-    """What this rank has; no value is copied yet. Without `frozen`, only what is trained."""
+    """Return this rank's contents, without copying values; without `frozen`, only trained ones."""
     state = state_of(module)
-    left_out = set() if frozen else _frozen(module)
-    tensors = [held for held in state.tensors() if held.name not in left_out]
-    sections: dict[str, list[Held]] = {MODEL: tensors}
-    kept: dict[str, Any] | None = None
+    excluded = set() if frozen else _frozen(module)
+    tensors = [shards for shards in state.tensors() if shards.name not in excluded]
+    sections: dict[str, list[TensorShards]] = {MODEL: tensors}
+    optimizer_json: dict[str, Any] | None = None
     if optimizer is not None:
         saved = save_optimizer(optimizer, state, rank)
         sections.update(saved.sections)
-        kept = {"groups": saved.groups, "state": saved.values}
-    sections.update(held_copies(state, copies, borrowed=False))
+        optimizer_json = {"groups": saved.groups, "state": saved.values}
+    sections.update(copied_sections(state, copies, replicas=False))
     if step is not None and (type(step) is not int or step < 0):
-        raise CheckpointError(f"a step is a whole number, not {step!r}")
-    return Contents(
-        sections=sections,
-        aliases={a: n for a, n in state.aliases.items() if n not in left_out},
-        order=state.order,
-        step=step,
-        optimizer=kept,
-        module=state.facts(),
-        extra=_json(extra),
-    )
-
-
-def _frozen(module: nn.Module) -> set[str]:
-    """Parameters that no optimizer updates."""
-    if isinstance(module, ParallelModule):
-        return {e.spec.name for e in module.store.entries if not e.spec.requires_grad}
-    return {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
-
-
-def held_copies(
-    state: State, copies: Mapping[str, Mapping[str, Tensor]], *, borrowed: bool
-) -> dict[str, list[Held]]:
-    """Further sets of tensors, cut as the parameters are; what is borrowed is not written."""
-    found = {}
-    for label, tensors in copies.items():
-        check_label(label)
-        found[label] = [
-            state.cut(name, tensor)
-            for name, tensor in tensors.items()
-            if borrowed or not state.borrows(name)
-        ]
-    return found
-
-
-def check_label(label: str) -> None:
-    """Refuse names of sets that would be mistaken for other sections, or make no file name."""
-    if not _LABEL.fullmatch(label) or label in (MODEL, OPTIMIZER):
-        raise CheckpointError(
-            f"{label!r} cannot be the name of a set of copies",
-            hint='letters, digits and "_", other than "model" and "optimizer": {"ema": …}',
-        )
-
-
-def _json(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of what the user gave, as JSON has it."""
+        raise CheckpointError(f"step is {step!r}, must be a non-negative integer")
     try:
-        found: dict[str, Any] = json.loads(json.dumps(dict(extra)))
+        extra = json.loads(json.dumps(dict(extra)))
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"`extra` cannot be written as JSON: {error}",
             hint="numbers, texts, lists and mappings; tensors in `copies`",
         ) from error
-    return found
+    return Contents(
+        sections=sections,
+        aliases={a: n for a, n in state.aliases.items() if n not in excluded},
+        order=state.order,
+        step=step,
+        optimizer=optimizer_json,
+        module=state.metadata(),
+        extra=extra,
+    )
 
 
-# State copied aside, so that training goes on while it is written.
-#
-# Parameters and optimizer state change when the optimizer steps, and at no other time: they may be
-# copied while the next forward and backward run, if that step waits for the copy. Buffers change in
-# a forward and are copied at once. A tensor that was changed in another way while it was copied is
-# noticed by torch's count of its changes, and the save fails rather than mix two states.
+def _frozen(module: nn.Module) -> set[str]:
+    """Return the names of parameters that are not trained."""
+    if isinstance(module, ParallelModule):
+        return {e.spec.name for e in module.store.entries if not e.spec.requires_grad}
+    return {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+
+
+def copied_sections(
+    state: State, copies: Mapping[str, Mapping[str, Tensor]], *, replicas: bool
+) -> dict[str, list[TensorShards]]:
+    """Return the sections of copies, sharded as the parameters, with or without replicas."""
+    sections = {}
+    for label, tensors in copies.items():
+        # Other names could be mistaken for other sections, or would not be file names.
+        if not _LABEL.fullmatch(label) or label in (MODEL, OPTIMIZER):
+            raise CheckpointError(
+                f"{label!r} cannot be the name of a set of copies",
+                hint='letters, digits and "_", other than "model" and "optimizer": {"ema": …}',
+            )
+        sections[label] = [
+            state.sharded(name, tensor)
+            for name, tensor in tensors.items()
+            if replicas or not state.is_replica(name)
+        ]
+    return sections
+
+
+# ------------------------------------------------------------ copying the state
+
+# The state is copied so that training continues while it is written. Parameters and optimizer state
+# change only when the optimizer steps: they may be copied during the next forward and backward, if
+# that step waits for the copy. Buffers change in a forward and are copied immediately. A tensor
+# that was changed in any other way meanwhile is detected by torch's version counter, and the save
+# fails rather than mix two states.
 
 
 class Staging:
-    """What one rank writes, first in the memory of the module, then copied aside."""
+    """The boxes that one rank writes: first in the module's memory, then copied."""
 
-    def __init__(self, mine: Sequence[Portion], *, at_once: bool) -> None:
-        self._views: dict[int, Tensor] = {i: p.placed.view for i, p in enumerate(mine)}
-        self._names = [f"{p.held.name} ({p.section})" for p in mine]
+    def __init__(self, portions: Sequence[Portion], *, immediately: bool) -> None:
+        self._views: dict[int, Tensor] = {i: p.local.view for i, p in enumerate(portions)}
+        self._names = [f"{p.shards.name} ({p.section})" for p in portions]
         self._copies: dict[int, Tensor] = {}
         self._versions = {i: _version(view) for i, view in self._views.items()}
         self._stream = _side_stream(self._views.values())
         self.finished = threading.Event()
-        chosen = [i for i, p in enumerate(mine) if at_once or p.held.volatile]
-        self._copy(chosen)
+        self._copy([i for i, p in enumerate(portions) if immediately or p.shards.volatile])
 
     def copy(self) -> None:
-        """Copy what is not copied yet."""
+        """Copy all boxes that are not copied yet."""
         try:
             self._copy(list(self._views))
         finally:
             self._views.clear()
             self.finished.set()
 
-    def _copy(self, chosen: Sequence[int]) -> None:
-        for index in chosen:
-            self._copies[index] = _aside(self._views[index], self._stream)
+    def _copy(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            self._copies[index] = _host_copy(self._views[index], self._stream)
         if self._stream is not None:
             self._stream.synchronize()
-        for index in chosen:
+        for index in indices:
             if _version(self._views.pop(index)) != self._versions[index]:
                 raise CheckpointError(
                     f"{self._names[index]} was changed while it was copied for a checkpoint, "
-                    "other than by a step of the optimizer",
+                    "not by a step of the optimizer",
                     hint="saving.staged() before the change, or save_checkpoint(…, wait=True)",
                 )
 
     def take(self, index: int) -> Tensor:
-        """A box in host memory, contiguous; it is given away."""
+        """Return a box, contiguous in host memory, and release the copy."""
         if index in self._copies:
             return self._copies.pop(index)
         return self._views[index].detach().cpu().contiguous()
@@ -194,7 +187,7 @@ def _version(view: Tensor) -> int:
 
 
 def _side_stream(views: Iterable[Tensor]) -> torch.cuda.Stream | None:
-    """A stream beside the computation, behind all that was started so far."""
+    """Return a CUDA stream that waits for all work submitted so far."""
     for view in views:
         if view.is_cuda:
             stream = torch.cuda.Stream(view.device)  # type: ignore[no-untyped-call]
@@ -203,7 +196,7 @@ def _side_stream(views: Iterable[Tensor]) -> torch.cuda.Stream | None:
     return None
 
 
-def _aside(view: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
+def _host_copy(view: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
     if not view.is_cuda:
         return view.detach().clone(memory_format=torch.contiguous_format)
     host = torch.empty(view.shape, dtype=view.dtype, pin_memory=True)
@@ -211,30 +204,37 @@ def _aside(view: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
         return host.copy_(view.detach(), non_blocking=True)
 
 
-_SEEN_S = 10.0  # until a folder that one rank made must be seen by all
+# ------------------------------------------------------------ writing
+
+_SHARED = "a folder on a file system that all ranks share"
+_VISIBLE_S = 10.0  # within which a file of one rank must be visible to all
 
 
 class Writer:
-    """Writes what falls to this rank, and on the first rank the rest."""
+    """Writes this rank's files; on the first rank, also completes the checkpoint."""
 
     def __init__(
         self,
         path: Path,
         contents: Contents,
-        mine: Sequence[Portion],
+        portions: Sequence[Portion],
         rendezvous: Rendezvous,
         timeout_s: float,
     ) -> None:
         self.path = Path(os.path.abspath(path))
-        self.contents, self.mine = contents, mine
+        self.contents, self.portions = contents, portions
         self.rendezvous, self.timeout_s = rendezvous, timeout_s
 
     def write(self, staging: Staging) -> None:
-        """Write, wait for the others, and for the first rank to complete it."""
+        """Write this rank's files, and wait until the checkpoint is complete."""
         rendezvous, folder = self.rendezvous, self._folder()
         try:
             report = self._write_files(folder, staging)
-            _write_json(folder / _report_name(rendezvous.rank), report)
+            try:
+                text = json.dumps(report, separators=(",", ":"))
+                write_text(folder / _report_name(rendezvous.rank), text)
+            except OSError as error:
+                raise _disk_error(error, folder) from error
             rendezvous.publish("written")
             if rendezvous.rank == 0:
                 rendezvous.wait_for("written", range(rendezvous.world), self.timeout_s)
@@ -248,10 +248,10 @@ class Writer:
             raise
 
     def _folder(self) -> Path:
-        """The hidden folder that all ranks write into: the first makes it and says its name."""
+        """Return the hidden folder that all ranks write into; the first creates it."""
         rendezvous = self.rendezvous
         if rendezvous.rank == 0:
-            folder = self.path.with_name(f"{_partial(self.path)}{secrets.token_hex(4)}")
+            folder = partial_path(self.path)
             require_free(self.path)
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -264,42 +264,42 @@ class Writer:
             return folder
         (name,) = rendezvous.wait_for("folder", [0], self.timeout_s).values()
         folder = self.path.with_name(name)
-        deadline = time.monotonic() + _SEEN_S
-        while not folder.is_dir():  # network file systems take their time
+        deadline = time.monotonic() + _VISIBLE_S
+        while not folder.is_dir():  # network file systems show it with a delay
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"rank {rendezvous.rank} does not see the folder that rank 0 made",
+                    f"rank {rendezvous.rank} cannot see the folder that rank 0 created",
                     where=str(folder),
-                    hint="a folder on a file system that all ranks share",
+                    hint=_SHARED,
                 )
             time.sleep(0.05)
         return folder
 
     def _write_files(self, folder: Path, staging: Staging) -> dict[str, Any]:
-        """Write this rank's files; what is in them, for the first rank."""
+        """Write this rank's files; return a report of them for the first rank."""
         by_file: dict[str, list[int]] = {}
-        for index, portion in enumerate(self.mine):
+        for index, portion in enumerate(self.portions):
             kind = portion.section.partition(".")[0]
             name = f"{kind}-{self.rendezvous.rank:05d}.safetensors"
             by_file.setdefault(name, []).append(index)
-        needed = sum(p.placed.view.nbytes for p in self.mine)
-        places: dict[str, list[Any]] = {}
+        needed = sum(p.local.view.nbytes for p in self.portions)
+        stored: dict[str, list[Any]] = {}
         sizes: dict[str, int] = {}
         try:
             free = shutil.disk_usage(folder).free
             if free < needed:
-                raise OSError(errno.ENOSPC, f"{needed} bytes are needed, {free} are free")
+                raise OSError(errno.ENOSPC, f"{needed} bytes needed, {free} available")
             for name, indices in by_file.items():
                 items = [self._item(i, staging) for i in indices]
                 checksums = write_tensors(folder / name, items)
                 sizes[name] = os.stat(folder / name).st_size
-                places |= {key: [name, crc32] for key, crc32 in checksums.items()}
+                stored |= {key: [name, crc32] for key, crc32 in checksums.items()}
         except OSError as error:
             raise _disk_error(error, folder) from error
         return {
-            "plan": plan_to_json(plan_of(self.mine)),
-            "places": [places[_key(p)] for p in self.mine],
-            "sections": [p.section for p in self.mine],
+            "plan": plan_to_json(save_plan(self.portions)),
+            "places": [stored[_key(p)] for p in self.portions],
+            "sections": [p.section for p in self.portions],
             "files": sizes,
             "empty": self._empty(),
             "aliases": dict(self.contents.aliases),
@@ -307,35 +307,35 @@ class Writer:
         }
 
     def _item(self, index: int, staging: Staging) -> ToWrite:
-        portion = self.mine[index]
+        portion = self.portions[index]
         return ToWrite(
             key=_key(portion),
-            shape=portion.placed.box.size,
-            dtype=portion.held.dtype,
+            shape=portion.local.box.size,
+            dtype=portion.shards.dtype,
             make=lambda: staging.take(index),
         )
 
     def _empty(self) -> list[list[Any]]:
-        """Tensors without elements, which no file has."""
+        """Return the tensors without elements, which are in no file."""
         return [
-            [section, held.name, list(held.shape), dtype_name(held.dtype)]
+            [section, shards.name, list(shards.shape), dtype_name(shards.dtype)]
             for section, tensors in self.contents.sections.items()
-            for held in tensors
-            if 0 in held.shape and held.holders[0] == self.rendezvous.rank
+            for shards in tensors
+            if 0 in shards.shape and shards.ranks[0] == self.rendezvous.rank
         ]
 
     def _complete(self, folder: Path) -> None:
-        """Join what all ranks wrote, and give the folder its name."""
+        """Join the parts of all ranks, and rename the folder."""
         reports = []
         for rank in range(self.rendezvous.world):
             path = folder / _report_name(rank)
             reports.append(_read_report(path, rank))
             path.unlink()
-        manifest = _joined(reports, self.contents)
+        manifest = _join(reports, self.contents)
         try:
             manifest.check_files(folder)
             text = manifest.to_text()
-            Manifest.from_text(text)  # what would be refused when it is read is not written
+            Manifest.from_text(text)  # do not write a manifest that would be refused
             write_text(folder / MANIFEST, text)
             sync_folder(folder)
             with replaced_folder(self.path):
@@ -345,7 +345,7 @@ class Writer:
             raise _disk_error(error, folder) from error
 
     def _clear(self, folder: Path) -> None:
-        """Remove what this rank wrote, on the first rank everything."""
+        """Remove this rank's files; on the first rank, the folder."""
         if self.rendezvous.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
             return
@@ -355,71 +355,71 @@ class Writer:
 
 
 def _key(portion: Portion) -> str:
-    held = portion.held
-    return key_of(portion.section, held.name, portion.placed.box, held.shape)
+    shards = portion.shards
+    return key_of(portion.section, shards.name, portion.local.box, shards.shape)
 
 
-def _partial(path: Path) -> str:
-    return f".{path.name}.partial-"
+# ------------------------------------------------------------ folders
+
+
+def partial_path(path: Path) -> Path:
+    """Return a new hidden path for writing what is renamed to `path` when it is complete."""
+    return path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
 
 
 def replaced_path(path: Path) -> Path:
-    """Where a checkpoint is while another takes its place."""
+    """Return the path of a checkpoint while another one replaces it."""
     return path.with_name(f".{path.name}.replaced")
 
 
 def require_free(path: Path) -> None:
-    """Refuse to write over what is no checkpoint."""
+    """Refuse to overwrite anything that is not a checkpoint."""
     if not path.exists() and not path.is_symlink():
         return
-    plain = path.is_dir() and not path.is_symlink()
-    if not plain or not ((path / MANIFEST).is_file() or not any(path.iterdir())):
+    is_folder = path.is_dir() and not path.is_symlink()
+    if not is_folder or not ((path / MANIFEST).is_file() or not any(path.iterdir())):
         raise CheckpointError(
-            "there is something that is no checkpoint; it is not overwritten",
+            "path exists and is not a checkpoint; refusing to overwrite it",
             where=str(path),
-            hint="another name, or remove it",
+            hint="another path, or remove it",
         )
 
 
 def partial_folders(path: Path) -> list[Path]:
-    """What unfinished saves to this path have left."""
-    prefix = _partial(path)
+    """Return the folders that unfinished saves to this path have left."""
+    prefix = f".{path.name}.partial-"
     return [p for p in path.parent.iterdir() if p.name.startswith(prefix) and p.is_dir()]
 
 
 @contextlib.contextmanager
 def replaced_folder(path: Path) -> Iterator[None]:
-    """Put what is at a path aside while another takes its place; it comes back on failure.
+    """Move the folder at `path` away while another one replaces it; restore it on failure.
 
-    After a crash in between, `open_checkpoint` finds it where it is put here.
+    After a crash in between, `open_checkpoint` finds it at its temporary path.
     """
-    aside = replaced_path(path)
+    old = replaced_path(path)
     require_free(path)
     if path.exists():
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(path, aside)
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(path, old)
     try:
         yield
     except BaseException:
-        if aside.exists() and not path.exists():
-            os.rename(aside, path)
+        if old.exists() and not path.exists():
+            os.rename(old, path)
         raise
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+# ------------------------------------------------------------ joining the parts
 
 
 def _report_name(rank: int) -> str:
     return f"report-{rank:05d}.json"
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    try:
-        write_text(path, json.dumps(value, separators=(",", ":")))
-    except OSError as error:
-        raise _disk_error(error, path.parent) from error
-
-
 def write_text(path: Path, text: str) -> None:
-    """Write a new file, and have it on the disk."""
+    """Write a new file and sync it to the disk."""
     with open(path, "x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -427,28 +427,28 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _read_report(path: Path, rank: int) -> dict[str, Any]:
-    deadline = time.monotonic() + _SEEN_S
+    deadline = time.monotonic() + _VISIBLE_S
     while True:
         try:
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            return found
+            report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return report
         except (OSError, ValueError) as error:
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"what rank {rank} wrote is not to be seen from rank 0",
+                    f"rank 0 cannot see the files written by rank {rank}",
                     where=str(path),
-                    hint="a folder on a file system that all ranks share",
+                    hint=_SHARED,
                 ) from error
             time.sleep(0.05)
 
 
-def _joined(reports: Sequence[Mapping[str, Any]], first: Contents) -> Manifest:
-    """One manifest of all ranks' parts."""
-    places: dict[tuple[str, tuple[int, ...]], tuple[str, str, int]] = {}
+def _join(reports: Sequence[Mapping[str, Any]], first: Contents) -> Manifest:
+    """Return the manifest of all ranks' parts."""
+    stored_at: dict[tuple[str, tuple[int, ...]], tuple[str, str, int]] = {}
     for report in reversed(reports):
         rows = zip(report["plan"], report["sections"], report["places"], strict=True)
         for row, section, (file, crc32) in rows:
-            places[row[0], tuple(row[3])] = section, file, crc32
+            stored_at[row[0], tuple(row[3])] = section, file, crc32
     plans = join_plans([plan_from_json(report["plan"]) for report in reports])
     shapes: dict[tuple[str, str], tuple[Any, Any]] = {}
     boxes: dict[tuple[str, str], list[StoredBox]] = {}
@@ -456,7 +456,7 @@ def _joined(reports: Sequence[Mapping[str, Any]], first: Contents) -> Manifest:
         data = item.tensor_data
         assert data is not None, item
         box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-        section, file, crc32 = places[item.index.fqn, box.offset]
+        section, file, crc32 = stored_at[item.index.fqn, box.offset]
         name = item.index.fqn.removeprefix(f"{section}:")
         key = key_of(section, name, box, data.size)
         shapes[section, name] = tuple(data.size), data.properties.dtype
@@ -465,31 +465,30 @@ def _joined(reports: Sequence[Mapping[str, Any]], first: Contents) -> Manifest:
     for section, name, shape, kind in (row for report in reports for row in report["empty"]):
         shapes.setdefault((section, name), (tuple(shape), dtype_named(kind, name)))
     sections: dict[str, dict[str, StoredTensor]] = {s: {} for s in first.sections}
-    place = {name: number for number, name in enumerate(first.order)}
-    for section, name in sorted(shapes, key=lambda label: place.get(label[1], len(place))):
+    order = {name: number for number, name in enumerate(first.order)}
+    for section, name in sorted(shapes, key=lambda key: order.get(key[1], len(order))):
         shape, dtype = shapes[section, name]
-        found = sorted(boxes.get((section, name), []), key=lambda b: b.box.offset)
-        tensor = StoredTensor(shape=shape, dtype=dtype, boxes=tuple(found))
+        ordered = sorted(boxes.get((section, name), []), key=lambda b: b.box.offset)
+        tensor = StoredTensor(shape=shape, dtype=dtype, boxes=tuple(ordered))
         sections.setdefault(section, {})[name] = tensor
     return Manifest(
         sections=sections,
         files={name: size for report in reports for name, size in report["files"].items()},
         step=first.step,
         aliases={a: n for report in reports for a, n in report["aliases"].items()},
-        optimizer=_joined_optimizer([report["optimizer"] for report in reports]),
+        optimizer=_join_optimizers([report["optimizer"] for report in reports]),
         module=first.module,
         extra=first.extra,
     )
 
 
-def _joined_optimizer(parts: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """The groups of all ranks, by their number, and the plain state of all parameters."""
-    found = [part for part in parts if part is not None]
-    if not found:
+def _join_optimizers(parts: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    """Return the groups of all ranks, by number, and the non-tensor state of all parameters."""
+    if all(part is None for part in parts):
         return None
     groups: list[dict[str, Any]] = []
     state: dict[str, Any] = {}
-    for part in found:
+    for part in (part for part in parts if part is not None):
         for number, group in enumerate(part["groups"]):
             if number == len(groups):
                 groups.append({"options": group["options"], "params": []})
@@ -502,7 +501,7 @@ def _joined_optimizer(parts: Sequence[Mapping[str, Any] | None]) -> dict[str, An
 
 
 def _disk_error(error: OSError, folder: Path) -> CheckpointError:
-    """What the disk said, in words."""
+    """Explain an error of the file system."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         free = "unknown"
         with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ from shardwise.formatting import Column, size, table, terminal_width
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.manifest import Manifest
-    from shardwise.checkpoint.opening import Opened
+    from shardwise.checkpoint.open import Checkpoint
 
 app = typer.Typer(no_args_is_help=True, help="Inspect, verify and convert checkpoints.")
 
@@ -38,16 +38,16 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show the contents of a checkpoint without reading its tensors."""
-    from shardwise.checkpoint.opening import open_checkpoint
+    from shardwise.checkpoint.open import open_checkpoint
 
-    opened = open_checkpoint(folder)
-    manifest = opened.manifest
+    checkpoint = open_checkpoint(folder)
+    manifest = checkpoint.manifest
     if as_json:
-        echo(_to_json(opened) | ({"tensors": dict(_tensor_rows(manifest))} if tensors else {}))
+        echo(_to_json(checkpoint) | ({"tensors": dict(_tensor_rows(manifest))} if tensors else {}))
         return
     step = "" if manifest.step is None else f", step {manifest.step}"
-    kind = "Hugging Face folder" if opened.foreign else "checkpoint"
-    lines = [f"{kind} {opened.folder}{step}: {size(manifest.nbytes)}"]
+    kind = "Hugging Face folder" if checkpoint.is_hf else "checkpoint"
+    lines = [f"{kind} {checkpoint.folder}{step}: {size(manifest.nbytes)}"]
     lines += [f"{len(manifest.files)} files, {size(sum(manifest.files.values()))}", ""]
     rows = [
         [str(total["tensors"]), str(total["boxes"]), size(total["bytes"]), section]
@@ -69,10 +69,10 @@ def inspect(
 @app.command()
 def verify(folder: Folder, as_json: AsJson = False) -> None:
     """Read a full checkpoint and compare its checksums; exit 1 if it is corrupt."""
-    from shardwise.checkpoint.opening import previous_of, verify_checkpoint
+    from shardwise.checkpoint.open import previous_checkpoint, verify_checkpoint
 
     result = verify_checkpoint(folder)
-    previous = None if result.ok else previous_of(folder)
+    previous = None if result.ok else previous_checkpoint(folder)
     if as_json:
         echo(
             {
@@ -123,11 +123,11 @@ def convert(
         typer.echo("\n".join(f"{file}  {size(file.stat().st_size)}" for file in files))
 
 
-def _to_json(opened: Opened) -> dict[str, Any]:
-    manifest = opened.manifest
+def _to_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    manifest = checkpoint.manifest
     return {
-        "folder": str(opened.folder),
-        "form": "hf" if opened.foreign else "shardwise",
+        "folder": str(checkpoint.folder),
+        "form": "hf" if checkpoint.is_hf else "shardwise",
         "step": manifest.step,
         "bytes": manifest.nbytes,
         "files": dict(manifest.files),

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from shardwise.batch import read_batch
 from shardwise.checkpoint import convert_checkpoint, save_checkpoint
 from shardwise.checkpoint.load import read_section
-from shardwise.checkpoint.opening import open_checkpoint
+from shardwise.checkpoint.open import open_checkpoint
 from shardwise.errors import ShardwiseError
 from shardwise.files import write_text
 from shardwise.frontend.errors import capture_error

@@ -1,4 +1,4 @@
-"""Damaged, incomplete and hostile checkpoints; full disks; which checkpoints are kept."""
+"""Corrupt, incomplete and hostile checkpoints, full disks, and retention."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ def model_of(value: float = 1.0) -> nn.Module:
 
 @pytest.fixture
 def two(tmp_path: Path) -> sw.CheckpointManager:
-    """A folder with the checkpoints of steps 1 and 2."""
-    found = sw.CheckpointManager(tmp_path)
+    """Return a folder with the checkpoints of steps 1 and 2."""
+    manager = sw.CheckpointManager(tmp_path)
     for step in (1, 2):
-        found.save(step, model_of(step), wait=True)
-    return found
+        manager.save(step, model_of(step), wait=True)
+    return manager
 
 
 def truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size - 5)
 
 
-def flip(file: Path, place: int = -1) -> None:
+def flip(file: Path, index: int = -1) -> None:
     data = bytearray(file.read_bytes())
-    data[place] ^= 4
+    data[index] ^= 4
     file.write_bytes(data)
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (truncate, "model-00000.safetensors has .* bytes instead of .*: it is cut off"),
-        (flip, "model-00000.safetensors is damaged: .* have another checksum"),
+        (truncate, "model-00000.safetensors is truncated: it has .* bytes instead of"),
+        (flip, "model-00000.safetensors is corrupt: checksum mismatch"),
         (Path.unlink, "model-00000.safetensors is missing"),
     ],
 )
-def test_a_damaged_file_is_named_and_the_previous_offered(
+def test_a_corrupt_file_and_the_previous_checkpoint_are_named(
     two: sw.CheckpointManager, damage: Callable[[Path], None], message: str
 ) -> None:
     damage(two.path(2) / "model-00000.safetensors")
@@ -67,38 +67,38 @@ def test_a_damaged_file_is_named_and_the_previous_offered(
     sw.load_checkpoint(two.path(1), model_of())
     with pytest.raises(CheckpointError, match=message):
         sw.load_checkpoint(two.path(2))
-    if damage is not flip:  # a flipped bit is found when it is read
+    if damage is not flip:  # a flipped bit only shows when it is read
         assert two.latest() == two.path(1)
 
 
-def test_every_flipped_bit_of_a_checkpoint_is_noticed(two: sw.CheckpointManager) -> None:
+def test_every_flipped_bit_is_detected(two: sw.CheckpointManager) -> None:
     expected = sw.load_checkpoint(two.path(2)).state_dict
     for file in sorted(two.path(2).iterdir()):
         original = file.read_bytes()
-        for place in range(0, len(original), 37):
-            flip(file, place)
-            found, told = expected, file.name
+        for index in range(0, len(original), 37):
+            flip(file, index)
+            loaded, message = expected, file.name
             try:  # padding, or a name in the header that nothing reads, does no harm
-                found = sw.load_checkpoint(two.path(2)).state_dict
+                loaded = sw.load_checkpoint(two.path(2)).state_dict
             except CheckpointError as error:
-                told = str(error)
-            assert file.name in told
+                message = str(error)
+            assert file.name in message
             for name, tensor in expected.items():
-                assert torch.equal(found[name], tensor), (file, place)
+                assert torch.equal(loaded[name], tensor), (file, index)
             file.write_bytes(original)
 
 
-def test_verify_names_all_damage(two: sw.CheckpointManager) -> None:
+def test_verification_names_corrupt_files(two: sw.CheckpointManager) -> None:
     assert verify_checkpoint(two.path(2)).ok
     flip(two.path(2) / "model-00000.safetensors")
-    found = verify_checkpoint(two.path(2))
-    assert not found.ok
-    assert len(found.problems) == 1
-    assert "model-00000.safetensors" in found.problems[0]
+    verification = verify_checkpoint(two.path(2))
+    assert not verification.ok
+    assert len(verification.problems) == 1
+    assert "model-00000.safetensors" in verification.problems[0]
 
 
 class Bomb:
-    """Makes a file when it is unpickled."""
+    """Create a file when unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -116,24 +116,24 @@ def test_pickles_beside_a_checkpoint_are_never_opened(
         (two.path(2) / name).write_bytes(pickle.dumps(Bomb(mark)))
     sw.load_checkpoint(two.path(2), model_of())
     assert verify_checkpoint(two.path(2)).ok
-    alone = tmp_path / "alone"
-    alone.mkdir()
+    folder = tmp_path / "pickles"
+    folder.mkdir()
     for name in names:
-        (alone / name).write_bytes(pickle.dumps(Bomb(mark)))
-    with pytest.raises(CheckpointError, match="no checkpoint") as caught:
-        sw.load_checkpoint(alone)
+        (folder / name).write_bytes(pickle.dumps(Bomb(mark)))
+    with pytest.raises(CheckpointError, match="not a checkpoint") as caught:
+        sw.load_checkpoint(folder)
     assert "pickled files are not opened" in str(caught.value.hint)
     for name in ("checkpoint.json", "model.safetensors", "model.safetensors.index.json"):
-        (alone / name).write_bytes(pickle.dumps(Bomb(mark)))
+        (folder / name).write_bytes(pickle.dumps(Bomb(mark)))
         with pytest.raises(CheckpointError):
-            sw.load_checkpoint(alone)
-        (alone / name).unlink()
+            sw.load_checkpoint(folder)
+        (folder / name).unlink()
     pickle.loads(pickle.dumps(Bomb(mark)))
-    assert mark.exists()  # so it would have been noticed
+    assert mark.exists()  # unpickling would have been noticed
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change a manifest as an attacker would, with a checksum that is right."""
+    """Change a manifest as an attacker would, with a valid checksum."""
     path = folder / "checkpoint.json"
     body = json.loads(path.read_text())
     body.pop("crc32")
@@ -143,8 +143,8 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def tensor_of(body: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = body["sections"]["model"]["0.weight"]
-    return found
+    tensor: dict[str, Any] = body["sections"]["model"]["0.weight"]
+    return tensor
 
 
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
@@ -157,7 +157,10 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "'../model",
     ),
     "absolute path": (lambda b: b["files"].update({"/etc/passwd": 5}), "'/etc"),
-    "box in unknown file": (lambda b: tensor_of(b)["boxes"][0].update(file="x"), "a box in 'x'"),
+    "box in unknown file": (
+        lambda b: tensor_of(b)["boxes"][0].update(file="x"),
+        "a box in an unknown file 'x'",
+    ),
     "dtype": (lambda b: tensor_of(b).update(dtype="object"), "'object'"),
     "negative shape": (lambda b: tensor_of(b).update(shape=[-16, -8]), "-16"),
     "huge shape": (lambda b: tensor_of(b).update(shape=[1 << 60, 8]), str(1 << 60)),
@@ -166,14 +169,14 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "box outside": (lambda b: tensor_of(b)["boxes"][0].update(at=[1, 0]), "not within"),
     "box twice": (lambda b: tensor_of(b)["boxes"].append(tensor_of(b)["boxes"][0]), "overlap"),
     "no boxes": (lambda b: tensor_of(b).update(boxes=[]), "have 0 of its"),
-    "boxes no list": (lambda b: tensor_of(b).update(boxes={}), "must be a list"),
+    "boxes not a list": (lambda b: tensor_of(b).update(boxes={}), "must be a list"),
     "checksum": (lambda b: tensor_of(b)["boxes"][0].update(crc32="0"), "crc32 is '0'"),
     "larger than its file": (
         lambda b: tensor_of(b).update(
             shape=[1 << 40, 8],
             boxes=[{**tensor_of(b)["boxes"][0], "size": [1 << 40, 8]}],
         ),
-        "cannot have the",
+        "but its boxes need",
     ),
     "another shape of the same size": (
         lambda b: b["sections"]["model"].update({"other": b["sections"]["model"].pop("0.weight")}),
@@ -216,7 +219,7 @@ def test_hostile_optimizer_state_is_refused(tmp_path: Path) -> None:
             sw.load_checkpoint(folder, model, optimizer)
 
 
-def test_hostile_headers_of_files_are_refused(tmp_path: Path) -> None:
+def test_hostile_file_headers_are_refused(tmp_path: Path) -> None:
     def write(header: bytes, data: bytes = b"") -> None:
         text = len(header).to_bytes(8, "little") + header + data
         (tmp_path / "model.safetensors").write_bytes(text)
@@ -239,24 +242,24 @@ def test_hostile_headers_of_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         sw.load_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((1 << 50).to_bytes(8, "little"))
-    with pytest.raises(CheckpointError, match="header of"):
+    with pytest.raises(CheckpointError, match="a header of"):
         sw.load_checkpoint(tmp_path)
     index = {"weight_map": {"w": "../model.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="no sound weight_map"):
+    with pytest.raises(CheckpointError, match="no valid weight_map"):
         sw.load_checkpoint(tmp_path)
 
 
-def test_a_full_disk_keeps_the_old_one(
+def test_a_full_disk_keeps_the_old_checkpoint(
     two: sw.CheckpointManager, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
-    write, left = os.write, [300]
+    write, available = os.write, [300]
 
     def full(file: int, data: Any) -> int:
-        if left[0] <= 0:
+        if available[0] <= 0:
             raise OSError(errno.ENOSPC, "No space left on device")
-        left[0] -= len(data)
+        available[0] -= len(data)
         return write(file, data)
 
     monkeypatch.setattr(os, "write", full)
@@ -270,7 +273,7 @@ def test_a_full_disk_keeps_the_old_one(
     assert two.latest() == two.path(3)
 
 
-def test_a_limit_of_the_system_is_told(two: sw.CheckpointManager, tmp_path: Path) -> None:
+def test_a_file_size_limit_is_reported(two: sw.CheckpointManager, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (400, limits[1]))
@@ -282,7 +285,7 @@ def test_a_limit_of_the_system_is_told(two: sw.CheckpointManager, tmp_path: Path
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_pipes_in_place_of_files_are_not_waited_for(two: sw.CheckpointManager) -> None:
+def test_named_pipes_do_not_block(two: sw.CheckpointManager) -> None:
     for name in ("model-00000.safetensors", "checkpoint.json"):
         (two.path(2) / name).unlink()
         os.mkfifo(two.path(2) / name)
@@ -290,33 +293,33 @@ def test_pipes_in_place_of_files_are_not_waited_for(two: sw.CheckpointManager) -
             sw.load_checkpoint(two.path(2))
 
 
-def test_a_disk_with_too_little_space_is_noticed_before(
+def test_too_little_disk_space_is_detected_before_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(CheckpointError, match="bytes are needed, 10 are free"):
+    with pytest.raises(CheckpointError, match="bytes needed, 10 available"):
         sw.save_checkpoint(tmp_path / "c", model_of())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
-    kept = sw.CheckpointManager(tmp_path, keep_last=2, keep_best=1, metric="loss")
+def test_the_last_and_the_best_checkpoints_are_retained(tmp_path: Path) -> None:
+    manager = sw.CheckpointManager(tmp_path, keep_last=2, keep_best=1, metric="loss")
     for step, loss in enumerate([3.0, 1.0, 2.0, float("nan"), 5.0]):
-        kept.save(step, model_of(), metrics={"loss": loss}, extra={"a": 1})
-    kept.wait()
-    assert [p.name for p in kept.all()] == ["step-00000001", "step-00000003", "step-00000004"]
-    assert kept.best() == kept.path(1)
-    assert kept.latest() == kept.path(4)
-    assert sw.load_checkpoint(kept.path(1)).extra == {"a": 1, "metrics": {"loss": 1.0}}
+        manager.save(step, model_of(), metrics={"loss": loss}, extra={"a": 1})
+    manager.wait()
+    assert [p.name for p in manager.all()] == ["step-00000001", "step-00000003", "step-00000004"]
+    assert manager.best() == manager.path(1)
+    assert manager.latest() == manager.path(4)
+    assert sw.load_checkpoint(manager.path(1)).extra == {"a": 1, "metrics": {"loss": 1.0}}
     highest = sw.CheckpointManager(tmp_path, metric="loss", mode="max")
-    assert highest.best() == kept.path(4)
+    assert highest.best() == manager.path(4)
     assert sw.CheckpointManager(tmp_path / "nothing").latest() is None
     with pytest.raises(CheckpointError, match="needs a metric"):
         sw.CheckpointManager(tmp_path, keep_best=1)
 
 
-def test_a_wait_that_was_too_short_can_be_repeated(
+def test_a_wait_that_timed_out_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go, write = threading.Event(), writing_module.write_tensors
@@ -326,17 +329,17 @@ def test_a_wait_that_was_too_short_can_be_repeated(
         return write(*args)
 
     monkeypatch.setattr(writing_module, "write_tensors", slow)
-    kept = sw.CheckpointManager(tmp_path)
-    kept.save(1, model_of())
+    manager = sw.CheckpointManager(tmp_path)
+    manager.save(1, model_of())
     with pytest.raises(CheckpointError, match="not complete after"):
-        kept.wait(0.05)
-    assert kept.latest() is None
+        manager.wait(0.05)
+    assert manager.latest() is None
     go.set()
-    kept.wait(20)
-    assert kept.latest() == kept.path(1)
+    manager.wait(20)
+    assert manager.latest() == manager.path(1)
 
 
-def test_what_killed_saves_left_is_cleared_away(two: sw.CheckpointManager, tmp_path: Path) -> None:
+def test_remains_of_killed_saves_are_removed(two: sw.CheckpointManager, tmp_path: Path) -> None:
     (tmp_path / ".step-00000003.partial-ab12").mkdir()
     (tmp_path / "step-00000000").mkdir()
     assert two.latest() == two.path(2)

@@ -1,4 +1,4 @@
-"""Other forms of a checkpoint: Hugging Face folders and torch files, there and back; the CLI."""
+"""Conversion to and from Hugging Face folders and torch files, and the command line."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from torch import nn
 from typer.testing import CliRunner
 
 import shardwise as sw
-from shardwise.checkpoint import convert_checkpoint
-from shardwise.checkpoint import transfer as reading
-from shardwise.checkpoint.opening import open_checkpoint
-from shardwise.checkpoint.shards import Box, Placed, narrow
+from shardwise.checkpoint import convert_checkpoint, transfer
+from shardwise.checkpoint.open import open_checkpoint
+from shardwise.checkpoint.shards import Box, LocalBox, narrow
 from shardwise.cli import app
 from shardwise.errors import CheckpointError
 
 
 class Base(nn.Module):
-    """The inner part of a model with a head."""
+    """The base of a model with a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +30,7 @@ class Base(nn.Module):
 
 
 class WithHead(nn.Module):
-    """As in transformers: the base under a prefix, and a head that may be tied."""
+    """A model as in transformers: the base under a prefix, and a head that may be tied."""
 
     def __init__(self, tied: bool = True) -> None:
         super().__init__()
@@ -49,24 +48,24 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-def assert_equal(found: object, expected: dict[str, torch.Tensor]) -> None:
-    assert isinstance(found, dict)
-    assert list(found) == list(expected)
+def assert_equal(actual: object, expected: dict[str, torch.Tensor]) -> None:
+    assert isinstance(actual, dict)
+    assert list(actual) == list(expected)
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(actual[name], tensor), name
 
 
-def test_to_torch_and_to_one_of_ours(saved: Path, tmp_path: Path) -> None:
+def test_conversion_to_torch_and_to_shardwise(saved: Path, tmp_path: Path) -> None:
     expected = dict(sw.load_checkpoint(saved).state_dict)
     (file,) = convert_checkpoint(saved, tmp_path / "w.pt", to="torch")
-    found = torch.load(file, weights_only=True)
-    assert_equal(found, expected)
-    assert found["head.weight"].data_ptr() == found["model.embed.weight"].data_ptr()
+    state = torch.load(file, weights_only=True)
+    assert_equal(state, expected)
+    assert state["head.weight"].data_ptr() == state["model.embed.weight"].data_ptr()
     convert_checkpoint(saved, tmp_path / "again", to="shardwise")
-    again = sw.load_checkpoint(tmp_path / "again")
-    assert_equal(again.state_dict, expected)
-    assert (again.step, again.extra) == (5, {"note": "x"})
-    assert "ema.model.norm.weight" in again.names
+    loaded = sw.load_checkpoint(tmp_path / "again")
+    assert_equal(loaded.state_dict, expected)
+    assert (loaded.step, loaded.extra) == (5, {"note": "x"})
+    assert "ema.model.norm.weight" in loaded.names
     convert_checkpoint(
         saved, tmp_path / "mean", to="shardwise", section="ema", dtype=torch.bfloat16
     )
@@ -75,7 +74,7 @@ def test_to_torch_and_to_one_of_ours(saved: Path, tmp_path: Path) -> None:
     sw.load_checkpoint(tmp_path / "mean", WithHead())
 
 
-def test_to_hf_in_shards_and_back(saved: Path, tmp_path: Path) -> None:
+def test_conversion_to_hf_in_shards_and_back(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"needs the model's config\.json"):
         convert_checkpoint(saved, tmp_path / "hf", to="hf")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "toy"}))
@@ -96,13 +95,13 @@ def test_to_hf_in_shards_and_back(saved: Path, tmp_path: Path) -> None:
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
-def test_prefixes_of_base_models_are_bridged(saved: Path, tmp_path: Path) -> None:
+def test_prefixes_of_base_models_are_matched(saved: Path, tmp_path: Path) -> None:
     model = WithHead()
     weights = {n: t.clone() for n, t in model.model.state_dict().items()}
     save_file(weights, tmp_path / "model.safetensors")  # without "model."
-    found = WithHead()
-    sw.load_checkpoint(tmp_path, found)
-    assert torch.equal(found.head.weight, model.model.embed.weight)
+    loaded_model = WithHead()
+    sw.load_checkpoint(tmp_path, loaded_model)
+    assert torch.equal(loaded_model.head.weight, model.model.embed.weight)
     with pytest.raises(CheckpointError, match=r"has no head\.weight"):
         sw.load_checkpoint(tmp_path, WithHead(tied=False))
     loaded = sw.load_checkpoint(tmp_path, WithHead(tied=False), strict=False)
@@ -114,44 +113,44 @@ def test_prefixes_of_base_models_are_bridged(saved: Path, tmp_path: Path) -> Non
     assert torch.equal(base.norm.weight, model.model.norm.weight)
 
 
-def test_any_part_of_a_file_without_checksums_is_read_alone(
+def test_only_the_needed_ranges_of_a_file_without_checksums_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "_RUN_BYTES", 16)
-    monkeypatch.setattr(reading, "BOX_BYTES", 64)
+    monkeypatch.setattr(transfer, "_RUN_BYTES", 16)
+    monkeypatch.setattr(transfer, "BOX_BYTES", 64)
     shapes = {"a": (7, 5, 6), "b": (40,), "c": (), "d": (3, 50)}
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
     save_file(tensors, tmp_path / "model.safetensors")
-    opened, chance = open_checkpoint(tmp_path), random.Random(0)
+    checkpoint, rng = open_checkpoint(tmp_path), random.Random(0)
     for _ in range(200):
-        name, full = chance.choice(list(tensors.items()))
-        offset = tuple(chance.randrange(n) for n in full.shape)
-        size = tuple(chance.randint(1, n - o) for n, o in zip(full.shape, offset, strict=True))
-        found = torch.zeros(size)
-        wanted = [Placed(Box(offset, size), found)]
-        with reading.Reader(opened.folder, opened.manifest) as reader:
-            reader.fill([reading.Request(section="model", name=name, wanted=wanted)])
+        name, full = rng.choice(list(tensors.items()))
+        offset = tuple(rng.randrange(n) for n in full.shape)
+        size = tuple(rng.randint(1, n - o) for n, o in zip(full.shape, offset, strict=True))
+        target = torch.zeros(size)
+        targets = [LocalBox(Box(offset, size), target)]
+        with transfer.Reader(checkpoint.folder, checkpoint.manifest) as reader:
+            reader.fill([transfer.Request(section="model", name=name, targets=targets)])
             rows = full.numel() // (*full.shape, 1)[0] * (*size, 1)[0]
             assert reader.bytes_read <= 4 * rows
-        assert torch.equal(found, narrow(full, offset, size))
+        assert torch.equal(target, narrow(full, offset, size))
 
 
-def test_safetensors_opens_what_is_saved(saved: Path) -> None:
+def test_safetensors_opens_saved_files(saved: Path) -> None:
     with safe_open(saved / "model-00000.safetensors", "pt") as file:
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     expected = sw.load_checkpoint(saved).state_dict
-    assert set(found) == set(expected) - {"head.weight"}
-    for name, tensor in found.items():
+    assert set(tensors) == set(expected) - {"head.weight"}
+    for name, tensor in tensors.items():
         assert torch.equal(tensor, expected[name])
 
 
-def test_the_command_line(saved: Path, tmp_path: Path) -> None:
+def test_checkpoint_commands(saved: Path, tmp_path: Path) -> None:
     run = CliRunner()
     text = run.invoke(app, ["checkpoint", "inspect", str(saved), "--tensors"]).output
     assert "step 5" in text
     assert "model.embed.weight" in text
-    told = json.loads(run.invoke(app, ["checkpoint", "inspect", str(saved), "--json"]).output)
-    assert told["sections"]["model"] == {"tensors": 3, "boxes": 3, "bytes": 192}
+    inspected = json.loads(run.invoke(app, ["checkpoint", "inspect", str(saved), "--json"]).output)
+    assert inspected["sections"]["model"] == {"tensors": 3, "boxes": 3, "bytes": 192}
     assert run.invoke(app, ["checkpoint", "verify", str(saved)]).exit_code == 0
     out = str(tmp_path / "w.pt")
     done = run.invoke(app, ["checkpoint", "convert", str(saved), "--to", "torch", "-o", out])
@@ -160,13 +159,13 @@ def test_the_command_line(saved: Path, tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    found = run.invoke(app, ["checkpoint", "verify", str(saved), "--json"])
-    assert found.exit_code == 1
-    assert "model-00000.safetensors is damaged" in json.loads(found.output)["problems"][0]
+    verified = run.invoke(app, ["checkpoint", "verify", str(saved), "--json"])
+    assert verified.exit_code == 1
+    assert "model-00000.safetensors is corrupt" in json.loads(verified.output)["problems"][0]
 
 
 @pytest.mark.slow
-def test_transformers_opens_what_is_converted(tmp_path: Path) -> None:
+def test_transformers_opens_converted_folders(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {
         "vocab_size": 64,
@@ -182,8 +181,8 @@ def test_transformers_opens_what_is_converted(tmp_path: Path) -> None:
         model.save_pretrained(folder / "own")
         sw.save_checkpoint(folder / "c", model, extra={"hf_config": config.to_dict()})
         convert_checkpoint(folder / "c", folder / "hf", to="hf", shard_bytes=20_000)
-        opened = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf")
-        assert_equal(dict(opened.state_dict()), dict(model.state_dict()))
+        pretrained = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf")
+        assert_equal(dict(pretrained.state_dict()), dict(model.state_dict()))
         with torch.device("meta"):
             empty = transformers.LlamaForCausalLM(config)
         loaded = sw.load_checkpoint(folder / "own", empty)

@@ -18,7 +18,7 @@ from shardwise.errors import CheckpointError
 
 
 class Strange(nn.Module):
-    """Every kind of tensor, two names for one, and nothing in one."""
+    """A module with tensors of all kinds, a tied one and an empty one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,23 +63,23 @@ def train(model: Strange, optimizer: torch.optim.Optimizer, steps: int) -> list[
     return [optimizer.step(closure).item() for _ in range(steps)]  # type: ignore
 
 
-def trained_of(model: Strange) -> list[nn.Parameter]:
-    """What is trained; Adafactor divides by the number of elements."""
+def trained_parameters(model: Strange) -> list[nn.Parameter]:
+    """Return trained parameters that are not empty: Adafactor divides by the number of elements."""
     return [p for p in model.parameters() if p.requires_grad and p.numel()]
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_what_follows_is_bit_equal(kind: str, tmp_path: Path) -> None:
+def test_training_continues_bit_equal(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Strange()
-    optimizer = OPTIMIZERS[kind](trained_of(model))
+    optimizer = OPTIMIZERS[kind](trained_parameters(model))
     train(model, optimizer, 2)
     sw.save_checkpoint(tmp_path / "c", model, optimizer, step=2)
     saved = copy.deepcopy(model.state_dict())
     after = train(model, optimizer, 3)
     torch.manual_seed(1)
     other = Strange()
-    moved = OPTIMIZERS[kind](trained_of(other))
+    moved = OPTIMIZERS[kind](trained_parameters(other))
     loaded = sw.load_checkpoint(tmp_path / "c", other, moved)
     assert loaded.step == 2
     for name, tensor in other.state_dict().items():
@@ -91,7 +91,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def test_without_a_module_it_is_the_state_dict(tmp_path: Path) -> None:
+def test_loading_without_a_module_returns_the_state_dict(tmp_path: Path) -> None:
     model = Strange()
     sw.save_checkpoint(tmp_path / "c", model, extra={"x": [1, {"y": None}]})
     loaded = sw.load_checkpoint(tmp_path / "c")
@@ -101,7 +101,7 @@ def test_without_a_module_it_is_the_state_dict(tmp_path: Path) -> None:
     Strange().load_state_dict(loaded.state_dict)
 
 
-def test_a_module_on_meta_gets_memory_as_it_is_filled(tmp_path: Path) -> None:
+def test_a_meta_module_is_allocated_when_it_is_filled(tmp_path: Path) -> None:
     model = Strange()
     sw.save_checkpoint(tmp_path / "c", model)
     with torch.device("meta"):
@@ -113,7 +113,7 @@ def test_a_module_on_meta_gets_memory_as_it_is_filled(tmp_path: Path) -> None:
     assert pair["b"].weight is pair["a"].weight
 
 
-def test_groups_are_known_by_their_parameters(tmp_path: Path) -> None:
+def test_groups_are_identified_by_their_parameters(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     first = torch.optim.SGD([{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}], 0.1)
     sw.save_checkpoint(tmp_path / "c", model, first)
@@ -125,7 +125,7 @@ def test_groups_are_known_by_their_parameters(tmp_path: Path) -> None:
         sw.load_checkpoint(tmp_path / "c", model, joined)
 
 
-def test_copies_and_a_module_with_their_names(tmp_path: Path) -> None:
+def test_copies_may_share_names_with_the_module(tmp_path: Path) -> None:
     model = nn.ModuleDict({"ema": nn.Linear(2, 2, bias=False), "w": nn.Linear(2, 2, bias=False)})
     ema = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     model.register_parameter("ema_w", nn.Parameter(torch.ones(1)))
@@ -134,24 +134,24 @@ def test_copies_and_a_module_with_their_names(tmp_path: Path) -> None:
     sw.load_checkpoint(tmp_path / "c", model, copies={"ema": filled})
     for name, value in ema.items():
         assert torch.equal(filled[name], value)
-    with pytest.raises(CheckpointError, match="no set 'average'"):
+    with pytest.raises(CheckpointError, match="no copies 'average'"):
         sw.load_checkpoint(tmp_path / "c", model, copies={"average": filled})
     with pytest.raises(CheckpointError, match="cannot be the name"):
         sw.save_checkpoint(tmp_path / "d", model, copies={"../up": ema})
 
 
 class Slow:
-    """A staging that waits to be let on."""
+    """A staging that waits for an event."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
         copy_all = Staging.copy
 
-        def held_up(staging: Staging) -> None:
+        def delayed(staging: Staging) -> None:
             assert self.go.wait(20)
             copy_all(staging)
 
-        monkeypatch.setattr(Staging, "copy", held_up)
+        monkeypatch.setattr(Staging, "copy", delayed)
 
 
 def test_the_next_step_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,12 +166,12 @@ def test_the_next_step_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.Mo
     train(model, optimizer, 1)
     assert saving.blocked_s > 0.1
     assert saving.wait(20) == tmp_path / "c"
-    found = sw.load_checkpoint(tmp_path / "c").state_dict
-    assert torch.equal(found["a.weight"], before["a.weight"])
-    assert not torch.equal(found["a.weight"], model.a.weight)
+    loaded = sw.load_checkpoint(tmp_path / "c").state_dict
+    assert torch.equal(loaded["a.weight"], before["a.weight"])
+    assert not torch.equal(loaded["a.weight"], model.a.weight)
 
 
-def test_a_change_during_the_copy_is_noticed(
+def test_a_change_during_the_copy_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, slow = nn.Linear(2, 2), Slow(monkeypatch)
@@ -185,7 +185,7 @@ def test_a_change_during_the_copy_is_noticed(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_an_optimizer_the_copy_is_made_at_once(tmp_path: Path) -> None:
+def test_without_an_optimizer_the_state_is_copied_immediately(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     before = model.weight.detach().clone()
     saving = sw.save_checkpoint(tmp_path / "c", model, wait=False)
@@ -195,7 +195,7 @@ def test_without_an_optimizer_the_copy_is_made_at_once(tmp_path: Path) -> None:
     assert torch.equal(sw.load_checkpoint(tmp_path / "c").state_dict["weight"], before)
 
 
-def test_strict_and_not(tmp_path: Path) -> None:
+def test_strict_loading(tmp_path: Path) -> None:
     sw.save_checkpoint(tmp_path / "c", nn.Linear(2, 2))
     wrong = nn.Linear(3, 2)
     with pytest.raises(CheckpointError, match=r"shape \(2, 3\) here and \(2, 2\)"):
@@ -209,32 +209,32 @@ def test_strict_and_not(tmp_path: Path) -> None:
     fewer = nn.Linear(2, 2, bias=False)
     with pytest.raises(CheckpointError, match="module has no bias"):
         sw.load_checkpoint(tmp_path / "c", fewer)
-    with pytest.raises(CheckpointError, match="no optimizer's state"):
+    with pytest.raises(CheckpointError, match="no optimizer state"):
         sw.load_checkpoint(tmp_path / "c", nn.Linear(2, 2), torch.optim.SGD(fewer.parameters()))
-    whole = nn.Linear(2, 2)
-    whole.weight = nn.Parameter(whole.weight.detach().long(), requires_grad=False)
-    with pytest.raises(CheckpointError, match="floating-point numbers"):
-        sw.load_checkpoint(tmp_path / "c", whole)
+    integers = nn.Linear(2, 2)
+    integers.weight = nn.Parameter(integers.weight.detach().long(), requires_grad=False)
+    with pytest.raises(CheckpointError, match="saved as floating-point"):
+        sw.load_checkpoint(tmp_path / "c", integers)
 
 
-def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_unsupported_state_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(CheckpointError, match="cannot be written as JSON"):
         sw.save_checkpoint(tmp_path / "c", model, extra={"x": object()})
-    with pytest.raises(CheckpointError, match="is on meta"):
+    with pytest.raises(CheckpointError, match="is a meta tensor"):
         sw.save_checkpoint(tmp_path / "c", model.to("meta"))
-    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    foreign = torch.optim.SGD(nn.Linear(2, 2).parameters())
     with pytest.raises(CheckpointError, match="that the module does not have"):
-        sw.save_checkpoint(tmp_path / "c", nn.Linear(2, 2), stranger)
+        sw.save_checkpoint(tmp_path / "c", nn.Linear(2, 2), foreign)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
+def test_other_folders_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "a.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="not overwritten"):
+    (tmp_path / "notes" / "a.txt").write_text("notes")
+    with pytest.raises(CheckpointError, match="refusing to overwrite"):
         sw.save_checkpoint(tmp_path / "notes", nn.Linear(2, 2))
-    assert (tmp_path / "notes" / "a.txt").read_text() == "mine"
+    assert (tmp_path / "notes" / "a.txt").read_text() == "notes"
     for value in (1.0, 2.0):
         model = nn.Linear(2, 2)
         nn.init.constant_(model.weight, value)
