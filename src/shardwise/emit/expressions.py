@@ -99,16 +99,16 @@ def _listed(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> s
 
 
 def _method_args(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
-    rest = args[1:]
-    if name in {"view", "reshape", "permute", "expand", "repeat"} and len(rest) >= 1:
-        sizes = rest[0]
-        if isinstance(sizes, tuple) and sizes and len(rest) == 1:
+    remaining = args[1:]
+    if name in {"view", "reshape", "permute", "expand", "repeat"} and len(remaining) >= 1:
+        sizes = remaining[0]
+        if isinstance(sizes, tuple) and sizes and len(remaining) == 1:
             return _listed(sizes, kwargs, value)
-    if name in KEYWORDS and isinstance(rest[0] if rest else None, tuple | list):
-        named = dict(zip(KEYWORDS[name], rest, strict=False))
-        if len(rest) <= len(named):
+    if name in KEYWORDS and isinstance(remaining[0] if remaining else None, tuple | list):
+        named = dict(zip(KEYWORDS[name], remaining, strict=False))
+        if len(remaining) <= len(named):
             return _listed((), {**named, **kwargs}, value)
-    return _listed(rest, kwargs, value)
+    return _listed(remaining, kwargs, value)
 
 
 def bound(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -338,7 +338,7 @@ class Options:
 
 
 def _check_names(graph: Graph, task: LayoutTask) -> None:
-    known: Mapping[str, set[str]] = {
+    names_by_kind: Mapping[str, set[str]] = {
         "node": {n.name for n in graph.nodes},
         "parameter": {p.value for p in graph.parameters},
     }
@@ -346,5 +346,5 @@ def _check_names(graph: Graph, task: LayoutTask) -> None:
     constrained = (("node", task.nodes), ("node", tied), ("parameter", task.parameters))
     for kind, names in constrained:
         for name in names:
-            if name not in known[kind]:
+            if name not in names_by_kind[kind]:
                 raise PlanError(f"the task constrains {kind} {name!r}, which the graph lacks")

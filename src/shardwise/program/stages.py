@@ -105,8 +105,8 @@ class _Partition:
         changed = {b.value for b in self.graph.buffers if b.mutation}
         values = set(values_of_inputs(self.graph)) - changed
         for node in self.graph.nodes:
-            drawn = is_random(node) and self.plan.rng != "exact"
-            if drawn or not all(name in values for name in node.inputs):
+            random = is_random(node) and self.plan.rng != "exact"
+            if random or not all(name in values for name in node.inputs):
                 values -= set(node.outputs)
         return frozenset(values)
 

@@ -1,4 +1,4 @@
-"""How nodes may be split, and what follows for the layouts of values."""
+"""Rules for sharding nodes, and the layouts of values that follow from them."""
 
 from shardwise.sharding import rules
 from shardwise.sharding.placements import Layout, Partial, Replicate, Shard

@@ -1,4 +1,4 @@
-"""What a node can do on one mesh axis, and the placements that this needs and gives.
+"""The choices of a node on one mesh axis, with the placements that they need and give.
 
 - `Same`: every rank does the same work on full values.
 - `ShardAxis(axis, pattern)`: an axis of the node is sharded.
@@ -50,7 +50,7 @@ class ShardAxis:
     pattern: Pattern
 
     def __str__(self) -> str:
-        return f"shard {self.axis}{format_pattern(self.pattern)}"  # as plan files say
+        return f"shard {self.axis}{format_pattern(self.pattern)}"  # the text in plan files
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,41 +95,41 @@ def candidates(
 
 
 def match_choice(rule: NodeRule, options: Sequence[Candidate], text: str) -> tuple[Candidate, ...]:
-    """Return the candidates whose choice has this text; else those that match up to sizes.
+    """Return the candidates whose choice has this text, or else those that match up to sizes.
 
     A plan may be used with other batch sizes. Then "shard n0:[8]x128" stands for the outer factor
-    of n0, of one element if there is no such factor. A reshape that has other axes with these sizes
-    matches all its candidates.
+    of n0, or for a factor of one element if there is none. A reshape whose axes differ for the new
+    sizes matches all its candidates.
     """
     exact = tuple(c for c in options if str(c.choice) == text)
     axis, _, factors = text.removeprefix("shard ").partition(":")
     pattern = parse_pattern(factors or "[1]")
     if exact or pattern is None:
         return exact
-    asked = ShardAxis(axis, pattern)
-    if asked.axis not in rule.axes:
+    requested = ShardAxis(axis, pattern)
+    if requested.axis not in rule.axes:
         return tuple(options) if rule.by_size else ()
     similar = [
         (c, c.choice.pattern)
         for c in options
-        if isinstance(c.choice, ShardAxis) and _up_to_sizes(c.choice) == _up_to_sizes(asked)
+        if isinstance(c.choice, ShardAxis) and _up_to_sizes(c.choice) == _up_to_sizes(requested)
     ]
     for part in (2, 1, 0):  # prefer equal inner sizes, then sharded ones, then outer ones
-        sizes = [factors[part] for factors in asked.pattern]
+        sizes = [factors[part] for factors in requested.pattern]
         equal = [(c, of) for c, of in similar if [factors[part] for factors in of] == sizes]
         similar = equal or similar
     if len(similar) == 1:
         return (similar[0][0],)
-    single = _single_element(asked, rule.axes[asked.axis].size) if not similar else None
-    candidate = shard_candidate(rule, asked.axis, single) if single is not None else None
+    single = _single_element(requested, rule.axes[requested.axis].size) if not similar else None
+    candidate = shard_candidate(rule, requested.axis, single) if single is not None else None
     return (candidate,) if candidate is not None else ()
 
 
-def _single_element(asked: ShardAxis, size: int) -> Pattern | None:
-    """Return the pattern of a factor of one, at the end of the axis that `asked` shards."""
-    if len(asked.pattern) != 1:
+def _single_element(requested: ShardAxis, size: int) -> Pattern | None:
+    """Return the pattern of a factor of one, at the end of the axis that is requested."""
+    if len(requested.pattern) != 1:
         return None
-    outer, _, inner = asked.pattern[0]
+    outer, _, inner = requested.pattern[0]
     if outer == inner == 1 and size != 1:
         return None
     return ((size, 1, 1),) if inner == 1 else ((1, 1, size),) if outer == 1 else None
@@ -141,7 +141,7 @@ def _up_to_sizes(choice: ShardAxis) -> tuple[object, ...]:
 
 
 def axis_structures(rule: NodeRule) -> dict[str, Structure]:
-    """Return what a rule itself says of its axes: parts of an axis are segments of it."""
+    """Return the structures that follow from the rule itself: parts of an axis are segments."""
     bounds: dict[str, set[int]] = {name: set() for name in rule.axes}
     for dim in (dim for dims in (*rule.operands, *rule.results) for dim in dims):
         if isinstance(dim, Part):

@@ -5,7 +5,7 @@ A dim is a concatenation of segments, each a product of factor sizes, outermost 
 `[8 heads | 2 key heads | 2 value heads]` of 16. Equal segments are written as one product with
 their number in front, and factors of one are left out, so that equal structures are equal tuples.
 
-All functions work on plain tuples and return None where no answer exists.
+All functions work on plain tuples, and return None if there is no answer.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _split_segment(segment: Segment, inside: list[int]) -> list[Segment] | None:
 
 
 def boundaries(structure: Structure) -> tuple[int, ...]:
-    """Return where segments end, the last one left out."""
+    """Return the ends of all segments but the last."""
     ends, position = [], 0
     for segment in structure[:-1]:
         position += prod(segment)
@@ -122,7 +122,7 @@ def boundaries(structure: Structure) -> tuple[int, ...]:
 
 @lru_cache(maxsize=100_000)
 def refine(a: Structure, b: Structure) -> Structure | None:
-    """Return the coarsest structure that both are made of, or None; never a coarser one than `a`.
+    """Return the coarsest common refinement of two structures, or None; it refines `a` at least.
 
     >>> refine(((3, 4),), ((4,), (4,), (4,)))
     ((3, 4),)
@@ -132,8 +132,8 @@ def refine(a: Structure, b: Structure) -> Structure | None:
     True
     """
     common = _common(a, b)
-    # Equal segments are written as one product, which forgets where they end: 2|2x2 and 2x2|2
-    # would give 3x2, and 3x2 with 2|2x2 would give 2|2x2 again, without end.
+    # Writing equal segments as one product loses their boundaries: 2|2x2 and 2x2|2 would give 3x2,
+    # and 3x2 with 2|2x2 would give 2|2x2 again, so that refinement would never end.
     return common if common is None or _common(common, a) == common else None
 
 

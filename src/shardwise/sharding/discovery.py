@@ -138,11 +138,11 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the operands, None for those without."""
     pairs = [(r, s) for r, s in zip(results, seeds, strict=True) if s is not None]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    if not pairs or not wanted:
+    inputs = [leaf for leaf in leaves if leaf.requires_grad]
+    if not pairs or not inputs:
         return tuple(None for _ in leaves)
     gradients = iter(
-        torch.autograd.grad([r for r, _ in pairs], wanted, [s for _, s in pairs], allow_unused=True)
+        torch.autograd.grad([r for r, _ in pairs], inputs, [s for _, s in pairs], allow_unused=True)
     )
     return tuple(next(gradients) if leaf.requires_grad else None for leaf in leaves)
 
@@ -194,16 +194,16 @@ def _trial(
     )
     leaves = [_leaf(t) for t in inputs]
     results = execute(run, call, leaves)
-    given = [leaf.detach() for leaf in leaves]
-    if not all(torch.equal(a, b) for a, b in zip(given, inputs, strict=True)):
+    unchanged = [leaf.detach() for leaf in leaves]
+    if not all(torch.equal(a, b) for a, b in zip(unchanged, inputs, strict=True)):
         raise NotExecutable("it changes its operands")
     again = execute(run, call, [_leaf(t) for t in inputs])
     if not all(torch.equal(a, b) for a, b in zip(results, again, strict=True)):
-        raise NotExecutable("it gives other results for the same operands")
+        raise NotExecutable("it gives different results for the same operands")
     if [r.dim() for r in results] != [len(shape) for shape in call.results]:
-        raise ValueError("results of other shapes than the call's")
+        raise ValueError("results have other shapes than in the call")
     if not all(torch.isfinite(r).all() for r in results if _is_float(r)):
-        raise ValueError("results that are not finite")
+        raise ValueError("results are not finite")
     seeds = [
         torch.randn(r.shape, dtype=r.dtype, generator=generator) if r.requires_grad else None
         for r in results
@@ -266,8 +266,8 @@ def signature_of(call: Call) -> tuple[str, ...]:
     """Return the key of a call's rule: operator, constants, types."""
     names = (*call.node.inputs, *call.node.outputs)
     label = {name: Ref(str(i)) for i, name in enumerate(dict.fromkeys(names))}
-    given = map_refs((call.node.args, call.node.kwargs), lambda ref: label[ref.name])
-    return (call.node.op, format_arg(given), *(str(call.types[name]) for name in names))
+    labeled = map_refs((call.node.args, call.node.kwargs), lambda ref: label[ref.name])
+    return (call.node.op, format_arg(labeled), *(str(call.types[name]) for name in names))
 
 
 def _search(call: Call, run: Run | None) -> tuple[Hypothesis, ...] | str:
@@ -287,7 +287,7 @@ def _search(call: Call, run: Run | None) -> tuple[Hypothesis, ...] | str:
 
 
 def hypotheses(call: Call, trial: Trial) -> Iterator[Hypothesis]:
-    """Yield all that sizes allow: first those that shard every result, then partial sums."""
+    """Yield all hypotheses that sizes allow: first those that shard every result."""
     possible: dict[Hypothesis, None] = {}
     sizes = dict.fromkeys(size for t in trial.inputs for size in t.shape if size > 1)
     for size in sizes:
@@ -296,9 +296,11 @@ def hypotheses(call: Call, trial: Trial) -> Iterator[Hypothesis]:
         for t, shape in zip(trial.results, call.results, strict=True):
             same = [d for d in _matching(tuple(t.shape), size) if d is None or shape[d] != 1]
             results.append([d for d in same if d is not None or _is_float(t)])
-        for left in product(*operands):
-            if any(d is not None for d in left):
-                possible |= {Hypothesis(left, right): None for right in product(*results)}
+        for operand_dims in product(*operands):
+            if any(d is not None for d in operand_dims):
+                possible |= {
+                    Hypothesis(operand_dims, result_dims): None for result_dims in product(*results)
+                }
     return iter(sorted(possible, key=_order))
 
 
@@ -317,9 +319,9 @@ def _overlaps(hypothesis: Hypothesis, chosen: list[Hypothesis]) -> bool:
     """Return whether a dim already belongs to a discovered axis."""
     dims = (*hypothesis.operands, *hypothesis.results)
     return any(
-        d is not None and d == taken
+        d is not None and d == used
         for other in chosen
-        for d, taken in zip(dims, (*other.operands, *other.results), strict=True)
+        for d, used in zip(dims, (*other.operands, *other.results), strict=True)
     )
 
 

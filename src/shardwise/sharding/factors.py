@@ -147,8 +147,8 @@ def _narrow(dim: Dim, structure: Structure, axes: dict[str, Structure], rule: No
         split = _divide(structure, [rule.axes[a].size for a in dim])
         new = dict(zip(dim, split, strict=True)) if split else {}
     changed = False
-    for name, known in new.items():
-        refined = refine(axes[name], known)
+    for name, axis_structure in new.items():
+        refined = refine(axes[name], axis_structure)
         if refined is not None and refined != axes[name]:
             axes[name] = refined
             changed = True
@@ -156,7 +156,7 @@ def _narrow(dim: Dim, structure: Structure, axes: dict[str, Structure], rule: No
 
 
 def _divide(structure: Structure, sizes: list[int]) -> list[Structure] | None:
-    """Return a product's factors handed out to axes of these sizes.
+    """Distribute the factors of a product to axes of these sizes.
 
     >>> _divide(((3, 4, 16),), [12, 16])
     [((3, 4),), ((16,),)]

@@ -1,7 +1,7 @@
-"""Placements of a value: one per mesh axis, which together are a layout.
+"""Placements of a value, one per mesh axis; all of them together are its layout.
 
-Local sizes and index sets follow from a layout. Which part of a shard each rank has follows from
-`shares`: even parts, or parts by weight; a rank may have none.
+Local sizes and index sets follow from a layout. The module `shares` determines the part of each
+rank: parts are even or weighted, and may be empty.
 """
 
 from __future__ import annotations
@@ -209,24 +209,26 @@ def local_shape(layout: Layout, shape: tuple[int, ...], coordinate: Coordinate) 
 def local_pattern(layout: Layout, axis: str, coordinate: Coordinate) -> Pattern:
     """Return the pattern of `axis` in terms of the tensor as the other axes leave it.
 
-    Outer and inner sizes shrink by the other axes' shards of the same dim; the size is what the
-    axes before this one leave of the factor.
+    The other axes' shards of the same dim reduce the outer and inner sizes; the size is the part of
+    the factor that the axes before this one leave.
     """
     shard = layout[axis]
     assert isinstance(shard, Shard)
-    others = Layout(tuple((n, p) for n, p in layout.axes if n != axis))
+    other_axes = Layout(tuple((n, p) for n, p in layout.axes if n != axis))
     before = Layout(layout.axes[: [n for n, _ in layout.axes].index(axis)])
     result = []
     for i, factor in enumerate(shard.of):
         outer, _, inner = factor
-        for other in dict.fromkeys(s.of[i] for _, s in others.shards if s.dim == shard.dim):
-            if other == factor:
+        for other_factor in dict.fromkeys(
+            s.of[i] for _, s in other_axes.shards if s.dim == shard.dim
+        ):
+            if other_factor == factor:
                 continue
-            _, local = factor_range(others, shard.dim, i, other, coordinate)
-            if other[0] * other[1] <= outer:
-                outer = outer // other[1] * local
+            _, local = factor_range(other_axes, shard.dim, i, other_factor, coordinate)
+            if other_factor[0] * other_factor[1] <= outer:
+                outer = outer // other_factor[1] * local
             else:
-                inner = inner // other[1] * local
+                inner = inner // other_factor[1] * local
         _, extent = factor_range(before, shard.dim, i, factor, coordinate)
         result.append((outer, extent, inner))
     return tuple(result)
@@ -303,7 +305,7 @@ def _same_nested(
 def _intervals(
     patterns: tuple[Pattern, ...], sizes: tuple[AxisSize, ...], place: tuple[int, ...]
 ) -> list[tuple[int, int]]:
-    """Return the maximal ranges of positions at one place, each axis sharding what is left."""
+    """Return the maximal ranges of positions of one rank; each axis shards what others leave."""
     local: list[tuple[int, int]] | None = None
     for pattern in dict.fromkeys(patterns):
         axes = [i for i, of in enumerate(patterns) if of == pattern]
@@ -334,7 +336,7 @@ def _common(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> list[tuple[in
 
 
 def compatible(a: Pattern, b: Pattern) -> bool:
-    """Return whether two mesh axes may shard a dim so: the same factor, or disjoint ones."""
+    """Return whether two mesh axes may shard one dim like this: at equal or disjoint factors."""
     if a == b:
         return True
     if len(a) != len(b):

@@ -5,10 +5,9 @@
     "... s^ -> ... s^"                an axis that may not be sharded
     "b k+, 1 k+ -> b"                 `1` is a dim without an axis
 
-Operands are the call's tensor arguments in order; a call may omit operands at the end. `+` before
-an operand says that it is added to the result (a bias). `~` before an operand says that the node is
-linear in it, `~~` that it is linear in all operands so marked together: then partial sums may pass
-through.
+Operands are the call's tensor arguments in order; a call may omit operands at the end. `+` marks an
+operand that is added to the result (a bias). `~` marks an operand in which the node is linear, `~~`
+operands in which it is linear together: partial sums may pass through them.
 """
 
 from __future__ import annotations
@@ -62,10 +61,10 @@ def parse(text: str) -> Pattern:
         raise RuleError(f"rule {text!r} has no '->'", hint='"b k+, n k+ -> b n"')
     operands = tuple(_tensor(part, text) for part in left.split(","))
     results = tuple(_tensor(part, text) for part in right.split(","))
-    known = {_name(a) for t in operands for dim in t.dims for a in dim}
+    operand_axes = {_name(a) for t in operands for dim in t.dims for a in dim}
     for tensor in results:
         for axis in (a for dim in tensor.dims for a in dim):
-            if _name(axis) not in known:
+            if _name(axis) not in operand_axes:
                 raise RuleError(f"rule {text!r}: axis {_name(axis)!r} is in no operand")
     return Pattern(text, operands, results)
 
@@ -143,10 +142,10 @@ def apply(pattern: Pattern, call: Call) -> NodeRule:
 
 
 def _linear(pattern: Pattern, count: int) -> tuple[frozenset[int], ...]:
-    given = pattern.operands[:count]
-    added = frozenset(i for i, t in enumerate(given) if "+" in t.marks)
-    single = [frozenset({i}) | added for i, t in enumerate(given) if t.marks == "~"]
-    joint = frozenset(i for i, t in enumerate(given) if t.marks == "~~")
+    operands = pattern.operands[:count]
+    added = frozenset(i for i, t in enumerate(operands) if "+" in t.marks)
+    single = [frozenset({i}) | added for i, t in enumerate(operands) if t.marks == "~"]
+    joint = frozenset(i for i, t in enumerate(operands) if t.marks == "~~")
     return (*single, joint | added) if joint else tuple(single)
 
 
@@ -197,15 +196,15 @@ def _solve(
     names: tuple[str, ...], size: int, sizes: dict[str, int], pattern: Pattern, call: Call
 ) -> None:
     unknown = [name for name in names if name not in sizes]
-    known = prod(sizes[name] for name in names if name in sizes)
-    if len(unknown) == 1 and known and size % known == 0:
-        sizes[unknown[0]] = size // known
+    known_size = prod(sizes[name] for name in names if name in sizes)
+    if len(unknown) == 1 and known_size and size % known_size == 0:
+        sizes[unknown[0]] = size // known_size
     elif len(names) == 1 and sizes.get(names[0]) == 1:
         sizes[names[0]] = size  # an earlier operand was broadcast
-    elif unknown or (known != size and size != 1):
+    elif unknown or (known_size != size and size != 1):
         raise RuleError(
             f"rule {pattern.text!r}: dim {' '.join(names) or '1'} has size {size}, "
-            f"expected {known}" + (f" with {', '.join(unknown)} unknown" if unknown else ""),
+            f"expected {known_size}" + (f" with {', '.join(unknown)} unknown" if unknown else ""),
             where=call.node.origin,
         )
 
@@ -274,15 +273,15 @@ def require_operator(name: str) -> None:
     if overloads is not None and (not overload or overload[0] in overloads.overloads()):
         return
     if overloads is not None:
-        known = [f"{namespace}::{packet}.{other}" for other in overloads.overloads()]
+        names = [f"{namespace}::{packet}.{other}" for other in overloads.overloads()]
     else:
-        known = [f"{namespace}::{other}" for other in dir(getattr(torch.ops, namespace))]
-        known += [rule.replace(".", "::", 1) for rule in RULES if rule.startswith(f"{namespace}.")]
-        asked = {name.replace(".", "::", 1), f"{namespace}::name"}
-        known = [other for other in known if "__" not in other and other not in asked]
+        names = [f"{namespace}::{other}" for other in dir(getattr(torch.ops, namespace))]
+        names += [rule.replace(".", "::", 1) for rule in RULES if rule.startswith(f"{namespace}.")]
+        excluded = {name.replace(".", "::", 1), f"{namespace}::name"}
+        names = [other for other in names if "__" not in other and other not in excluded]
     text = f"{namespace}::{'.'.join([packet, *overload])}"
     raise RuleError(
-        f"there is no operator {text}{did_you_mean(text, known)}",
+        f"there is no operator {text}{did_you_mean(text, names)}",
         hint="a rule is for an operator of torch.ops; import the library that defines it first",
     )
 

@@ -148,12 +148,12 @@ class Call:
     def position(self, name: str) -> int:
         """Return the index in `node.inputs` of a tensor argument (of the first, for a list)."""
         names = [n for n, _ in signature(self.node.op) or ()]
-        given = [(names[i] if names else str(i), arg) for i, arg in enumerate(self.node.args)]
-        seen = 0
-        for key, arg in (*given, *self.node.kwargs):
+        named_args = [(names[i] if names else str(i), arg) for i, arg in enumerate(self.node.args)]
+        num_refs = 0
+        for key, arg in (*named_args, *self.node.kwargs):
             if key == name:
-                return seen
-            seen += sum(1 for _ in iter_refs(arg))
+                return num_refs
+            num_refs += sum(1 for _ in iter_refs(arg))
         raise RuleError(f"{self.node.op} has no tensor argument {name}", where=self.node.origin)
 
     def replace(self, **changes: Any) -> LocalCall:

@@ -155,7 +155,7 @@ def test_integer_operands_stay_in_range() -> None:
 @pytest.mark.parametrize(
     ("op", "reason"),
     [
-        ("noise", "other results"),
+        ("noise", "different results"),
         ("broken", "only on the accelerator"),
         ("absent", "not registered"),
     ],

@@ -176,7 +176,7 @@ keep_replicated(
 Splits = tuple[tuple[str, int, tuple[tuple[int, int, int], ...]], ...]
 
 
-def drawn(call: Call, local: Local, result: int = 0) -> tuple[tuple[str, Any], ...]:
+def draw_options(call: Call, local: Local, result: int = 0) -> tuple[tuple[str, Any], ...]:
     """Return `shape`, `splits` and `key` of a draw."""
     shards = local.result_layouts[result].shards
     splits: Splits = tuple((name, shard.dim, shard.of) for name, shard in shards)
@@ -190,7 +190,7 @@ def random_rule(
 
     def localize(call: Call, local: Local) -> LocalCall:
         factory_options = () if options is None else (("options", options), *placed(call))
-        return LocalCall(fn, args, (*drawn(call, local), *factory_options))
+        return LocalCall(fn, args, (*draw_options(call, local), *factory_options))
 
     return replace(elementwise_rule(call), localize=localize)
 
@@ -213,7 +213,7 @@ def feature_dropout(call: Call) -> NodeRule:
     fn = f"rt.{op_name(call).removeprefix('feature_')}"
 
     def localize(call: Call, local: Local) -> LocalCall:
-        options = dict(drawn(call, local))
+        options = dict(draw_options(call, local))
         options["shape"] = call.results[0][:2]
         options["splits"] = tuple(split for split in options["splits"] if split[1] < 2)
         return LocalCall(fn, (x, p), tuple(options.items()))
@@ -275,6 +275,6 @@ def randperm(call: Call) -> NodeRule:
     axes, dims = axes_of(call.results[0], frozen=(0,))
 
     def localize(call: Call, local: Local) -> LocalCall:
-        return LocalCall("rt.draw", ("randperm",), (*drawn(call, local), *placed(call)))
+        return LocalCall("rt.draw", ("randperm",), (*draw_options(call, local), *placed(call)))
 
     return NodeRule(axes=axes, operands=(), results=(dims,), localize=localize)

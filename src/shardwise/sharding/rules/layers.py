@@ -187,9 +187,9 @@ def channel_shuffle(call: Call) -> NodeRule:
     shape, groups = call.operands[0], call.get("groups")
     axes = {f"d{i}": Axis(f"d{i}", n) for i, n in enumerate(shape) if i != 1}
     axes |= {"g": Axis("g", groups, frozen=True), "c": Axis("c", shape[1] // groups)}
-    rest = each(f"d{i}" for i in range(2, len(shape)))
+    space = each(f"d{i}" for i in range(2, len(shape)))
     return linear_rule(
-        call, axes, (("d0",), ("g", "c"), *rest), (("d0",), ("c", "g"), *rest), localize=guarded()
+        call, axes, (("d0",), ("g", "c"), *space), (("d0",), ("c", "g"), *space), localize=guarded()
     )
 
 

@@ -191,10 +191,10 @@ def batch_norm_training(call: Call) -> NodeRule:
         options = (("axis", axis), ("count", count)) if axis is not None else ()
         return LocalCall("rt.batch_norm", call.node.args, (*call.node.kwargs, *options))
 
-    others = tuple((("d1",),) for _ in call.node.inputs[1:])
+    statistics = tuple((("d1",),) for _ in call.node.inputs[1:])
     return NodeRule(
         axes=axes,
-        operands=(each(axes), *others),
+        operands=(each(axes), *statistics),
         results=(each(axes), *((("d1",),) for _ in call.results[1:])),
         localize=localize,
     )

@@ -88,10 +88,10 @@ def reduction_of(call: Call) -> Reduction:
 def dims_argument(call: Call, name: str = "dim") -> set[int]:
     """Return the dims that an argument names; all of them if it is missing or empty."""
     rank = len(call.operands[0])
-    given = call.get(name)
-    if given is None or given == () or given == []:
+    dims = call.get(name)
+    if dims is None or dims == () or dims == []:
         return set(range(rank))
-    return {normalize(d, rank) for d in ([given] if isinstance(given, int) else given)}
+    return {normalize(d, rank) for d in ([dims] if isinstance(dims, int) else dims)}
 
 
 def reduction_rule(
@@ -129,8 +129,8 @@ def combined(
         if axis is None:
             return call.replace()
         options = dtype_change(call) if is_float(call) else ()
-        given = (call.node.args[0], axis, reduction.dims, reduction.keepdim, *args)
-        return LocalCall(fn, given, options)
+        full_args = (call.node.args[0], axis, reduction.dims, reduction.keepdim, *args)
+        return LocalCall(fn, full_args, options)
 
     return reduction_rule(
         call,
@@ -167,8 +167,8 @@ def mean(call: Call) -> NodeRule:
 def variance(call: Call) -> NodeRule:
     """Sum means and squares over ranks."""
     if call.node.op.endswith(".correction"):
-        given = call.get("correction")
-        correction = 1.0 if given is None else float(given)
+        value = call.get("correction")
+        correction = 1.0 if value is None else float(value)
     else:
         correction = 1.0 if call.get("unbiased", True) else 0.0
     frozen = call.types[call.node.inputs[0]].dtype.is_complex
@@ -333,9 +333,9 @@ def bucketize(call: Call) -> NodeRule:
         return NodeRule(axes=axes, operands=((*dims[:-1], ("sorted",)), dims), results=(dims,))
     more, listed = axes_of(shape, prefix="s", frozen=range(len(shape)))
     at = call.position(name)
-    others = [s for i, s in enumerate(call.operands) if i != at]
-    if any(len(s) > len(target) for s in others):
+    compared = [s for i, s in enumerate(call.operands) if i != at]
+    if any(len(s) > len(target) for s in compared):
         return replicated_rule(call, "a sorter, or operands that do not match")
-    operands = [broadcast_dims(s, target) for s in others]
+    operands = [broadcast_dims(s, target) for s in compared]
     operands.insert(at, listed)
     return NodeRule(axes=axes | more, operands=tuple(operands), results=(dims,))

@@ -157,8 +157,8 @@ def _local_pad(call: Call, local: Local) -> LocalCall:
             layout = (local.operand_layouts if crops else local.result_layouts)[0]
             first = local_position(layout, d, abs(before), local.coordinate) * (-1 if crops else 1)
             widths[d] = (first, local.results[0][d] - local.operands[0][d] - first)
-    given = reversed(widths[len(widths) - len(call.get("pad")) // 2 :])
-    return call.replace(pad=tuple(w for pair in given for w in pair))
+    padded = reversed(widths[len(widths) - len(call.get("pad")) // 2 :])
+    return call.replace(pad=tuple(w for pair in padded for w in pair))
 
 
 # ---------------------------------------------------------------- slices

@@ -135,8 +135,11 @@ def squeeze(call: Call) -> NodeRule:
     """Drop dims of one, but no dim of which sharding leaves one element."""
     source = call.operands[0]
     rank = len(source)
-    given = call.get("dim", range(rank))
-    chosen = {normalize(d, rank) for d in ([given] if isinstance(given, int) else given)}
+    dim_argument = call.get("dim", range(rank))
+    chosen = {
+        normalize(d, rank)
+        for d in ([dim_argument] if isinstance(dim_argument, int) else dim_argument)
+    }
     dropped = tuple(d for d in range(rank) if d in chosen and source[d] == 1)
     axes, dims = axes_of(source)
 
@@ -277,8 +280,8 @@ def repeat(call: Call) -> NodeRule:
     new = len(target) - len(source)
     axes: dict[str, Axis] = {}
     argument = "repeats" if "repeats" in call.arguments else "dims"
-    given = tuple(call.get(argument))
-    for d, times in enumerate((1,) * (len(target) - len(given)) + given):
+    repeats = tuple(call.get(argument))
+    for d, times in enumerate((1,) * (len(target) - len(repeats)) + repeats):
         axes[f"r{d}"] = Axis(f"r{d}", times)
         if d >= new:
             axes[f"d{d}"] = Axis(f"d{d}", source[d - new])
