@@ -94,44 +94,47 @@ def plan_for_first(graph: Graph, plan: Plan, model: nn.Module) -> Plan:
 
 
 class StagePlacement:
-    """Where pipeline stages begin in the graphs of later batches.
+    """Place the stages of a pipeline in the graphs of later batches.
 
-    An optional branch comes and goes, and the keys of later nodes with it. A stage begins where the
-    plan says if all parameters of the first batch stay on their stages there, and otherwise right
-    before the first of its own parameters.
+    A batch without an optional input lacks a branch, which changes the keys of later nodes. A stage
+    begins where the plan says, if every parameter then stays on its stage of the first batch, and
+    otherwise right before the first of its own parameters.
     """
 
     def __init__(self, program: Program | PipelineProgram) -> None:
-        self._origins: dict[str, str] = {}
-        homes: defaultdict[str, set[int]] = defaultdict(set)
+        self._origins: dict[str, str] = {}  # by key of a node in the first batch
+        users: defaultdict[str, set[int]] = defaultdict(set)  # stages by parameter
         if isinstance(program, PipelineProgram):
             graph = program.lowered.graph
             keys = node_keys(graph)
             self._origins = {keys[node.name]: node.origin for node in graph.nodes}
             for stage in program.lowered.stages:
-                nodes = stage.program.graph.nodes
-                used = {name for node in nodes for name in node.inputs}
-                for parameter in stage.program.graph.parameters:
+                part = stage.program.graph
+                used = {name for node in part.nodes for name in node.inputs}
+                for parameter in part.parameters:
                     if parameter.value in used:
-                        homes[parameter.name].add(stage.index)
-        self._homes = {name: min(stages) for name, stages in homes.items() if len(stages) == 1}
+                        users[parameter.name].add(stage.index)
+        self._stages = {name: min(stages) for name, stages in users.items() if len(stages) == 1}
 
     def apply(self, graph: Graph, plan: Plan) -> Plan:
         """Return the plan with the first node of every stage in this graph."""
         if len(plan.stages) < 2:
             return plan
-        values = {p.value: p.name for p in graph.parameters}
-        keys, uses = list(node_keys(graph).values()), []
-        for at, node in enumerate(graph.nodes):
-            names = {values[name] for name in node.inputs if name in values}
-            uses += [(at, self._homes[name]) for name in names if name in self._homes]
+        parameters = {p.value: p.name for p in graph.parameters if p.name in self._stages}
+        uses = [  # the position of a node, and the stage of a parameter that it uses
+            (position, self._stages[parameters[name]])
+            for position, node in enumerate(graph.nodes)
+            for name in node.inputs
+            if name in parameters
+        ]
+        keys = list(node_keys(graph).values())
         latest = [len(keys)] * (len(plan.stages) + 1)
         for index in reversed(range(1, len(plan.stages))):
-            own = min((at for at, stage in uses if stage >= index), default=len(keys))
-            latest[index] = min(own, latest[index + 1] - 1)
-        stages, before = [plan.stages[0]], 0
+            first_use = min((p for p, stage in uses if stage >= index), default=len(keys))
+            latest[index] = min(first_use, latest[index + 1] - 1)
+        stages, begin = [plan.stages[0]], 0
         for index, stage in enumerate(plan.stages[1:], start=1):
-            earliest = max([before, *(at for at, home in uses if home < index)]) + 1
+            earliest = max([begin, *(p for p, used_stage in uses if used_stage < index)]) + 1
             if earliest > latest[index]:
                 raise BatchError(
                     f"this batch leaves pipeline stage {index} nothing to compute: the stage "
@@ -140,9 +143,9 @@ class StagePlacement:
                     hint="begin the stage at a node that runs for every batch (`stages` of the "
                     "plan), or use fewer stages",
                 )
-            at = keys.index(stage.first) if stage.first in keys else -1
-            before = at if earliest <= at <= latest[index] else latest[index]
-            stages.append(replace(stage, first=keys[before]))
+            planned = keys.index(stage.first) if stage.first in keys else -1
+            begin = planned if earliest <= planned <= latest[index] else latest[index]
+            stages.append(replace(stage, first=keys[begin]))
         return plan.with_(stages=tuple(stages))
 
 

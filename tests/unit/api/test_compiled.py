@@ -1,4 +1,4 @@
-"""Compiling is a function of graph and plan alone: nothing compiled before changes a program."""
+"""A compiled program depends only on its graph and plan, not on earlier compilations."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def changed(what: str, graph: sw.Graph) -> sw.Graph:
 
 
 @pytest.mark.parametrize("what", ["place", "class", "block", "persistence"])
-def test_graphs_of_one_fingerprint_have_code_of_their_own(what: str) -> None:
+def test_graphs_with_equal_fingerprints_may_have_different_code(what: str) -> None:
     graph = captured()
     other = changed(what, graph)
     assert graph.fingerprint == other.fingerprint
@@ -66,7 +66,7 @@ def test_graphs_of_one_fingerprint_have_code_of_their_own(what: str) -> None:
     assert sw.compile(graph, plan).source() != sw.compile(other, plan).source()
 
 
-def test_functions_of_one_name_are_not_mixed_up() -> None:
+def test_functions_with_equal_names_are_distinguished() -> None:
     graph, other = captured(2.0), captured(3.0)
     plan = sw.strategies.fsdp(graph, sw.Cluster.local(2))
     for each in (graph, other):
@@ -79,7 +79,7 @@ def test_the_same_graph_is_compiled_once() -> None:
     assert sw.compile(graph, plan) is sw.compile(replace(graph), plan)
 
 
-def test_a_rule_that_is_registered_later_counts() -> None:
+def test_a_rule_registered_later_recompiles() -> None:
     @torch.library.custom_op("test_compiled::center", mutates_args=())
     def center(x: torch.Tensor) -> torch.Tensor:
         return x - x.mean(dim=1, keepdim=True)

@@ -1,4 +1,4 @@
-"""What goes into the model, what comes out of it, and which part of that is the loss."""
+"""Inputs and outputs of the model, and the part of the outputs that is the loss."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_nested_batches_and_dataclasses():
     assert all(value.isidentifier() for value in graph.values)
 
 
-def test_constants_of_the_batch_are_baked_in():
+def test_numbers_of_the_batch_become_constants():
     def function(f, x, *, flag, mode, nothing, count):
         assert nothing is None
         assert mode == "sum"
@@ -104,7 +104,7 @@ def test_integer_and_bool_tensors():
     assert_captured(Model(function), batch)
 
 
-def test_the_same_tensor_given_twice_stays_two_inputs():
+def test_a_tensor_passed_twice_is_two_inputs():
     x = data()
     model = Model(lambda f, a, b: (f(a) * f(b).detach()).sum())
     graph = assert_captured(model, {"a": x, "b": x})
@@ -208,7 +208,7 @@ def test_evaluation_needs_no_loss():
     assert not graph.training
 
 
-def test_a_loss_with_parameters_of_its_own_is_refused():
+def test_a_loss_with_parameters_is_refused():
     class Loss(nn.Module):
         def __init__(self):
             super().__init__()
@@ -224,13 +224,13 @@ def test_a_loss_with_parameters_of_its_own_is_refused():
 @pytest.mark.parametrize(
     "loss_fn", [lambda output: output.mean(), lambda output, batch, weight: output.mean()]
 )
-def test_a_loss_function_with_other_parameters_is_refused(loss_fn):
+def test_a_loss_function_with_a_wrong_signature_is_refused(loss_fn):
     with pytest.raises(CaptureError, match="called with the model's output and the batch"):
         capture(nn.Linear(2, 1), (torch.zeros(3, 2),), loss_fn)
 
 
 @pytest.mark.parametrize("loss_fn", [lambda *args: args[0].mean(), lambda y, b, k=1: k * y.mean()])
-def test_a_loss_function_may_take_more(loss_fn):
+def test_a_loss_function_may_have_optional_arguments(loss_fn):
     assert capture(nn.Linear(2, 1), (torch.zeros(3, 2),), loss_fn).nodes
 
 

@@ -1,4 +1,4 @@
-"""What cannot be captured is refused at the user's line, with a cure that fits the cause."""
+"""Models that cannot be captured are refused at the user's line, with a hint for the cause."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Layer(nn.Linear):
         return super().forward(x)
 
 
-def test_a_line_outside_of_forward_is_named() -> None:
+def test_errors_name_lines_outside_of_forward() -> None:
     with pytest.raises(CaptureError) as caught:
         sw.capture(Layer(4, 4), {"x": torch.rand(3, 4), "n": torch.tensor([1, 2, 2])}, masked_loss)
     assert 'output[batch["n"] > 1]' in (caught.value.where or "")

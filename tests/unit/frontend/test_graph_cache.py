@@ -1,4 +1,4 @@
-"""Captured graphs on disk: found again when nothing changed, and never when anything did."""
+"""Captured graphs are loaded from disk if nothing changed, and only then."""
 
 from __future__ import annotations
 

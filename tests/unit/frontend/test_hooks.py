@@ -1,4 +1,4 @@
-"""Hooks in captured graphs: traced where they compute, refused by name where they do not."""
+"""Hooks that compute a gradient are traced; all others are refused by name."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_constants_of_a_hook_decide_the_fingerprint() -> None:
         (reshapes, r"returns \(\d,\)"),
     ],
 )
-def test_other_hooks_are_refused_by_name(hook: Any, reason: str) -> None:
+def test_hooks_that_do_more_than_compute_are_refused(hook: Any, reason: str) -> None:
     before = average.clone()
     for on_parameter in (True, False):
         model = Net(None if on_parameter else lambda h: h.register_hook(hook))
@@ -176,7 +176,7 @@ def on_saved(h: Tensor) -> None:
 
 
 @pytest.mark.parametrize("register", [on_grad_fn, on_several, on_saved])
-def test_other_hooks_of_forward_are_refused(register: Any) -> None:
+def test_forward_may_not_register_other_hooks(register: Any) -> None:
     with pytest.raises(CaptureError):
         sw.capture(Net(register), BATCH)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
@@ -222,7 +222,7 @@ def test_verify_compares_with_the_model_and_its_hooks() -> None:
     assert certificate.ok, certificate
 
 
-def test_hooks_and_micro_batches_that_are_batches_are_refused() -> None:
+def test_hooks_with_separate_micro_batches_are_refused() -> None:
     model = Net()
     model.a.weight.register_hook(unit_norm)
     graph = sw.capture(model, (torch.ones(6, 3),))

@@ -249,7 +249,7 @@ def test_writing_to_a_parameter_is_refused():
         capture(Body(function), (torch.randn(4, 6, dtype=torch.float64),))
 
 
-def test_writing_to_the_batch_warns_and_keeps_it():
+def test_writing_to_the_batch_warns_and_leaves_it_unchanged():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()

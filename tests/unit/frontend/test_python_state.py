@@ -1,4 +1,4 @@
-"""Python state in captured graphs: what is read, what may be written, what is refused."""
+"""Python state that forward reads is recorded; changes that steps would lose are refused."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ ATTRIBUTES = [
 
 
 @pytest.mark.parametrize(("model", "name"), ATTRIBUTES)
-def test_attributes_that_the_next_step_would_see_changed_are_refused(model: Any, name: str) -> None:
+def test_forward_may_not_change_an_attribute_that_it_reads(model: Any, name: str) -> None:
     with pytest.raises(CaptureError, match=f"changes the attribute {name}") as caught:
         sw.capture(model(), BATCH)
     assert str(caught.value.where).startswith("test_python_state.py:")
@@ -135,7 +135,7 @@ def test_changes_of_variables_are_undone_and_refused() -> None:
         sw.capture(writes_closure()(), BATCH)
 
 
-def test_a_hook_that_records_is_refused_and_leaves_nothing_behind() -> None:
+def test_a_recording_hook_is_refused_and_its_changes_undone() -> None:
     seen: list[Any] = []
     model = nn.Sequential(nn.Linear(3, 1))
     model[0].register_forward_hook(lambda module, args, output: seen.append(output))
@@ -155,7 +155,7 @@ class Harmless(Base):
         return y.sum() * self.length
 
 
-def test_caches_and_results_that_are_only_written_are_allowed() -> None:
+def test_forward_may_write_caches_and_results_that_it_does_not_read() -> None:
     graph = sw.capture(Harmless(), BATCH)
     assert len(graph.warnings) == 1
     assert "attribute last (test_python_state.py:" in graph.warnings[0]
@@ -215,7 +215,7 @@ def test_variables_are_reached_through_containers_methods_and_closures() -> None
         lambda: generator.random(),
     ],
 )
-def test_numbers_of_the_moment_are_refused_with_the_line(draw: Any) -> None:
+def test_random_numbers_and_clocks_are_refused_at_the_line(draw: Any) -> None:
     class Moment(Base):
         def forward(self, x: Tensor) -> Tensor:
             return self.line(x).sum() * draw()
@@ -287,7 +287,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
-def test_every_change_from_outside_is_noticed() -> None:
+def test_every_change_from_outside_is_detected() -> None:
     torch.manual_seed(0)
     model, batch = ReadsAll(), {"x": torch.randn(5, 3, dtype=torch.float64)}
     torch.set_default_dtype(torch.float64)
@@ -316,7 +316,7 @@ def test_every_change_from_outside_is_noticed() -> None:
 @pytest.mark.parametrize(
     "make", [itertools.count, lambda: itertools.cycle([1, 2]), lambda: (i for i in range(99))]
 )
-def test_iterators_that_forward_advances(make: Callable[[], Any]) -> None:
+def test_forward_may_not_advance_an_iterator(make: Callable[[], Any]) -> None:
     class Advances(Base):
         def __init__(self) -> None:
             super().__init__()
@@ -330,7 +330,7 @@ def test_iterators_that_forward_advances(make: Callable[[], Any]) -> None:
     assert "next(self.numbers)" in str(error.value)
 
 
-def test_objects_that_answer_every_attribute() -> None:
+def test_objects_with_getattr_are_captured() -> None:
     class Answers:
         def __init__(self) -> None:
             self.values = {"beta": 1.0}
@@ -350,7 +350,7 @@ def test_objects_that_answer_every_attribute() -> None:
     assert capture(Reads(), BATCH).nodes
 
 
-def test_parameters_that_are_reached_through_variables() -> None:
+def test_trainable_parameters_outside_the_model_are_refused() -> None:
     head, line = nn.Linear(4, 2), nn.Linear(3, 4)
     with pytest.raises(CaptureError, match=r"head\.weight requires a gradient") as error:
         capture(line, BATCH, lambda y, batch: head(y).sum())
@@ -361,7 +361,7 @@ def test_parameters_that_are_reached_through_variables() -> None:
     assert capture(line, BATCH, lambda y, batch: head(y).sum()).nodes
 
 
-def test_modules_in_modules() -> None:
+def test_deeply_nested_modules_are_captured() -> None:
     class Wraps(nn.Module):
         def __init__(self, depth: int) -> None:
             super().__init__()
@@ -373,7 +373,7 @@ def test_modules_in_modules() -> None:
     assert capture(Wraps(100), BATCH, lambda y, batch: y.sum()).nodes
 
 
-def test_a_module_that_is_added() -> None:
+def parallel_sequential() -> tuple[nn.Sequential, Any]:
     model = nn.Sequential(nn.Linear(3, 4))
 
     def loss(y: Tensor, batch: Any) -> Tensor:
@@ -382,11 +382,20 @@ def test_a_module_that_is_added() -> None:
     plan = sw.strategies.ddp(capture(model, BATCH, loss), sw.Cluster.local(1))
     pm = sw.parallelize(model, BATCH, plan, loss)
     pm.train_step(BATCH)
+    return model, pm
+
+
+def test_invalid_scales_and_disabled_gradients_are_refused() -> None:
+    _, pm = parallel_sequential()
     for scale in ("x", float("nan")):
         with pytest.raises(ProgramError):
-            pm.train_step(BATCH, scale=scale)  # type: ignore[arg-type]
+            pm.train_step(BATCH, scale=scale)
     with torch.no_grad(), pytest.raises(ProgramError, match="gradients"):
         pm.train_step(BATCH)
+
+
+def test_a_module_added_after_parallelize_is_refused() -> None:
+    model, pm = parallel_sequential()
     model.append(nn.ReLU())
     with pytest.raises(ProgramError) as error:
         pm.train_step(BATCH)
@@ -394,7 +403,7 @@ def test_a_module_that_is_added() -> None:
 
 
 @pytest.mark.parametrize("how", ["data", "in place", "buffer"])
-def test_the_original_warns_of_changed_weights_once(how: str) -> None:
+def test_the_original_warns_once_when_its_weights_change(how: str) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
     def loss(y: Tensor, batch: Any) -> Tensor:
@@ -432,7 +441,7 @@ class CountsInClass(Base):
         return self.line(x).sum() * self.calls_of_all
 
 
-def test_a_class_attribute_that_forward_changes() -> None:
+def test_forward_may_not_change_a_class_attribute() -> None:
     with pytest.raises(CaptureError, match="class attribute calls_of_all") as error:
         capture(CountsInClass(), BATCH)
     line = CountsInClass.forward.__code__.co_firstlineno + 1

@@ -1,4 +1,4 @@
-"""Draws that decide control flow: certain ones are answered, others refused."""
+"""Random draws may decide control flow only if their comparison has a certain outcome."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def batch():
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_probability_zero_just_works(name):
+def test_a_draw_compared_with_zero_is_certain(name):
     graph = assert_captured(LayerDrop(DRAWS[name], 0.0), batch())
     assert sum(node.op == "aten.linear.default" for node in graph.nodes) == 3
     assert not any("rand" in node.op for node in graph.nodes)
@@ -101,7 +101,7 @@ def test_other_python_and_numpy_numbers_are_refused_unless_seeded():
     assert_captured(Model(seeded, 0.0), batch())
 
 
-def test_generators_are_left_as_they_were():
+def test_generators_keep_their_state():
     model, data = LayerDrop(DRAWS["random.random()"], 0.0), batch()
     before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())
     capture(model, data)

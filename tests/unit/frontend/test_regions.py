@@ -1,4 +1,4 @@
-"""no_grad and autocast regions, origins, names, refusals."""
+"""no_grad and autocast regions, and origins and names of nodes."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_names_do_not_depend_on_the_process():
     assert names("1") == names("2")
 
 
-def test_names_are_identifiers_and_no_builtins():
+def test_names_are_identifiers_and_not_builtins():
     graph = capture(*zoo.build("llama"))
     for name in graph.values:
         assert name.isidentifier()
@@ -169,7 +169,7 @@ def test_casts_and_factories_are_plain():
     assert "expand" not in str(ops)
 
 
-def test_items_that_only_assert_are_dropped():
+def test_items_used_only_in_assertions_are_dropped():
     def function(f, x):
         torch._check(x.max().item() < 1e6)
         return f(x).sum()
@@ -199,7 +199,7 @@ def test_data_dependence_is_refused_at_the_users_line(name):
     assert cure in error.value.hint
 
 
-def test_an_error_of_the_model_itself_is_reported_with_its_cause():
+def test_an_error_in_the_model_is_reported_with_its_cause():
     with pytest.raises(CaptureError, match="same reduction dim") as error:
         capture(Model(lambda f, x: f(x[:, :2]).sum()), x())
     assert error.value.__cause__ is not None

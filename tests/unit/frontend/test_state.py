@@ -135,7 +135,7 @@ def test_tied_frozen_and_unused_parameters():
     assert by_name["a.weight"].value == "p_a_weight"
 
 
-def test_capture_reads_only():
+def test_capture_does_not_change_the_model():
     model, batch = zoo.build("resnet")
     flags = [m.training for m in model.modules()]
     state = {k: v.clone() for k, v in model.state_dict().items()}
@@ -215,7 +215,7 @@ def test_a_plain_tensor_that_forward_changes_is_refused():
             capture(Model(assign), x())
 
 
-def test_a_tensor_left_as_an_attribute_is_harmless():
+def test_a_tensor_stored_as_an_attribute_is_allowed():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -271,7 +271,7 @@ def test_the_empty_start_of_a_cache_is_dropped():
     assert not graph.constants
 
 
-def test_interpret_names_what_is_missing():
+def test_interpret_names_the_missing_tensor():
     model, batch = zoo.build("mlp")
     graph = capture(model, batch)
     with pytest.raises(Exception, match=r"no tensor for parameter layers\.0\.weight"):

@@ -1,4 +1,4 @@
-"""With a loss function, a batch may hold what the model does not take: its targets."""
+"""With a loss function, a batch may contain targets that the model does not take."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ X, Y = torch.randn(8, 6), torch.arange(8) % 3
     ("batch", "target"),
     [((X, 0.5, Y), 2), ({"x": X, "y": Y}, "y"), ({"y": Y, "x": X, "weights": X}, "y")],
 )
-def test_the_model_takes_what_its_forward_names(batch: Any, target: Any) -> None:
+def test_the_model_gets_only_the_arguments_of_its_forward(batch: Any, target: Any) -> None:
     def loss(out: Tensor, batch: Any) -> Tensor:
         return F.cross_entropy(out, batch[target])
 
@@ -38,6 +38,6 @@ def test_the_model_takes_what_its_forward_names(batch: Any, target: Any) -> None
         assert sw.verify(Net(), batch, plan, loss).ok
 
 
-def test_without_a_loss_function_nothing_is_left_out() -> None:
+def test_without_a_loss_function_the_model_gets_the_full_batch() -> None:
     with pytest.raises(sw.errors.CaptureError, match="unexpected keyword argument 'y'"):
         sw.capture(Net(), {"x": X, "y": Y})
