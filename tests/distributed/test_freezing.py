@@ -88,7 +88,7 @@ def train_with_frozen(strategy: str, options: dict[str, Any], kind: str = "AdamW
             for name, value in pm.gather_state_dict().items():
                 assert_close(value, plain.state_dict()[name], f"{name} after step {step}")
         pm.requires_grad_(False)
-        assert "depends on no parameter that is trained" in error_of(pm.train_step, batch)
+        assert "not depend on any trained parameter" in error_of(pm.train_step, batch)
 
 
 def several(cases: list[tuple[str, dict[str, Any]]]) -> None:
