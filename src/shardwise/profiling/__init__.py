@@ -1,4 +1,4 @@
-"""Measuring this machine: `profile(num_ranks)` gives the cluster that plans are made for."""
+"""Measure this machine: `profile(num_ranks)` returns it as a cluster."""
 
 from shardwise.profiling.machine import profile
 

@@ -1,7 +1,7 @@
-"""What one device computes: products, attention, memory traffic, and the cost of a call.
+"""Measure the compute rates of one device: products, attention, memory traffic, and calls.
 
-All ranks measure the same things
-at the same time, so that cores and memory that they share are shared here, too.
+All ranks measure the same operation at the same time, so that they share cores and memory as in
+training.
 """
 
 from __future__ import annotations
@@ -28,19 +28,16 @@ from shardwise.dtypes import dtype_name, torch_dtypes
 from shardwise.malloc_tuning import keep_heap
 from shardwise.profiling.fit import rounded
 
-# Timing on one rank, while all ranks are busy.
-
-
-SHORTEST_SAMPLE_S = 2.0e-4  # well above the clock's resolution and the cost of reading it
-FEWEST_SAMPLES = 3
-MOST_SAMPLES = 400
+MIN_SAMPLE_S = 2.0e-4  # well above the clock's resolution and the cost of reading it
+MIN_SAMPLES, MAX_SAMPLES = 3, 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
-    """How this rank measures: for `budget_s` at a time, and every call `repeats` times over.
+    """Time calls on this rank while all ranks are busy, for `budget_s` each.
 
-    A rank that is to appear slow repeats its work. `gap_s` lies between two kernels of a GPU.
+    A rank that should appear slow repeats every call. `gap_s` is the time between two kernels of a
+    GPU.
     """
 
     device: torch.device
@@ -49,48 +46,40 @@ class Clock:
     gap_s: float = 0.0
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Seconds per call, with all ranks starting at the same moment."""
-        number = self._calls_per_sample(call)
-        meet()
+        """Return the seconds per call; all ranks start at the same time."""
+        self._sample(call, 1)
+        number = max(1, math.ceil(MIN_SAMPLE_S / max(self._sample(call, 1), 1e-7)))
+        barrier()
         samples: list[float] = []
         end = time.perf_counter() + self.budget_s
-        while len(samples) < FEWEST_SAMPLES or (
-            time.perf_counter() < end and len(samples) < MOST_SAMPLES
+        while len(samples) < MIN_SAMPLES or (
+            time.perf_counter() < end and len(samples) < MAX_SAMPLES
         ):
             samples.append(self._sample(call, number))
         return median(samples)
 
     def pace(self, call: Callable[[], object], window_s: float) -> float:
-        """Calls per second that this rank gets done in a window in which all ranks are busy."""
+        """Return the calls per second that this rank completes while all ranks are busy."""
         self._sample(call, 1)
-        meet()
-        started = time.perf_counter()
-        calls, passed_s = 0, 0.0
-        while passed_s < window_s:
+        barrier()
+        start = time.perf_counter()
+        calls, elapsed_s = 0, 0.0
+        while elapsed_s < window_s:
             self._sample(call, 1)
             calls += 1
-            passed_s = time.perf_counter() - started
-        return calls / passed_s
-
-    def _calls_per_sample(self, call: Callable[[], object]) -> int:
-        self._sample(call, 1)
-        once = max(self._sample(call, 1), 1e-7)
-        return max(1, math.ceil(SHORTEST_SAMPLE_S / once))
+            elapsed_s = time.perf_counter() - start
+        return calls / elapsed_s
 
     def _sample(self, call: Callable[[], object], number: int) -> float:
-        self._wait()
-        started = time.perf_counter()
+        synchronize(self.device)
+        start = time.perf_counter()
         for _ in range(number * self.repeats):
             call()
-        self._wait()
-        return (time.perf_counter() - started) / number
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
+        return (time.perf_counter() - start) / number
 
     def graph_seconds(self, call: Callable[[], object], number: int = 20) -> float:
-        """Seconds per call on a GPU without its launches: a recorded graph of many calls."""
+        """Return the seconds per call on a GPU without launches, by a CUDA graph of many calls."""
         call()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -99,35 +88,25 @@ class Clock:
         return self.seconds(graph.replay) / number
 
 
-def largest(value: float, device: torch.device) -> float:
-    """Return the largest value of any rank, so that all decide alike."""
+def max_over_ranks(value: float, device: torch.device) -> float:
+    """Return the maximum over ranks, so that all ranks make the same decision."""
     if not dist.is_initialized():
         return value
-    found = torch.tensor([value], dtype=torch.float64, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
+    maximum = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(maximum, dist.ReduceOp.MAX)
+    return float(maximum)
 
 
-def meet() -> None:
+def barrier() -> None:
     """Wait for all ranks."""
     if dist.is_initialized():
         dist.barrier()
 
 
-def timed(call: Callable[[], object], work: torch.Tensor) -> float:
-    """Seconds of a message between ranks that computed until then, and meet first.
-
-    In training, what a message carries has left the caches, or has just been written.
-    """
-    _ = work + 1.0
-    if work.device.type == "cuda":
-        torch.cuda.synchronize(work.device)
-    meet()
-    started = time.perf_counter()
-    call()
-    if work.device.type == "cuda":
-        torch.cuda.synchronize(work.device)
-    return time.perf_counter() - started
+def synchronize(device: torch.device) -> None:
+    """Wait for the kernels of a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 Points = list[list[float]]
@@ -145,63 +124,63 @@ DTYPES = {
     "cuda": tuple(sorted(torch_dtypes(can_train=True), key=lambda dtype: dtype.itemsize)),
 }
 MIXED_SIZE = {"cpu": 256, "cuda": 4096}
-CHAIN = 64  # calls of a chain, and as many in its backward
+CHAIN = 64  # calls of a chain, and again in its backward
 WINDOW_S = 0.4
-LONGEST_CALL_S = 0.15  # products that would take longer are left out: emulated dtypes
+MAX_CALL_S = 0.15  # products that would take longer are skipped: emulated dtypes
 
 
 def measure(clock: Clock, progress: Callable[[str], None], quick: bool) -> dict[str, Any]:
-    """All rates of this rank's device."""
+    """Return all rates of this rank's device."""
     kind = clock.device.type
     if kind == "cpu":
         keep_heap()
-    kept = slice(None, None, 2) if quick else slice(None)
+    selected = slice(None, None, 2) if quick else slice(None)
     progress("the cost of a call")
     overhead_s = _overhead(clock)
-    found: dict[str, Any] = {"overhead_s": _recorded(clock), "matmul": {}, "attention": {}}
+    rates: dict[str, Any] = {"overhead_s": _training_overhead(clock), "matmul": {}, "attention": {}}
     paces = [_pace(clock, progress, 0)]
     for dtype in DTYPES[kind]:
         name = dtype_name(dtype)
         progress(f"products in {name}")
-        found["matmul"][name] = _products(clock, dtype, SIZES[kind][kept], overhead_s)
+        rates["matmul"][name] = _products(clock, dtype, SIZES[kind][selected], overhead_s)
     paces.append(_pace(clock, progress, 1))
     for dtype in DTYPES[kind][:2]:
         name = dtype_name(dtype)
         progress(f"attention in {name}")
-        found["attention"][name] = _attention(clock, dtype, SEQUENCES[kind][kept], overhead_s)
+        rates["attention"][name] = _attention(clock, dtype, SEQUENCES[kind][selected], overhead_s)
     paces.append(_pace(clock, progress, 2))
     progress("memory")
-    found["memory"] = _traffic(clock, TRAFFIC[kind][kept], overhead_s)
+    rates["memory"] = _traffic(clock, TRAFFIC[kind][selected], overhead_s)
     progress("offload")
-    found["host_bytes_per_s"] = _offload(clock)
+    rates["host_bytes_per_s"] = _offload(clock)
     paces += [_pace(clock, progress, turn) for turn in (3, 4, 5)]
-    return found | {"pace": max(paces)}  # a slow rank is slow at all times and on all its cores
+    return rates | {"pace": max(paces)}  # a slow rank is slow at all times and on all its cores
 
 
 def _pace(clock: Clock, progress: Callable[[str], None], turn: int) -> float:
-    """How much of a mixed work this rank gets done, to compare with the others."""
-    progress("how ranks differ")
+    """Return the rate of a mixed workload, to compare ranks."""
+    progress("differences between ranks")
     n = MIXED_SIZE[clock.device.type]
     a, x = _random(clock, torch.float32, n, n), _random(clock, torch.float32, n * n)
 
-    def work() -> None:
+    def mixed() -> None:
         for _ in range(4):
             torch.mm(a, a)
             torch.add(x, x)
 
     with _on_core(clock, turn):
-        return clock.pace(work, WINDOW_S)
+        return clock.pace(mixed, WINDOW_S)
 
 
 @contextmanager
 def _on_core(clock: Clock, turn: int) -> Iterator[None]:
-    """On another core every turn, of those that this rank may use.
+    """Bind this rank to another of its cores every turn.
 
-    A core that other programs keep busy slows every rank in turn and none for good; a rank that was
-    bound to slow cores stays slow.
+    A core that other programs keep busy slows every rank in turn and none permanently; a rank that
+    was bound to slow cores stays slow.
     """
-    bound = clock.device.type == "cpu" and hasattr(os, "sched_setaffinity")
-    if not bound or torch.get_num_threads() > 1:
+    can_bind = clock.device.type == "cpu" and hasattr(os, "sched_setaffinity")
+    if not can_bind or torch.get_num_threads() > 1:
         yield
         return
     cores = sorted(os.sched_getaffinity(0))
@@ -213,8 +192,8 @@ def _on_core(clock: Clock, turn: int) -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def _run(clock: Clock, call: Callable[[], object], overhead_s: float) -> float:
-    """Seconds of the work alone: without the call on a CPU, without launches on a GPU."""
+def _execution_s(clock: Clock, call: Callable[[], object], overhead_s: float) -> float:
+    """Return the seconds without the overhead of the call on a CPU, or of launches on a GPU."""
     if clock.device.type == "cuda":
         seconds = clock.graph_seconds(call)
         return max(seconds - clock.gap_s, seconds / 2)
@@ -228,10 +207,8 @@ def _overhead(clock: Clock) -> float:
     return clock.seconds(lambda: torch.add(x, x, out=out))
 
 
-def _recorded(clock: Clock) -> float:
-    """Return the cost of a call as training makes it: recorded by autograd, or made by its
-    backward.
-    """
+def _training_overhead(clock: Clock) -> float:
+    """Return the overhead of a call in training: recorded by autograd, or part of its backward."""
     x = torch.ones(4, device=clock.device, requires_grad=True)
 
     def chain() -> None:
@@ -246,68 +223,62 @@ def _recorded(clock: Clock) -> float:
 def _products(
     clock: Clock, dtype: torch.dtype, sizes: tuple[int, ...], overhead_s: float
 ) -> Points:
-    """Rates up to the size that would take too long."""
-    found: Points = []
-    slowest, before = 0.0, sizes[0]
+    """Return rates by size, up to sizes that would take too long."""
+    points: Points = []
+    slowest_s, previous = 0.0, sizes[0]
     for n in sizes:
-        if slowest * (n / before) ** 3 > LONGEST_CALL_S:  # on any rank: all stop together
+        if slowest_s * (n / previous) ** 3 > MAX_CALL_S:  # on any rank: all stop together
             break
         a, b = (_random(clock, dtype, n, n) for _ in range(2))
-        out = torch.empty_like(a)
-        call = partial(torch.mm, a, b, out=out)
-        seconds = _run(clock, call, overhead_s)
-        found.append([n, 2.0 * n**3 / seconds])
-        slowest, before = largest(seconds, clock.device), n
-    return found
+        call = partial(torch.mm, a, b, out=torch.empty_like(a))
+        seconds = _execution_s(clock, call, overhead_s)
+        points.append([n, 2.0 * n**3 / seconds])
+        slowest_s, previous = max_over_ranks(seconds, clock.device), n
+    return points
 
 
 def _attention(
     clock: Clock, dtype: torch.dtype, sequences: tuple[int, ...], overhead_s: float
 ) -> Points:
-    found: Points = []
+    points: Points = []
+    heads = HEADS[clock.device.type]
     for sequence in sequences:
-        heads = HEADS[clock.device.type]
-        shape = (1, heads, sequence, HEAD_DIM)
-        q = _random(clock, dtype, *shape)
-
-        def call(q: torch.Tensor = q) -> torch.Tensor:
-            return torch.nn.functional.scaled_dot_product_attention(q, q, q)
-
-        seconds = _run(clock, call, overhead_s)
-        found.append([sequence, 4.0 * heads * sequence**2 * HEAD_DIM / seconds])
-    return found
+        q = _random(clock, dtype, 1, heads, sequence, HEAD_DIM)
+        call = partial(F.scaled_dot_product_attention, q, q, q)
+        seconds = _execution_s(clock, call, overhead_s)
+        points.append([sequence, 4.0 * heads * sequence**2 * HEAD_DIM / seconds])
+    return points
 
 
 def _random(clock: Clock, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Random values: a GPU multiplies constants with less power, and so with a higher clock."""
+    """Return random values: a GPU multiplies constants with less power, so at a higher clock."""
     return torch.randn(*shape, device=clock.device).to(dtype)
 
 
 def _traffic(clock: Clock, sizes: tuple[int, ...], overhead_s: float) -> Points:
-    """Rates of an addition of two tensors into a third: bytes read and written."""
-    found: Points = []
+    """Return the bytes read and written per second by adding two tensors into a third."""
+    points: Points = []
     for num_bytes in sizes:
         x = torch.ones(max(1, num_bytes // 12), device=clock.device)
-        y, out = x.clone(), x.clone()
-        call = partial(torch.add, x, y, out=out)
-        found.append([12.0 * x.numel(), 12.0 * x.numel() / _run(clock, call, overhead_s)])
-    return found
+        call = partial(torch.add, x, x.clone(), out=x.clone())
+        moved = 12.0 * x.numel()
+        points.append([moved, moved / _execution_s(clock, call, overhead_s)])
+    return points
 
 
 def _offload(clock: Clock) -> float:
-    """Bytes per second between the device and the host's memory."""
+    """Return the bytes per second from the device to the host's memory."""
     size = 2**26 if clock.device.type == "cuda" else 2**24
     x = torch.ones(size // 4, device=clock.device)
     host = torch.empty(x.shape, pin_memory=clock.device.type == "cuda")
     return size / clock.seconds(lambda: host.copy_(x, non_blocking=True))
 
 
-# What training takes on this machine over what its rates say: `training_factor`.
+# ------------------------------------------------------------ training
 #
-# Rates are those of one call after the other on the same tensors. A training step finds its
-# operands out of the caches, runs Python between the calls, and waits for the slowest rank. Two
-# small models are trained here, on all ranks at once and without communication, to see what that
-# costs.
+# Rates are those of repeated calls on the same tensors. In a training step, operands have left the
+# caches, Python runs between the calls, and ranks wait for the slowest one. To measure what that
+# costs, two small models are trained on all ranks at once, without communication.
 
 
 ROWS, POSITIONS, WIDTH, WORDS, REFERENCE_HEADS = 8, 128, 256, 1024, 4
@@ -315,7 +286,7 @@ PIXELS, CHANNELS = 48, 32
 
 
 class _Transformer(nn.Module):
-    """Two blocks that compute much for each parameter."""
+    """Two blocks that do much computation per parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -354,9 +325,9 @@ class _Convolutions(nn.Module):
 
 
 def training_factor(cluster: Cluster, report: Callable[[str], None] = lambda note: None) -> float:
-    """Measured over computed seconds of training: the mean of two models, 1 where none runs.
+    """Return the ratio of measured to computed seconds of training, as the mean of two models.
 
-    `report` is told why one did not run.
+    It is 1 if neither model runs; `report` receives the reasons.
     """
     from shardwise.cost import OpTable
     from shardwise.frontend import capture
@@ -368,32 +339,33 @@ def training_factor(cluster: Cluster, report: Callable[[str], None] = lambda not
         (_Transformer(), torch.zeros(rows, POSITIONS, dtype=torch.int64)),
         (_Convolutions(), torch.zeros(rows, 3, PIXELS, PIXELS)),
     ]
-    found, table = [], OpTable()
+    factors, table = [], OpTable()
     graphs = [capture(model, (batch,)) for model, batch in batches]
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(measurement_server(graph, cluster)) for graph in graphs]
         for server in servers:
-            found += compute_factors(server, ddp(server.graph, cluster), table)
+            factors += compute_factors(server, ddp(server.graph, cluster), table)
     for note in table.notes:
         report(note)
-    if not found:
-        report("nothing was trained: rates are those of single calls, which programs do not reach")
-    return math.prod(training for _, training, _ in found) ** (1 / len(found)) if found else 1.0
+    if not factors:
+        report("no model could be trained: rates are those of single calls, which programs miss")
+        return 1.0
+    return math.prod(training for _, training, _ in factors) ** (1 / len(factors))
 
 
-def at_training(device: Device, factor: float) -> Device:
+def with_training_rates(device: Device, factor: float) -> Device:
     """Return the device with the rates that training reaches."""
 
     def slower(curve: Curve) -> Curve:
         return Curve(tuple((x, rounded(rate / factor)) for x, rate in curve.points))
 
-    def rates(each: Rates) -> Rates:
-        return tuple((dtype, slower(curve)) for dtype, curve in each)
+    def slower_rates(rates: Rates) -> Rates:
+        return tuple((dtype, slower(curve)) for dtype, curve in rates)
 
     return replace(
         device,
-        matmul_flops_per_s=rates(device.matmul_flops_per_s),
-        attention_flops_per_s=rates(device.attention_flops_per_s),
+        matmul_flops_per_s=slower_rates(device.matmul_flops_per_s),
+        attention_flops_per_s=slower_rates(device.attention_flops_per_s),
         memory_bytes_per_s=slower(device.memory_bytes_per_s),
         overhead_s=rounded(device.overhead_s * factor),
     )

@@ -1,12 +1,10 @@
-"""`shardwise profile`: this machine, measured, as a cluster.
+"""Measure this machine as a cluster, for `shardwise profile`.
 
-Enters: how many ranks. Leaves: `Cluster` with the rates, overheads, links and speeds that the ranks
-found while all of them were busy.
+Ranks measure rates, overheads, links and speeds while all of them are busy.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -35,26 +33,23 @@ def profile(
 ) -> Cluster:
     """Measure this machine with `num_ranks` processes: its GPUs, or its cores over gloo.
 
-    `slow={1: 0.5}` makes rank 1 do its work twice, as a rank of half the speed would take. Each
-    process of a CPU uses `threads` threads; torchrun starts them with one. `progress` is told what
-    is being measured, `report` what could not be.
+    `slow={1: 0.5}` makes rank 1 repeat its work, as if it had half the speed. Each process of a CPU
+    uses `threads` threads; torchrun starts them with one. `progress` receives the step that is
+    measured, `report` the steps that failed.
     """
     from shardwise.cost.kernels import GAP_S
 
-    kind, ranks = _chosen(device, num_ranks)
+    kind, ranks = _choose_device(device, num_ranks)
     repeats = _repeats(slow or {}, ranks)
-    budget_s = QUICK_BUDGET_S if quick else BUDGET_S
-    shared = {
+    common = {
         "ranks": ranks,
         "device": kind,
         "quick": quick,
         "threads": threads,
-        "budget_s": budget_s,
+        "budget_s": QUICK_BUDGET_S if quick else BUDGET_S,
         "timeout_s": timeout_s,
         "gap_s": GAP_S,
     }
-    jobs = [shared | {"rank": rank, "repeats": repeats[rank]} for rank in range(ranks)]
-    hint = "shardwise profile --quick, or fewer --ranks"
     defaults = {
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",  # see `shardwise doctor`
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
@@ -62,28 +57,24 @@ def profile(
     environment = {name: os.environ.get(name, value) for name, value in defaults.items()}
     results = run_workers(
         "shardwise.profiling.worker",
-        jobs,
+        [common | {"rank": rank, "repeats": repeats[rank]} for rank in range(ranks)],
         timeout_s,
         progress,
         environment=environment,
-        hint=hint,
+        hint="shardwise profile --quick, or fewer --ranks",
     )
-    progress("two models, trained")
-    return as_training(assemble(results, kind), report)
+    from shardwise.profiling.compute import training_factor, with_training_rates
 
-
-def as_training(cluster: Cluster, report: Callable[[str], None] = lambda note: None) -> Cluster:
-    """Return the cluster with the rates that training reaches on this machine."""
-    from shardwise.profiling.compute import at_training, training_factor
-
+    progress("training of two models")
+    cluster = assemble(results, kind)
     factor = training_factor(cluster, report)
     (node,) = cluster.nodes
-    devices = tuple(at_training(device, factor) for device in node.devices)
+    devices = tuple(with_training_rates(device, factor) for device in node.devices)
     return replace(cluster, nodes=(replace(node, devices=devices),))
 
 
 def assemble(results: list[dict[str, Any]], kind: str) -> Cluster:
-    """Return the cluster of what the ranks measured."""
+    """Return the cluster that the ranks measured."""
     from shardwise.profiling.fit import device_of, link_of, rounded, speeds, timings
 
     ranks = len(results)
@@ -104,29 +95,28 @@ def assemble(results: list[dict[str, Any]], kind: str) -> Cluster:
     return Cluster(name="profiled", nodes=(node,))
 
 
-def _chosen(device: str | None, num_ranks: int | None) -> tuple[str, int]:
+def _choose_device(device: str | None, num_ranks: int | None) -> tuple[str, int]:
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     kind = device or ("cuda" if gpus else "cpu")
-    most = gpus if kind == "cuda" else math.inf
     ranks = num_ranks or (gpus if kind == "cuda" else os.cpu_count() or 1)
     if kind not in ("cpu", "cuda"):
         raise ClusterError(f"no device {kind!r}", hint='device="cpu"')
-    if not 1 <= ranks <= most:
+    if ranks < 1 or (kind == "cuda" and ranks > gpus):
         raise ClusterError(
-            f"{num_ranks} ranks on {gpus} GPUs", hint="as many ranks as GPUs, or --device cpu"
+            f"{num_ranks} ranks on {gpus} GPUs", hint="at most one rank per GPU, or --device cpu"
         )
     return kind, ranks
 
 
 def _repeats(slow: Mapping[int, float], ranks: int) -> list[int]:
-    """How often each rank does its work."""
-    found = [1] * ranks
+    """Return how often each rank repeats its work."""
+    repeats = [1] * ranks
     for rank, speed in slow.items():
         if not 0 <= rank < ranks or not 0 < speed <= 1:
             raise ClusterError(
                 f"cannot slow rank {rank} of {ranks} to {speed}", hint="slow={1: 0.5}"
             )
-        found[rank] = round(1 / speed)
-    return found
+        repeats[rank] = round(1 / speed)
+    return repeats

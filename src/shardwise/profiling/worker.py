@@ -1,7 +1,7 @@
-"""One rank of a measurement: `python -m shardwise.profiling.worker`, started by `processes.py`.
+"""Run one rank of a measurement: `python -m shardwise.profiling.worker`.
 
-Enters: a JSON object on stdin. Leaves: JSON objects on stdout, one per line: `{"doing": …}` as
-the work goes on, from rank 0, and `{"result": …}` at the end.
+`shardwise.processes.run_workers` starts it. It reads a job as JSON from stdin, and writes JSON
+objects to stdout, one per line: `{"doing": …}` for progress, from rank 0 only, and `{"result": …}`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ import torch
 import torch.distributed as dist
 
 from shardwise.profiling import compute
-from shardwise.profiling import links as overlap
-from shardwise.profiling import links as wires
-from shardwise.profiling.compute import Clock
+from shardwise.profiling.links import measure_links, measure_overlap
 
 
 def main() -> None:
-    """Measure what stdin asks for."""
+    """Run the job on stdin."""
     job = json.loads(sys.stdin.readline())
     rank, world = job["rank"], job["ranks"]
     device = torch.device("cuda", rank) if job["device"] == "cuda" else torch.device("cpu")
@@ -39,58 +37,50 @@ def main() -> None:
             world_size=world,
             timeout=datetime.timedelta(seconds=job["timeout_s"]),
         )
-    result = _measure(job, device)
-    _say({"result": result})
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads may hold an orderly exit up
+    _write({"result": _measure(job, device)})
+    os._exit(0)  # gloo's threads may delay an orderly exit
 
 
 def _measure(job: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    def progress(what: str) -> None:
+    def progress(step: str) -> None:
         if job["rank"] == 0:
-            _say({"doing": what})
+            _write({"doing": step})
 
-    clock = Clock(
+    def links() -> list[dict[str, Any]]:
+        several = job["ranks"] > 1
+        budget_s = job["budget_s"] / 2
+        return measure_links(device, progress, budget_s, job["quick"]) if several else []
+
+    clock = compute.Clock(
         device=device, budget_s=job["budget_s"], repeats=job["repeats"], gap_s=job["gap_s"]
     )
-    found: dict[str, Any] = {"name": _name(device), "wires": []} | _memory(device)
-
-    def exchange() -> None:
-        if job["ranks"] > 1:
-            found["wires"] += wires.measure_links(
-                device, progress, job["budget_s"] / 2, job["quick"]
-            )
-
-    exchange()
-    found |= compute.measure(clock, progress, job["quick"])
-    found["overlap_loss"] = overlap.measure_overlap(device, progress) if job["ranks"] > 1 else 0.0
-    if not job["quick"]:  # once more: from minute to minute, sends differ by a fifth
-        exchange()
-    return found
+    result = _describe(device) | {"links": links()}
+    result |= compute.measure(clock, progress, job["quick"])
+    result["overlap_loss"] = measure_overlap(device, progress) if job["ranks"] > 1 else 0.0
+    if not job["quick"]:  # measure again: sends differ by a fifth from minute to minute
+        result["links"] += links()
+    return result
 
 
-def _name(device: torch.device) -> str:
+def _describe(device: torch.device) -> dict[str, Any]:
+    """Return the name and memory of the device, and the memory that a process needs of it."""
     if device.type == "cpu":
-        return "cpu"
-    return torch.cuda.get_device_name(device).lower().replace("nvidia ", "").replace(" ", "-")
-
-
-def _memory(device: torch.device) -> dict[str, int]:
-    """Return the device's memory, and what a process holds of it before any tensor of a model."""
-    if device.type == "cpu":
-        kib = 1 if sys.platform == "darwin" else 1024
-        return {"reserved_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kib}
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return {"name": "cpu", "reserved_bytes": peak}
     x = torch.ones(64, 64, device=device)
-    torch.mm(x, x)
+    torch.mm(x, x)  # loads cuBLAS, whose memory every program needs
     free, total = torch.cuda.mem_get_info(device)
+    name = torch.cuda.get_device_name(device).lower().replace("nvidia ", "").replace(" ", "-")
     return {
+        "name": name,
         "memory_bytes": total,
         "reserved_bytes": total - free - torch.cuda.memory_reserved(device),
     }
 
 
-def _say(what: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(what) + "\n")
+def _write(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 

@@ -1,4 +1,4 @@
-"""Starting ranks: what they say arrives, and what goes wrong is named."""
+"""Ranks of a measurement: their results, and errors that name the rank."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ def test_ranks_that_take_too_long_are_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("slow", [{2: 0.5}, {0: 0.0}, {0: 2.0}])
-def test_ranks_that_cannot_be_slowed(slow: dict[int, float]) -> None:
+def test_invalid_slow_ranks_raise(slow: dict[int, float]) -> None:
     with pytest.raises(ClusterError, match="cannot slow rank"):
         profile(2, device="cpu", slow=slow)
 
 
-def test_devices_that_are_not_there() -> None:
+def test_an_unknown_device_raises() -> None:
     with pytest.raises(ClusterError, match="no device 'tpu'"):
         profile(2, device="tpu")
 
 
 @pytest.mark.slow
 def test_this_machine_with_one_slow_rank() -> None:
-    said: list[str] = []
-    cluster = profile(2, device="cpu", quick=True, slow={1: 0.5}, progress=said.append)
+    steps: list[str] = []
+    cluster = profile(2, device="cpu", quick=True, slow={1: 0.5}, progress=steps.append)
     assert cluster.num_ranks == 2
     assert cluster.device(0).speed == 1.0
     assert cluster.device(1).speed == pytest.approx(0.5, abs=0.15)
-    assert any("all_reduce" in what for what in said)
+    assert any("all_reduce" in step for step in steps)
     assert {"float32", "bfloat16", "float64"} <= set(cluster.device(0).dtypes)
     assert cluster.path(0, 1).latency_s > 0

@@ -1,4 +1,4 @@
-"""What training takes over single calls: models that do not run are told, not passed over."""
+"""The factor of training over single calls; models that do not run are reported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from shardwise.tuning.measurement_server import MeasurementServer
 
 
 @pytest.mark.parametrize("failing", [1, 2])
-def test_a_model_that_does_not_run_is_told(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_run_is_reported(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried: list[str] = []
 
     def time_compute(server: MeasurementServer, _: Plan) -> ComputeTimes:
@@ -23,8 +25,8 @@ def test_a_model_that_does_not_run_is_told(failing: int, monkeypatch: pytest.Mon
         return ComputeTimes(training_s={0: 1.0}, update_s={0: 1.0})
 
     monkeypatch.setattr(MeasurementServer, "time_compute", time_compute)
-    told: list[str] = []
-    factor = training_factor(Cluster.local(2), told.append)
+    notes: list[str] = []
+    factor = training_factor(Cluster.local(2), notes.append)
     assert len(tried) == 2
-    assert sum("rank 1 cannot run here: no room" in note for note in told) == failing
-    assert ("nothing was trained" in told[-1]) == (failing == 2) == (factor == 1.0)
+    assert sum("rank 1 cannot run here: no room" in note for note in notes) == failing
+    assert ("no model could be trained" in notes[-1]) == (failing == 2) == (factor == 1.0)

@@ -17,7 +17,7 @@ from shardwise.api.memory import SingleRank
 from shardwise.cluster import Cluster
 from shardwise.cost import OpTable
 from shardwise.errors import RankError, ShardwiseError
-from shardwise.profiling.compute import at_training
+from shardwise.profiling.compute import with_training_rates
 from shardwise.runtime.transport.fake import UninitializedTransport
 from shardwise.tuning import measurement_server
 from shardwise.tuning import tune as tuning
@@ -142,7 +142,7 @@ def test_the_simpler_plan_wins_if_another_gains_little(
 
 def test_training_slows_all_rates_of_a_device() -> None:
     device = Cluster.local(1).device(0)
-    slower = at_training(device, 1.25)
+    slower = with_training_rates(device, 1.25)
     assert slower.memory_rate(1e6) == pytest.approx(device.memory_rate(1e6) / 1.25, rel=1e-3)
     assert slower.overhead_s == pytest.approx(device.overhead_s * 1.25, rel=1e-3)
     slow_rate, rate = (d.matmul_rate("float32", 64, 64, 64) for d in (slower, device))
