@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -159,3 +161,108 @@ def test_setting_attributes_of_pm_and_replacing_modules_are_refused(
         assert "replaced after parallelize" in replaced
         assert "at: down" in replaced
         assert gone == "no error"
+
+
+RATE = 2.0
+BYTES = bytearray([2])
+
+
+class Weight:
+    """An object whose special methods read a global variable."""
+
+    def __mul__(self, y: Tensor) -> Tensor:
+        return y * RATE
+
+    def __enter__(self) -> float:
+        return RATE
+
+    def __exit__(self, *args: Any) -> None:
+        pass
+
+    def __bool__(self) -> bool:
+        return RATE == 2.0
+
+    def __get__(self, instance: Any, owner: Any) -> float:
+        return RATE
+
+
+class Table(dict[str, float]):
+    def __missing__(self, key: str) -> float:
+        return RATE
+
+
+class Registry(type):
+    rate = 2.0
+
+
+class Registered(metaclass=Registry):
+    rated = Weight()
+
+    def __init__(self) -> None:
+        self.made = RATE
+
+
+WEIGHT, TABLE = Weight(), Table()
+
+
+def entered(y: Tensor) -> Tensor:
+    with WEIGHT as rate:
+        return y * rate
+
+
+def _set_rate() -> None:
+    global RATE
+    RATE = 3.0
+
+
+HIDDEN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], Any]]] = {
+    "arithmetic": (lambda y: WEIGHT * y, _set_rate),  # type: ignore[return-value]
+    "with": (entered, _set_rate),
+    "truth": (lambda y: y * 2 if WEIGHT else y, _set_rate),
+    "descriptor": (lambda y: y * Registered.rated, _set_rate),
+    "constructor": (lambda y: y * Registered().made, _set_rate),
+    "missing key": (lambda y: y * TABLE["a"], _set_rate),
+    "globals": (lambda y: y * globals()["RATE"], _set_rate),
+    "eval": (lambda y: y * eval("RATE"), _set_rate),
+    "modules": (lambda y: y * sys.modules[__name__].RATE, _set_rate),  # type: ignore[attr-defined]
+    "metaclass": (lambda y: y * Registered.rate, lambda: setattr(Registry, "rate", 3.0)),
+    "bytes": (lambda y: y * BYTES[0], lambda: BYTES.__setitem__(0, 3)),
+    "argument": (lambda y: y * len(sys.argv[0]), lambda: sys.argv.__setitem__(0, "changed")),
+    "builtin": (
+        lambda y: y * _A_RATE,  # type: ignore[name-defined]  # noqa: F821
+        lambda: setattr(builtins, "_A_RATE", 3.0),
+    ),
+}
+
+
+class Hidden(nn.Module):
+    def __init__(self, scale: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.line, self.scale = nn.Linear(3, 2), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(self.line(x)).square().mean()
+
+
+def hidden() -> list[str]:
+    """Change what a step reads in indirect ways; return the names of changes that it misses."""
+    global RATE
+    missed, argv = [], sys.argv[:]
+    torch.manual_seed(0)
+    batch = (torch.randn(4, 3),)
+    for name, (scale, change) in HIDDEN.items():
+        RATE, builtins._A_RATE = 2.0, 2.0  # type: ignore[attr-defined]
+        torch.manual_seed(0)
+        model = Hidden(scale)
+        pm = sw.parallelize(model, batch, lambda g: sw.strategies.ddp(g, sw.Cluster.local(2)))
+        before = pm.train_step(batch)
+        change()
+        loss, expected = pm.train_step(batch), model(*batch).detach()
+        if loss == before or not torch.allclose(loss, expected):
+            missed.append(name)
+    sys.argv[:] = argv
+    return missed
+
+
+def test_state_that_special_methods_and_names_reach(pool: Callable[[int], Pool]) -> None:
+    assert pool(2).run(hidden) == [[], []]

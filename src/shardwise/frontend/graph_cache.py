@@ -27,6 +27,7 @@ import time
 import types
 from collections import UserList, deque
 from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import ContextDecorator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -61,6 +62,10 @@ __all__ = ["CachedCapture", "cache_folder", "cached_capture"]
 FORMAT = 1
 MAX_BYTES = 512 << 20  # of all entries; the oldest are removed first
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_NAMESPACES = (
+    *(torch, torch.Tensor, torch.nn.functional, torch.nn.init, torch.special, torch.linalg),
+    *(torch.fft, torch.func, torch.utils.checkpoint),
+)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _STARTED_NS = time.time_ns()
 _ENVIRONMENT = {  # variables that torch may have read when it was imported
@@ -231,6 +236,8 @@ def _settings(call: Call, options: Mapping[str, Any]) -> list[str]:
         *(torch.get_default_dtype(), torch.get_default_device(), cast),
         *(torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()),
         *(backends.mha.get_fastpath_enabled(), backends.cudnn.enabled, backends.mkldnn.enabled),
+        *(backends.opt_einsum.enabled, backends.opt_einsum.strategy, backends.cudnn.deterministic),
+        *(torch.cuda.is_available(), torch.cuda.device_count(), torch.is_inference_mode_enabled()),
         *(sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled()),
     )
     return [repr(sorted(options.items())), repr(flags), repr(_ENVIRONMENT)]
@@ -255,9 +262,10 @@ def _batch(call: Call) -> list[str]:
 
 def _code(reach: Reach, describe: Describe) -> list[str]:
     """Describe the code that may run, and torch's functions, which a script may have replaced."""
+    _require_pure(reach)
     patched = [
         f"{name} {value.__name__} {describe_code(code) if code is not None else ''}"
-        for namespace in (torch, torch.nn.functional, torch.Tensor)
+        for namespace in _NAMESPACES
         for name, value in vars(namespace).items()
         if isinstance(value, types.FunctionType | types.BuiltinFunctionType)
         and name != "manual_seed"  # which torch itself wraps
@@ -267,7 +275,104 @@ def _code(reach: Reach, describe: Describe) -> list[str]:
     files = {code.co_filename for code in reach.codes if "site-packages" in code.co_filename}
     stamps = [file_stamp(file) for file in sorted(files) if os.path.exists(file)]
     classes = sorted(describe(cls) for cls in reach.classes)
-    return [digest(sorted(patched)), digest(codes), digest(stamps), digest(classes)]
+    members = [text for module in _libraries(reach) for text in _members(module, reach.names)]
+    return [*map(digest, (sorted(patched), codes, stamps, classes, sorted(set(members))))]
+
+
+def _libraries(reach: Reach) -> list[types.ModuleType]:
+    """Return the libraries whose modules code has in variables, each once."""
+    values = {id(v): v for loads in reach.loads.values() for v in loads.values()}
+    modules = [v for v in values.values() if isinstance(v, types.ModuleType)]
+    return [m for m in modules if m.__name__.partition(".")[0] in ("torch", "numpy", "math")]
+
+
+def _members(module: types.ModuleType, names: Set[str], depth: int = 3) -> Iterator[str]:
+    """Describe the members of a library that code may name: a script may have set any of them."""
+    for name in sorted(names & vars(module).keys()):
+        value, place = vars(module)[name], f"{module.__name__}.{name}"
+        if isinstance(value, types.ModuleType):
+            if depth and value.__name__.startswith(f"{module.__name__}."):
+                yield from _members(value, names, depth - 1)
+        elif isinstance(value, types.FunctionType):
+            yield f"{place} {describe_code(value.__code__)}"
+        elif isinstance(value, ATOMS):
+            yield f"{place} {value!r}"
+        elif type(value).__module__.partition(".")[0] not in (*_LIBRARY_CLASSES, "builtins"):
+            raise NotStorable(f"{place} is an object of {type(value).__module__}")
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# A graph is stored only if all that the user's code uses outside of itself is known to depend on
+# arguments alone. Libraries of models are followed like the user's code; these are not.
+_PURE = _words(
+    "abc builtins cmath collections contextlib copy dataclasses enum fractions functools heapq "
+    "itertools logging math numbers numpy operator re string torch types typing warnings "
+    "_collections _functools _operator __future__"
+)
+_MODEL_LIBRARIES = ("diffusers", "einops", "lightning", "timm", "torchvision", "transformers")
+_LIBRARY_CLASSES = ("torch", "numpy", "typing", "functools", "abc", "enum", "logging")
+_PURE_OF = {  # names of modules that have state; of `os.path`, what only computes with names
+    "os": _words("os sys environ getenv get path join sep basename dirname splitext"),
+    "sys": _words("maxsize float_info byteorder version_info platform"),
+}
+_STATE_OF = {
+    "torch": _words(
+        "backends distributed load from_file hub initial_seed seed get_rng_state get_num_threads "
+        "get_num_interop_threads _tensor_str get_printoptions memory_allocated mem_get_info "
+        "current_device get_device_properties get_device_capability get_device_name"
+    ),
+    "os": frozenset({"_data"}),
+    "numpy": _words("load fromfile memmap loadtxt genfromtxt get_printoptions"),
+}
+_STATE_BUILTINS = _words(
+    "globals locals eval exec compile open input id hash dir breakpoint __import__"
+)
+_METACLASSES = ("builtins", "abc", "enum", "torch", "typing")
+
+
+def _require_pure(reach: Reach) -> None:
+    """Raise if code may use state of Python, the system or a library that is not described."""
+    for cls in reach.classes:
+        if type(cls).__module__.partition(".")[0] not in _METACLASSES:
+            raise NotStorable(f"{cls.__name__} has a metaclass of its own")
+    for code, loads in reach.loads.items():
+        if "site-packages" in code.co_filename:  # of a library below, or called by one
+            continue
+        names = frozenset(code.co_names)
+        for name, value in loads.items():
+            if value is MISSING and name not in ("__class__", "__name__"):
+                raise NotStorable(f"{name} is not known yet")
+            if name in _STATE_BUILTINS and value is vars(builtins).get(name):
+                raise NotStorable(f"{code.co_name} calls {name}")
+            _require_pure_value(value, names)
+
+
+def _require_pure_value(value: Any, names: Set[str]) -> None:
+    """Raise if a global variable gives code with these names access to other state."""
+    if isinstance(value, types.ModuleType):
+        full = value.__name__
+    elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
+        full = value.__module__ or "builtins"
+    else:
+        full = type(value).__module__
+    top = full.partition(".")[0]
+    if full.startswith(("torch.distributed", "torch.backends", "torch.utils.data")):
+        raise NotStorable(f"{full} has state")
+    if not _STATE_OF.get(top, frozenset()).isdisjoint(names):
+        raise NotStorable(f"state of {top}")
+    if top in _PURE_OF and isinstance(value, types.ModuleType):
+        members = {*dir(value), *(dir(os.path) if top == "os" else ())}
+        if members & names <= _PURE_OF[top]:
+            return
+    file = getattr(sys.modules.get(full), "__file__", None) or ""
+    if top in _PURE or full == "__main__":
+        return
+    library = "site-packages" in file and top not in _MODEL_LIBRARIES
+    if library or not is_user_code(file) or not file.endswith(".py"):
+        raise NotStorable(f"{full} may have state")
 
 
 def _own_files() -> list[str]:
@@ -370,6 +475,7 @@ _NATIVE = (
 )
 _WRAPPERS = (staticmethod, classmethod, property, functools.cached_property)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
+_NUMBERS = (int, float, complex, str, bytes)
 _HIDDEN_STATE = (Iterator, random.Random, torch.Generator, io.IOBase, nn.Module)
 _HEAP_TYPE = 1 << 9  # flag of a class defined in Python code
 
@@ -391,8 +497,10 @@ class Describe:
     def __call__(self, value: Any) -> str:
         """Return the text of a value."""
         if isinstance(value, Enum):
-            return f"{_name(type(value))}.{value.name}"
-        if isinstance(value, ATOMS):
+            return f"{_name(type(value))}.{value.name} {self(value.value)}"
+        if value is NotImplemented or value is Ellipsis:
+            return repr(value)
+        if isinstance(value, ATOMS) and type(value).__flags__ & _HEAP_TYPE == 0:
             return f"{type(value).__name__} {value!r}"
         if value is MISSING:
             return "missing"
@@ -452,11 +560,21 @@ class Describe:
         """Return the items and attributes of any other object."""
         if isinstance(value, _HIDDEN_STATE):
             raise NotStorable(f"a {type(value).__name__} has state that cannot be described")
-        native = [c for c in type(value).__mro__ if not c.__flags__ & _HEAP_TYPE]
-        if any(c not in (*_CONTAINERS, deque, object) for c in native):
+        native = [c for c in type(value).__mro__ if _is_native(c)]
+        known = (*_CONTAINERS, *_NUMBERS, deque, types.MappingProxyType, object)
+        if any(c not in known for c in native):
             raise NotStorable(f"a {type(value).__name__} may have state that cannot be seen")
+        # Methods of Python's and torch's classes are not followed: they may read any attribute.
+        followed = is_user_code(_file_of(type(value))) or isinstance(value, ContextDecorator)
         attributes = attributes_of(value)
-        texts = [f"{k}: {self(attributes[k])}" for k in sorted(attributes) if k in self._names]
+        texts = [
+            f"{name}: {self(attributes[name])}"
+            for name in sorted(attributes)
+            if name in self._names or not followed
+        ]
+        if isinstance(value, _NUMBERS):
+            base = next(c for c in native if c in _NUMBERS)
+            texts.append(base.__repr__(value))
         if isinstance(value, (*_CONTAINERS, deque, UserList, Mapping)):
             if len(value) > MAX_PLAIN_ITEMS:
                 raise NotStorable("a large container")
@@ -465,8 +583,6 @@ class Describe:
             else:
                 items = self._all(value)
                 texts += sorted(items) if isinstance(value, set | frozenset) else items
-        elif type(value).__flags__ & _HEAP_TYPE == 0 and type(value) is not object:
-            raise NotStorable(f"a {type(value).__name__}")
         return texts
 
     def _function(self, function: types.FunctionType) -> list[str]:
@@ -483,6 +599,8 @@ class Describe:
         parts = ["class", _name(cls)]
         if cls.__module__.startswith("torch.") and not issubclass(cls, nn.Module):
             return parts
+        if issubclass(cls, Enum):
+            parts += self._all(cls)
         for base in cls.__mro__:
             if base.__flags__ & _HEAP_TYPE:
                 parts.append(_name(base))
@@ -490,6 +608,19 @@ class Describe:
                     if isinstance(member, (types.FunctionType, *_WRAPPERS, *ATOMS)):
                         parts.append(f"{name}: {self(member)}")
         return parts
+
+
+def _is_native(cls: type) -> bool:
+    """Return whether a class is written in C, whose objects may have state besides attributes."""
+    if not cls.__flags__ & _HEAP_TYPE:
+        return True
+    own = vars(cls)
+    larger = cls.__base__ is not None and cls.__basicsize__ > cls.__base__.__basicsize__
+    return larger and "__dict__" not in own and "__slots__" not in own
+
+
+def _file_of(cls: type) -> str:
+    return getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
 
 
 def digest(parts: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ would see is refused, with the line that makes it.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import dis
 import functools
@@ -41,7 +42,14 @@ from shardwise.frontend.tracing import patched
 
 # ---------------------------------------------------------------- what code may read
 
-_ALWAYS = frozenset({"forward", "__call__", "__getitem__", "__getattr__", "__iter__", "__len__"})
+# Python calls special methods by itself; these do not run in a step, or not on its results.
+_NEVER = frozenset(
+    {"__repr__", "__str__", "__del__", "__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__"}
+    | {"__getstate__", "__setstate__", "__getnewargs__", "__init_subclass__", "__dir__", "__hash__"}
+)
+_CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})
+_ALL_VARIABLES = frozenset({"globals", "eval", "exec", "f_globals"})
+_ALL_MODULES = frozenset({"modules", "import_module", "__import__", "f_globals"})
 _BY_ANY_NAME = frozenset({"vars", "__dict__", "attrgetter", "asdict", "astuple", "fields"})
 _BUILTIN = (types.BuiltinFunctionType, type, types.MethodDescriptorType)
 _WRAPPERS = (functools.partial, staticmethod, classmethod, property, functools.cached_property)
@@ -95,6 +103,7 @@ class Reach:
     names: set[str] = field(default_factory=set)
     writes: dict[str, str] = field(default_factory=dict)  # "name" or ".attribute" -> assignment
     codes: set[types.CodeType] = field(default_factory=set)  # code that may run
+    loads: dict[types.CodeType, dict[str, Any]] = field(default_factory=dict)  # global names
     classes: dict[type, None] = field(default_factory=dict)  # classes whose methods may run
 
     def trained_tensors(self) -> dict[int, tuple[str, str]]:
@@ -151,6 +160,7 @@ class _Walk:
         self.classes = self.reach.classes
         self.modules: dict[int, types.ModuleType] = {}
         self.libraries: dict[int, types.ModuleType] = {}  # whose functions a script may replace
+        self._called: set[type] = set()  # classes of which code may make objects
         self._attributes: set[str] = set()  # of objects
         self._is_dynamic = False  # whether code reads attributes by names that it computes
         self._is_user: dict[type, bool] = {}
@@ -175,7 +185,10 @@ class _Walk:
             (self.modules if own and _is_user(value) else self.libraries)[id(value)] = value
         elif isinstance(value, type):
             self.classes.setdefault(value)
+            self._called.add(value)
         elif isinstance(value, dict | list | tuple | set | frozenset):
+            if _is_user_class(type(value)):
+                self.classes.setdefault(type(value))
             if len(value) <= MAX_ITEMS:
                 for item in value.values() if isinstance(value, dict) else value:
                     self.value(item, depth)
@@ -191,13 +204,15 @@ class _Walk:
         size = -1
         while size != len(done):
             size = len(done)
-            names = self.reach.names | _ALWAYS
+            names = self.reach.names | {"forward"}
             for cls in list(self.classes):
-                for base in cls.__mro__:
+                bases: tuple[type, ...] = (*cls.__mro__, *type.mro(type(cls)))
+                for base in bases:
                     if base not in self._is_user:
                         self._is_user[base] = _is_user_class(base)
                     if self._is_user[base]:
-                        self._members(base, names, done)
+                        special = _special_methods(base, called=cls in self._called)
+                        self._members(base, names | special, done)
             for module in list(self.modules.values()):
                 self._members(module, names, done)
         if self._is_dynamic:
@@ -208,7 +223,8 @@ class _Walk:
         for library in self.libraries.values():
             members = vars(library)
             for name in sorted(self.reach.names & members.keys()):
-                if isinstance(members[name], (*ATOMS, types.FunctionType, *_BUILTIN)):
+                kinds = (*ATOMS, types.FunctionType, *_BUILTIN)
+                if isinstance(members[name], kinds) or (library, name) == (sys, "argv"):
                     variable = Variable(name, library.__name__, members)
                     self.reach.variables.setdefault((id(members), name), variable)
 
@@ -259,10 +275,23 @@ class _Walk:
         self._is_dynamic = self._is_dynamic or _reads_any_name(code)
         for name, line in written.items():
             self.reach.writes.setdefault(name, f"{Path(code.co_filename).name}:{line}")
+        own = "site-packages" not in code.co_filename
+        if own and not _ALL_VARIABLES.isdisjoint(code.co_names):
+            used = (*used, *(name for name in namespace if not name.startswith("__")))
+        if own and not _ALL_MODULES.isdisjoint(code.co_names):
+            for module in list(sys.modules.values()):
+                file = getattr(module, "__file__", None) or ""
+                is_module = isinstance(module, types.ModuleType) and "site-packages" not in file
+                if is_module and _is_user(module):
+                    self.value(module, DEPTH)
+        loads = self.reach.loads[code] = {}
         for name in used:
-            if name in namespace:
-                self._variable(name, _place(code), namespace)
-                self.value(namespace[name], DEPTH)
+            home = namespace if name in namespace else vars(builtins)
+            loads[name] = home.get(name, sys.modules.get(name, MISSING))
+            is_builtin = getattr(loads[name], "__module__", "") == "builtins"
+            if name in home and (home is namespace or not is_builtin):
+                self._variable(name, _place(code), home)
+                self.value(home[name], DEPTH)
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self._code(constant, namespace)
@@ -271,6 +300,16 @@ class _Walk:
         library = "site-packages" in str(namespace.get("__file__", ""))
         if not library or isinstance(namespace[name], ATOMS):
             self.reach.variables.setdefault((id(namespace), name), Variable(name, place, namespace))
+
+
+def _special_methods(cls: type, *, called: bool) -> set[str]:
+    """Return the methods of a class that Python calls by itself, as for `a * b` and `with a`."""
+    kinds = (types.FunctionType, *_WRAPPERS)
+    members = [name for name, value in vars(cls).items() if isinstance(value, kinds)]
+    names = {name for name in members if name.startswith("__") and name.endswith("__")} - _NEVER
+    library = "site-packages" in (getattr(sys.modules.get(cls.__module__), "__file__", None) or "")
+    is_made = called and not library and not issubclass(cls, nn.Module)
+    return names if is_made else names - _CONSTRUCTORS
 
 
 @functools.lru_cache(maxsize=65536)

@@ -9,6 +9,7 @@ proves nothing, and the snapshots decide.
 
 from __future__ import annotations
 
+import array
 import functools
 import operator
 import random
@@ -94,6 +95,8 @@ def snapshot(value: Any, names: Set[str], depth: int = DEPTH) -> Any:
     if isinstance(value, np.ndarray):
         small = value.nbytes <= MAX_ARRAY_BYTES
         return (value.shape, value.dtype, value.tobytes()) if small else Same(value)
+    if isinstance(value, bytearray | array.array):
+        return (type(value), bytes(value)) if len(value) <= MAX_ARRAY_BYTES else Same(value)
     if isinstance(value, nn.Module):
         return (Same(value), [_module(module, names) for module in value.modules()])
     if not depth or isinstance(value, (type, types.ModuleType, *_FUNCTIONS)):

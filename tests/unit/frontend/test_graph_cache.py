@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Callable
+from enum import Enum
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +50,37 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.mode == "environment":
             x = x * float(os.environ["A_RATE"])
-        elif self.mode == "file":
-            x = x * float(Path(__file__).with_name("missing.txt").exists() or _read())
         y = self.drop(self.norm(self.line(x))) * self.scale * self.settings.beta
         return helper(y * self.table, RATE).sum() * TABLE["a"][0]
 
 
-def _read() -> float:
-    with open(os.devnull) as file:
-        return len(file.read()) + 1.0
+class Weight:
+    """Arithmetic that reads a global variable."""
+
+    def __mul__(self, y: Tensor) -> Tensor:
+        return y * RATE
+
+
+class Registry(type):
+    rate = 1.0
+
+
+class Registered(metaclass=Registry):
+    pass
+
+
+WEIGHT = Weight()
+
+
+class Outside(nn.Module):
+    """A step that computes with a number from `read`."""
+
+    def __init__(self, read: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.read, self.line = read, nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.line(x) * self.read(x)).sum()
 
 
 @pytest.fixture
@@ -159,9 +184,78 @@ def test_what_a_capture_reads_from_outside(folder: Path, monkeypatch: pytest.Mon
     assert was_stored(model)
     monkeypatch.setenv("A_RATE", "3.0")
     assert not was_stored(model)
-    model.mode = "file"
+
+
+def _from_posix(_: Tensor) -> int:
+    import posix
+
+    return int(posix.environ.get(b"A_RATE", b"1"))
+
+
+OUTSIDE: dict[str, Callable[[Tensor], Any]] = {
+    "a file": lambda _: len(Path(os.devnull).read_text()) + 1,
+    "an opened file": lambda _: len(open(os.devnull).read()) + 1,  # noqa: SIM115
+    "whether a file exists": lambda _: 1 + os.path.exists("/missing"),
+    "the contents of a folder": lambda _: len(os.listdir("/")),
+    "the process": lambda _: os.getpid() % 7 + 1,
+    "arguments of the command line": lambda _: len(sys.argv) + 1,
+    "the environment by bytes": lambda _: len(os.environb),
+    "the environment of another module": _from_posix,
+    "modules by name": lambda _: sys.modules[__name__].RATE,  # type: ignore[attr-defined]
+    "variables by name": lambda _: globals()["RATE"],
+    "evaluated text": lambda _: eval("RATE"),
+    "a frame": lambda _: sys._getframe().f_globals["RATE"],
+    "an attribute of a metaclass": lambda _: Registered.rate,
+    "hashes, which differ between processes": lambda _: hash("rate") % 7 + 1,
+    "threads": lambda _: torch.get_num_threads(),
+    "settings of backends": lambda _: 1 + torch.backends.cudnn.benchmark,
+    "the process group": lambda _: 1 + torch.distributed.is_initialized(),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_code_that_uses_state_outside_of_it_is_not_stored(folder: Path, name: str) -> None:
+    model = Outside(OUTSIDE[name])
+    assert place(model) is None  # type: ignore[arg-type]
+
+
+class Level(Enum):
+    LOW = 1.0
+
+
+class Number(float):
+    unit = 1.0
+
+
+UNIT, PART = Number(1.0), Fraction(1, 3)
+INSIDE: dict[str, tuple[Callable[[Tensor], Any], Callable[[pytest.MonkeyPatch], Any]]] = {
+    "special method": (lambda x: (WEIGHT * x).sum(), lambda p: p.setitem(globals(), "RATE", 2.0)),
+    "enumeration": (lambda _: Level.LOW.value, lambda p: p.setattr(Level.LOW, "_value_", 2.0)),
+    "subclass of float": (lambda _: UNIT.unit, lambda p: p.setattr(UNIT, "unit", 2.0)),
+    "fraction": (lambda _: float(PART), lambda p: p.setattr(PART, "_numerator", 2)),
+    "builtin": (lambda _: _A_RATE, lambda p: p.setattr(builtins, "_A_RATE", 2.0)),  # type: ignore[name-defined]  # noqa: F821
+    "linear algebra": (
+        torch.linalg.vector_norm,
+        lambda p: p.setattr(torch.linalg, "vector_norm", lambda x: x.sum()),
+    ),
+    "einsum": (
+        lambda x: torch.einsum("ab,cb,cd->ad", x, x, x).sum(),
+        lambda p: p.setattr(torch.backends.opt_einsum, "enabled", False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_values_behind_other_names_are_part_of_an_entry(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(builtins, "_A_RATE", 1.0, raising=False)
+    read, change = INSIDE[name]
+    model = Outside(read)
     assert not was_stored(model)
-    assert not was_stored(model)  # what a file holds is not known later
+    assert was_stored(model)
+    change(monkeypatch)
+    assert not was_stored(model)
 
 
 def test_own_files_that_changed_after_the_start(
