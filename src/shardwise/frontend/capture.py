@@ -80,7 +80,7 @@ def capture(
     if changes := traced.changes:
         _check_next_step(graph, changes, run)
     if reads is not None:
-        reads.add(traced.watch)
+        reads.add(traced.watch.reads)
     return graph
 
 

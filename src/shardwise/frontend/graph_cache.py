@@ -53,7 +53,7 @@ from shardwise.frontend.snapshots import (
     attributes_of,
 )
 from shardwise.frontend.tracing import patched
-from shardwise.ir import Graph
+from shardwise.ir import Graph, tensor_bytes
 from shardwise.ir.stored import NotStorable, graph_from_json, graph_to_json
 from shardwise.version import __version__
 
@@ -104,7 +104,7 @@ class CachedCapture:
         except (ShardwiseError, OSError, KeyError, TypeError, ValueError, AttributeError):
             return None
         if reads is not None:
-            reads.add_places(attributes, methods, self.reach)
+            reads.add(Reads(attributes, methods, reach=self.reach))
         return graph
 
     @contextlib.contextmanager
@@ -114,7 +114,7 @@ class CachedCapture:
         with capture.observing():
             yield capture
         if reads is not None:
-            reads.merge(capture.reads)
+            reads.add(capture.reads)
         if capture.graph is None or capture.is_impure or capture.reads.writes:
             return
         with contextlib.suppress(ShardwiseError, OSError):  # not storable, or the disk is full
@@ -651,9 +651,8 @@ def _tensor(value: torch.Tensor) -> list[str]:
     plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
     if not plain or not has_data(value) or value.nbytes > MAX_ARRAY_BYTES:
         raise NotStorable("a tensor that is large, without data, or of a type of its own")
-    content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     about = (value.dtype, value.device, tuple(value.shape), value.stride(), value.requires_grad)
-    return ["tensor", *map(str, about), _sha(content)]
+    return ["tensor", *map(str, about), _sha(tensor_bytes(value))]
 
 
 @functools.lru_cache(maxsize=65536)

@@ -36,7 +36,7 @@ from shardwise.errors import CaptureError, ShardwiseError
 from shardwise.frontend.convert import Recorder, record_call
 from shardwise.frontend.errors import Frame, is_user_code, running_frame
 from shardwise.frontend.tracing import patched
-from shardwise.ir import GradientHook
+from shardwise.ir import GradientHook, tensor_bytes
 
 Hook = Callable[..., Any]
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -69,7 +69,7 @@ def gradient_hooks(model: nn.Module) -> tuple[GradientHook, ...]:
 
 
 def hook_dicts(parameter: torch.Tensor) -> list[dict[int, Hook]]:
-    """Return a parameter's gradient hooks before and after accumulation, by key, if there are."""
+    """Return a parameter's gradient hooks by key, those before accumulation first."""
     return [hooks for kind in _KINDS if (hooks := getattr(parameter, kind))]
 
 
@@ -132,8 +132,7 @@ class TracedHook:
         digest = hashlib.sha256()
         for tensor in self.constants:
             digest.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
-            flat = tensor.detach().cpu().contiguous().view(-1)
-            digest.update(flat.view(torch.uint8).numpy().tobytes())
+            digest.update(tensor_bytes(tensor))
         body = "; ".join(line.strip() for line in module.code.strip().splitlines()[1:])
         self.code = f"{body} [{digest.hexdigest()[:12]}]" if self.constants else body
 

@@ -15,7 +15,7 @@ import functools
 import os
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -431,27 +431,13 @@ class Reads:
     writes: dict[Place, Write] = field(default_factory=dict)
     reach: Reach = field(default_factory=Reach)
 
-    def add(self, watch: Watch) -> None:
-        """Add the state that one capture read and wrote."""
-        self.add_places(dict.fromkeys(watch.first), watch.methods, watch.reach)
-        self._add_writes(watch.writes)
-
-    def merge(self, other: Reads) -> None:
+    def add(self, other: Reads) -> None:
         """Add the state that other captures read and wrote."""
-        self.add_places(other.attributes, other.methods, other.reach)
-        self._add_writes(other.writes)
-
-    def add_places(
-        self, attributes: Mapping[Place, None], methods: Mapping[Place, None], reach: Reach
-    ) -> None:
-        """Add attributes and methods that were read, and other state that code may read."""
-        self.attributes.update(attributes)
-        self.methods.update(methods)
-        self.reach.variables.update(reach.variables)
-        self.reach.names |= reach.names
-
-    def _add_writes(self, writes: Mapping[Place, Write]) -> None:
-        for place, write in writes.items():
+        self.attributes.update(other.attributes)
+        self.methods.update(other.methods)
+        self.reach.variables.update(other.reach.variables)
+        self.reach.names |= other.reach.names
+        for place, write in other.writes.items():
             known = self.writes.get(place)
             self.writes[place] = write if known is None else known.merge(write)
 
@@ -513,6 +499,11 @@ class Watch:
         self.changes: list[Change] = []
         self.writes: dict[Place, Write] = {}
         self._plain_class: dict[tuple[type, str], bool] = {}
+
+    @property
+    def reads(self) -> Reads:
+        """The state that the capture read and wrote."""
+        return Reads(dict.fromkeys(self.first), self.methods, self.writes, self.reach)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

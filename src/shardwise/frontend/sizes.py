@@ -126,7 +126,7 @@ class GraphsBySize:
             if graph is not None:
                 self._traces[kind].append(trace)
                 if reads is not None:
-                    reads.add(trace.watch)
+                    reads.add(trace.watch.reads)
                 return graph
         self._attempts[kind] = SYMBOLIC_CAPTURES
         return None

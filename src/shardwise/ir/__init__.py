@@ -14,6 +14,7 @@ from shardwise.ir.graph import (
     iter_refs,
     map_refs,
     node_keys,
+    tensor_bytes,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "iter_refs",
     "map_refs",
     "node_keys",
+    "tensor_bytes",
 ]

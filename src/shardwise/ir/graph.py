@@ -189,8 +189,7 @@ class Graph:
         """Return a hex digest of everything that determines the computation; weights do not."""
         digest = hashlib.sha256(to_text(self, provenance=False).encode(errors="backslashreplace"))
         for constant in self.constants:
-            data = constant.data.detach().cpu().contiguous()
-            digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(tensor_bytes(constant.data))
         return digest.hexdigest()[:16]
 
     def verify(self) -> None:
@@ -219,6 +218,12 @@ class Graph:
         for name in (*leaves, *mutations, *([self.loss] if self.loss else [])):
             if name not in defined:
                 raise ShardwiseError(f"graph output %{name} is undefined", where=self.name)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    """Return the contents of a tensor in row-major order."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def node_keys(graph: Graph) -> dict[str, str]:

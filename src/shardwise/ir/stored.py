@@ -29,6 +29,7 @@ from shardwise.ir.graph import (
     Parameter,
     Ref,
     TensorType,
+    tensor_bytes,
     to_text,
 )
 from shardwise.ir.schema import operator
@@ -169,7 +170,7 @@ def _encode_constant(constant: Constant) -> list[Any]:
     plain = type(data) is torch.Tensor and data.layout is torch.strided and data.is_contiguous()
     if not plain or data.device.type != "cpu" or data.nbytes > LARGEST_CONSTANT:
         raise NotStorable(f"constant {constant.value} is large, or not a plain tensor on the CPU")
-    content = data.reshape(-1).view(torch.uint8).numpy().tobytes()
+    content = tensor_bytes(data)
     kind = TensorType(tuple(data.shape), data.dtype)
     return [constant.value, encode(kind), base64.b64encode(content).decode("ascii")]
 
