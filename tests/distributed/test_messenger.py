@@ -174,7 +174,7 @@ def refused() -> str:
 
 def test_what_cannot_be_sent_is_refused(pool: Callable[[int], Pool]):
     for said in pool(4).run(f"{__name__}:refused", timeout=60):
-        assert "needs 5 elements" in said
+        assert "program of 5 elements" in said
         assert "data on meta over gloo" in said
         assert "float8" in said
 
@@ -182,7 +182,7 @@ def test_what_cannot_be_sent_is_refused(pool: Callable[[int], Pool]):
 def test_other_backends_are_refused():
     dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
     try:
-        with pytest.raises(RankError, match="'fake' are not known"):
+        with pytest.raises(RankError, match="'fake'"):
             Messenger()
     finally:
         dist.destroy_process_group()

@@ -68,7 +68,7 @@ def train(name: str, strategy: str, ranks: int, options: dict[str, Any]) -> trai
         plan = way(training.plan_for(model, inputs, strategy, ranks, **options), ranks)
         pm = sw.parallelize(model, inputs, plan=plan)
         run = training.trained(pm, inputs)
-    assert pm.mesh.transport.ways.started > 0
+    assert pm.mesh.transport.backends.started > 0
     return run
 
 
@@ -127,7 +127,7 @@ def test_gradients_that_stay_in_shared_buckets_add_up(
 def interrupted() -> list[dict[str, torch.Tensor | None]]:
     """Gradients of a step, and of the same one after one that failed when sums had begun."""
     model, inputs = training.make("odd")
-    at_once, gate = SharedBuckets._do, threading.Event()
+    at_once, gate = SharedBuckets._run, threading.Event()
 
     def later(self: SharedBuckets, *call: Any) -> None:
         gate.wait(1.0)
@@ -156,7 +156,7 @@ def interrupted() -> list[dict[str, torch.Tensor | None]]:
         found = [pm.gather_gradients()]
         pm.zero_grad()
         patch.setattr(Reducer, "_on_arrival", fails)
-        patch.setattr(SharedBuckets, "_do", later)
+        patch.setattr(SharedBuckets, "_run", later)
         with pytest.raises(ValueError, match="does not arrive"):
             pm.train_step(inputs)
         patch.setattr(Reducer, "_on_arrival", opens)

@@ -1,9 +1,9 @@
 """Choose the implementation of each collective: the library's, or one that the plan names.
 
-A transport asks `CollectiveBackends` first and gets a `Pending`, or None where the library runs it.
-The answer depends on the operation, the group and the sizes alone, so all ranks of a group agree.
-Other implementations, programs of messages and memory that ranks of a host share, run in a
-`CommunicationThread` and are imported on first use, since most plans have none.
+A transport asks `CollectiveBackends` first, which returns a `Pending`, or None to leave the
+operation to the library. The answer depends only on operation, group and sizes, so that all ranks
+of a group agree. Other implementations (message programs, and shared memory of ranks on one host)
+run in a `CommunicationThread` and are imported on first use, since most plans have none.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ if TYPE_CHECKING:
 
 
 class Handle:
-    """A collective that runs."""
+    """A collective in progress."""
 
     def __init__(self, limit_s: float) -> None:
-        self._over = threading.Event()
+        self._ended = threading.Event()
         self._error: BaseException | None = None
         self._limit_s = limit_s
 
     def done(self) -> bool:
         """Return whether the collective has ended, successfully or not."""
-        return self._over.is_set()
+        return self._ended.is_set()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the collective has ended; raise its error if it failed."""
         limit = self._limit_s if timeout_s is None else timeout_s
-        if not self._over.wait(limit):
-            raise RankError(f"a collective is not over after {limit:g} s")
+        if not self._ended.wait(limit):
+            raise RankError(f"a collective did not finish within {limit:g} s")
         if self._error is not None:
             raise self._error
 
     def _finish(self, error: BaseException | None) -> None:
         self._error = error
-        self._over.set()
+        self._ended.set()
 
 
 class _Jobs:
-    """What the thread works on; it holds nothing of the thread's owner."""
+    """The thread's queue, which does not refer to the thread's owner."""
 
     def __init__(self) -> None:
         self.waiting: queue.SimpleQueue[tuple[Callable[[], None], Handle] | None] = (
@@ -62,20 +62,20 @@ class _Jobs:
         self.failed: BaseException | None = None
 
     def work(self) -> None:
-        while (result := self.waiting.get()) is not None:
-            job, handle = result
+        while (item := self.waiting.get()) is not None:
+            job, handle = item
             error = self.failed
             if error is None:
                 try:
                     job()
                 except BaseException as problem:
                     error = self.failed = problem
-            del result, job  # the data of a job live no longer than it
+            del item, job  # release the data of the job
             handle._finish(error)
 
 
 class CommunicationThread:
-    """Run jobs one after the other; end when it is closed or nobody has it any more.
+    """Run jobs one after the other, until it is closed or garbage-collected.
 
     All ranks submit their jobs in the same order. After a job has failed, connections are in an
     unknown state: all later jobs fail with its error.
@@ -87,27 +87,25 @@ class CommunicationThread:
         self._thread = threading.Thread(target=self._jobs.work, name=name, daemon=True)
         self._thread.start()
         self._end = weakref.finalize(self, self._jobs.waiting.put, None)
-        self._end.atexit = False  # a daemon thread needs no end then
+        self._end.atexit = False  # the interpreter abandons daemon threads
 
     @property
     def failed(self) -> BaseException | None:
-        """Why nothing can be done any more."""
+        """The error with which all further jobs fail."""
         return self._jobs.failed
 
     def start(self, job: Callable[[], None], limit_s: float) -> Handle:
-        """Do `job`, which takes at most `limit_s`, after all that was given before."""
+        """Run `job`, which takes at most `limit_s`, after all jobs submitted before."""
         if self._end.alive is False:
             raise RankError("a collective was started after `close`")
-        before = self._last
-        ahead = 0.0 if before is None or before.done() else before._limit_s
+        previous = self._last
+        ahead = 0.0 if previous is None or previous.done() else previous._limit_s
         handle = self._last = Handle(limit_s + ahead)
         self._jobs.waiting.put((job, handle))
         return handle
 
     def close(self, timeout_s: float) -> bool:
-        """End after what was given, or leave it to itself when that takes too long; whether it has
-        ended.
-        """
+        """End after the submitted jobs; return whether that happened within `timeout_s`."""
         self._end()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -115,20 +113,20 @@ class CommunicationThread:
 
 Ranks = tuple[int, ...]
 Derive = Callable[[CollectiveChoice, Ranks, int, int, Sequence[int]], MessageProgram | None]
-ADDED = torch_dtypes(can_train=True)
+SUMMABLE = torch_dtypes(can_train=True)
 DEFAULT_TIMEOUT_S = 300.0
 
 
 class _Implementation(Protocol):
-    """Does operations of one group, in place."""
+    """An implementation of one group's operations, in place."""
 
     on_host: bool  # whether tensors must be in host memory
 
     def start(self, choice: CollectiveChoice, data: Tensor, counts: Sequence[int]) -> Handle: ...
 
 
-class _Messages:
-    """Programs of messages."""
+class _MessagePrograms:
+    """Collectives as programs of messages."""
 
     def __init__(
         self, ranks: Ranks, group: dist.ProcessGroup, derive: Derive, limit: float
@@ -143,14 +141,14 @@ class _Messages:
     def start(self, choice: CollectiveChoice, data: Tensor, counts: Sequence[int]) -> Handle:
         key = (choice.operation, data.numel(), data.element_size(), tuple(counts))
         if key not in self.programs:
-            made = self.derive(choice, self.ranks, data.numel(), data.element_size(), counts)
-            assert made is not None, key  # `CollectiveBackends` asks for what the choice takes
-            self.programs[key] = made
+            program = self.derive(choice, self.ranks, data.numel(), data.element_size(), counts)
+            assert program is not None, key  # the choice applies to this size
+            self.programs[key] = program
         return self.messenger.start(self.programs[key], data)
 
 
-class _Memory:
-    """Memory that the ranks share."""
+class _SharedMemory:
+    """Collectives through memory that the ranks share."""
 
     on_host = True
 
@@ -176,8 +174,8 @@ class CollectiveBackends:
         timeout_s: float | None = None,
     ) -> None:
         self.started = 0
-        self._of: dict[tuple[str, Ranks], tuple[CollectiveChoice, _Implementation]] = {}
-        known: dict[tuple[bool, Ranks], _Implementation | None] = {}
+        self._chosen: dict[tuple[str, Ranks], tuple[CollectiveChoice, _Implementation]] = {}
+        opened: dict[tuple[bool, Ranks], _Implementation | None] = {}
         for choice in choices:
             for ranks in choice.groups if derive is not None and not choice.is_library else ():
                 if dist.get_rank() not in ranks:
@@ -185,81 +183,83 @@ class CollectiveBackends:
                 group = (groups or {}).get(ranks)
                 if group is None:
                     raise ProgramError(
-                        f"the plan solves a collective of ranks {ranks}, which share no group",
+                        f"the plan has a collective of ranks {ranks}, which have no process group",
                         hint="sw.collectives.choose(plan, cluster)",
                     )
                 key = (choice.has_trees, ranks)
-                if key not in known:
-                    known[key] = _open(choice, ranks, group, derive, timeout_s or DEFAULT_TIMEOUT_S)
-                way = known[key]
-                if way is not None:
-                    self._of[choice.operation, ranks] = (choice, way)
+                if key not in opened:
+                    limit = timeout_s or DEFAULT_TIMEOUT_S
+                    opened[key] = _open(choice, ranks, group, derive, limit)
+                backend = opened[key]
+                if backend is not None:
+                    self._chosen[choice.operation, ranks] = (choice, backend)
 
     def bucket(self, numel: int, dtype: torch.dtype, operation: str, group: Group) -> Tensor | None:
-        """Return a flat tensor in the group's shared memory, if this operation goes through it."""
-        result = self._of.get((operation, group.ranks))
-        if result is None or not isinstance(result[1], _Memory) or dtype not in ADDED:
+        """Return a flat tensor in the group's shared memory, if this operation uses it."""
+        chosen = self._find(operation, group, numel * dtype.itemsize) if dtype in SUMMABLE else None
+        if chosen is None or not isinstance(chosen[1], _SharedMemory):
             return None
-        if not numel or numel * dtype.itemsize < result[0].min_bytes:
-            return None
-        return result[1].buckets.allocate(numel, dtype)
+        return chosen[1].buckets.allocate(numel, dtype)
 
     def all_reduce(self, flat: Tensor, op: str, group: Group) -> Pending | None:
         """Sum in place."""
-        added = op == "sum" and flat.dtype in ADDED
-        result = self._find("all_reduce", group, flat.nbytes) if added else None
-        if result is None:
+        summable = op == "sum" and flat.dtype in SUMMABLE
+        chosen = self._find("all_reduce", group, flat.nbytes) if summable else None
+        if chosen is None:
             return None
-        choice, way = result
-        host = flat.cpu() if flat.is_cuda and way.on_host else flat
-        handle = way.start(choice, host, ())
+        choice, backend = chosen
+        self.started += 1
+        host = flat.cpu() if flat.is_cuda and backend.on_host else flat
+        handle = backend.start(choice, host, ())
         return _after(flat, handle, None if host is flat else lambda: flat.copy_(host))
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending | None:
         """Return this rank's part of the sum; `flat` is unchanged unless it is a `bucket`."""
-        added = flat.dtype in ADDED
-        result = self._find("reduce_scatter", group, flat.nbytes) if added else None
-        if result is None:
+        summable = flat.dtype in SUMMABLE
+        chosen = self._find("reduce_scatter", group, flat.nbytes) if summable else None
+        if chosen is None:
             return None
-        choice, way = result
-        resident = isinstance(way, _Memory) and way.buckets.is_resident(flat)
-        data = flat.cpu() if flat.is_cuda and way.on_host else flat if resident else flat.clone()
-        handle = way.start(choice, data, sizes)
+        choice, backend = chosen
+        self.started += 1
+        if flat.is_cuda and backend.on_host:
+            data = flat.cpu()
+        else:
+            shared = isinstance(backend, _SharedMemory) and backend.buckets.is_resident(flat)
+            data = flat if shared else flat.clone()
+        handle = backend.start(choice, data, sizes)
         first, count = sum(sizes[: group.index]), sizes[group.index]
-
-        def mine(_: Tensor) -> Tensor:
-            # A copy: a slice would keep the full memory alive.
-            return data[first : first + count].to(flat.device, copy=True)
-
-        return _after(data, handle).then(mine)
+        # A copy, because a slice would keep the full memory alive.
+        return _after(data, handle).then(
+            lambda full: full[first : first + count].to(flat.device, copy=True)
+        )
 
     def all_gather(
         self, flat: Tensor, sizes: Sequence[int], group: Group, out: Tensor | None
     ) -> Pending | None:
-        """Return all ranks' parts, as bytes of any dtype."""
+        """Return all ranks' parts, of any dtype."""
         unit = flat.element_size()
-        result = self._find("all_gather", group, sum(sizes) * unit)
-        if result is None:
+        chosen = self._find("all_gather", group, sum(sizes) * unit)
+        if chosen is None:
             return None
-        choice, way = result
+        choice, backend = chosen
+        self.started += 1
         full = flat.new_empty(sum(sizes)) if out is None else out
-        # Memory that others read cannot be resized any more, as zero 3 does with what it gathers.
-        staged = (full.is_cuda and way.on_host) or isinstance(way, _Memory)
+        # Staged, because zero 3 resizes its buffers, and memory that others map cannot be resized.
+        staged = (full.is_cuda and backend.on_host) or isinstance(backend, _SharedMemory)
         host = torch.empty(full.shape, dtype=full.dtype) if staged else full
         part = host[sum(sizes[: group.index]) :][: sizes[group.index]]
         if part.data_ptr() != flat.data_ptr():
             part.copy_(flat)
-        handle = way.start(choice, host.view(torch.uint8), [size * unit for size in sizes])
+        handle = backend.start(choice, host.view(torch.uint8), [size * unit for size in sizes])
         return _after(full, handle, (lambda: full.copy_(host)) if staged else None)
 
     def _find(
         self, operation: str, group: Group, num_bytes: int
     ) -> tuple[CollectiveChoice, _Implementation] | None:
-        result = self._of.get((operation, group.ranks))
-        if result is None or not num_bytes or num_bytes < result[0].min_bytes:
+        chosen = self._chosen.get((operation, group.ranks))
+        if chosen is None or not num_bytes or num_bytes < chosen[0].min_bytes:
             return None
-        self.started += 1
-        return result
+        return chosen
 
 
 def _open(
@@ -269,17 +269,17 @@ def _open(
     derive: Derive | None,
     limit: float,
 ) -> _Implementation | None:
-    """Open a group's implementation; None on all of its ranks where they cannot share memory."""
+    """Open a group's implementation; return None on all ranks if they cannot share memory."""
     from shardwise.runtime.collectives.messenger import BACKENDS
     from shardwise.runtime.collectives.shared_memory import SharedBuckets
 
     if choice.has_trees:
         assert derive is not None
-        if str(dist.get_backend(group)) not in BACKENDS:  # several: messages need one
+        if str(dist.get_backend(group)) not in BACKENDS:  # such as "cpu:gloo,cuda:nccl"
             group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-        return _Messages(ranks, group, derive, limit)
+        return _MessagePrograms(ranks, group, derive, limit)
     buckets = SharedBuckets.open(group, timeout_s=limit)
-    return None if buckets is None else _Memory(buckets)
+    return None if buckets is None else _SharedMemory(buckets)
 
 
 def _after(result: Tensor, handle: Handle, finish: Callable[[], object] | None = None) -> Pending:

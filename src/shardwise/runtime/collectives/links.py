@@ -30,17 +30,17 @@ import torch.distributed as dist
 
 from shardwise.errors import LinkError, RankError
 
-MEET_S = 60.0  # ranks may come later to connect than to the first collective
-ROLL_S = 2.0  # for an answer of a rank that waits as well
+MEET_S = 60.0  # ranks may connect at more different times than they start collectives
+ROLL_S = 2.0  # for an answer of another waiting rank
 GAVE_UP = ord("X")
 MESSAGE_BYTES = 4096
-_TABLE_BYTES = 512  # what ranks tell each other of themselves
+_TABLE_BYTES = 512  # of the texts that ranks exchange when they connect
 _HELLO = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("iII")
 
 
 class Message(NamedTuple):
-    """A kind, what belongs to it, and open files that came along."""
+    """A kind, a body, and open files that were passed along."""
 
     kind: int
     body: bytes
@@ -48,9 +48,9 @@ class Message(NamedTuple):
 
 
 class Links:
-    """This rank's sockets to all others of its group; one thread uses them.
+    """This rank's sockets to all others of its group, used by one thread.
 
-    Ranks are counted within the group; `names` are what errors call them.
+    Ranks are indices in the group; `names` are their global ranks, for errors.
     """
 
     def __init__(
@@ -75,19 +75,19 @@ class Links:
         """Send to all others."""
         data = [bytes((kind,)) + body]
         for other, peer in self._peers.items():
-            # Whether it has ended is known when something is expected of it.
+            # A rank that has ended is detected when a message from it is expected.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 try:
                     socket.send_fds(peer, data, files)
                 except BlockingIOError:
-                    self.give_up(f"rank {self.names[other]} does not take messages")
+                    self.give_up(f"rank {self.names[other]} does not accept messages")
 
     def hear(self, kind: int, what: str) -> dict[int, bytes]:
-        """Return the next message of every other rank; errors say that `what` was waited for."""
-        return {other: result.body for other, result in self.hear_files(kind, what).items()}
+        """Return the next message of every other rank; `what` names the operation in errors."""
+        return {other: message.body for other, message in self.hear_files(kind, what).items()}
 
     def hear_files(self, kind: int, what: str) -> dict[int, Message]:
-        """Return the next messages as `hear` does, with the open files that came along."""
+        """Return the next messages as `hear` does, with the open files passed along."""
         deadline = time.monotonic() + self.timeout_s
         while True:
             missing = [other for other, came in self._came.items() if not came]
@@ -100,7 +100,7 @@ class Links:
         result = {other: came.popleft() for other, came in self._came.items()}
         for other, message in result.items():
             if message.kind != kind:
-                self.give_up(f"rank {self.names[other]} does something else than {what}")
+                self.give_up(f"rank {self.names[other]} runs another operation than {what}")
         return result
 
     def _is_over(self, missing: Sequence[int]) -> bool:
@@ -109,9 +109,8 @@ class Links:
         return gave_up or not self._ended.isdisjoint(missing)
 
     def _listen(self, deadline: float) -> bool:
-        """Take in what arrives next; whether anything did before the deadline."""
-        left = deadline - time.monotonic()
-        events = self._poll.poll(max(0.0, left) * 1000)
+        """Receive messages; return whether any arrived before the deadline."""
+        events = self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
         for number, _ in events:
             other = self._by_number[number]
             try:
@@ -128,8 +127,9 @@ class Links:
         return bool(events)
 
     def give_up(self, reason: str, what: str = "", missing: Sequence[int] = ()) -> NoReturn:
-        """Call the roll, and raise what all find: who is silent, or else the first reason."""
-        reason = reason.encode("ascii", "replace").decode()  # else JSON takes six bytes for each
+        """Call the roll and raise the common verdict: silent ranks, or else the first reason."""
+        # JSON would take six bytes for each other character, and messages have a limit.
+        reason = reason.encode("ascii", "replace").decode()
         own = {"reason": reason[:1000], "what": what[:200], "missing": list(missing)}
         with contextlib.suppress(RankError):
             self.tell(GAVE_UP, json.dumps(own).encode())
@@ -143,12 +143,12 @@ class Links:
                 break
         raise self._verdict(reported, silent)
 
-    def _verdict(self, said: dict[int, dict[str, Any]], silent: list[int]) -> RankError:
+    def _verdict(self, reports: dict[int, dict[str, Any]], silent: list[int]) -> RankError:
         names, own = self.names, f"rank {self.names[self.rank]}"
-        for other, result in sorted(said.items()):
-            if result["reason"]:
-                return RankError(f"rank {names[other]}: {result['reason']}", where=own)
-        what = next(result["what"] for result in said.values() if result["what"])
+        for other, report in sorted(reports.items()):
+            if report["reason"]:
+                return RankError(f"rank {names[other]}: {report['reason']}", where=own)
+        what = next(report["what"] for report in reports.values() if report["what"])
         if silent:
             gone = [names[other] for other in silent]
             who = f"rank {gone[0]}" if len(gone) == 1 else f"ranks {gone}"
@@ -161,10 +161,10 @@ class Links:
                 hint=f"look at the log of rank {gone[0]}, or set a longer `timeout_s`",
             )
         late = {
-            (names[m], names[other]) for other, result in said.items() for m in result["missing"]
+            (names[m], names[other]) for other, report in reports.items() for m in report["missing"]
         }
         return LinkError(
-            f"{what}: not all ranks came within {self.timeout_s:g} s",
+            f"{what}: not all ranks arrived within {self.timeout_s:g} s",
             edges=sorted(late),
             where=own,
             hint="a longer `timeout_s`",
@@ -172,7 +172,7 @@ class Links:
 
 
 def host_identity() -> str:
-    """Return a text that processes which can reach each other's sockets share; "" if unknown."""
+    """Return a text that identifies the host and its network namespace; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         network = os.stat("/proc/self/ns/net")
@@ -181,33 +181,33 @@ def host_identity() -> str:
     return f"{boot} {network.st_dev}:{network.st_ino} {os.getuid()}"
 
 
-def global_ranks(group: dist.ProcessGroup | None) -> list[int]:
-    """Return the global ranks of a group."""
-    return dist.get_process_group_ranks(group or dist.group.WORLD)
-
-
 def connect(group: dist.ProcessGroup | None, timeout_s: float) -> Links | str:
-    """Connect all ranks of a group; return the links, or on all ranks why there are none."""
+    """Connect all ranks of a group; return the links, or on all ranks the reason of a failure."""
     rank, count = dist.get_rank(group), dist.get_world_size(group)
     limit_s = max(timeout_s, MEET_S)
     deadline = time.monotonic() + limit_s
     with contextlib.ExitStack() as opened:
         listener, address = _listener(opened, count)
-        reported = _exchange(group, [host_identity(), address], limit_s)
-        reason = _why_not(reported)
+        peers_info = _exchange(group, [host_identity(), address], limit_s)
+        hosts = {host for host, _ in peers_info}
+        unable = [r for r, (host, address) in enumerate(peers_info) if not (host and address)]
+        reason = f"ranks are on {len(hosts)} hosts" if len(hosts) > 1 else ""
+        if unable:
+            reason = f"ranks {unable} have no sockets that can pass memory"
         peers: dict[int, socket.socket] = {}
         if not reason and listener is not None:
             try:
-                peers = _meet(opened, listener, [to for _, to in reported], rank, deadline)
+                peers = _meet(opened, listener, [to for _, to in peers_info], rank, deadline)
             except OSError as error:
-                reason = f"rank {rank} cannot reach the others of its host: {error}"
+                reason = f"rank {rank} cannot reach the other ranks of its host: {error}"
         reasons = [text for (text,) in _exchange(group, [reason], limit_s) if text]
         if reasons:
             return reasons[0]
         if listener is not None:
             listener.close()
         opened.pop_all()
-    return Links(global_ranks(group), rank, peers, timeout_s)
+    names = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return Links(names, rank, peers, timeout_s)
 
 
 def _listener(opened: contextlib.ExitStack, count: int) -> tuple[socket.socket | None, str]:
@@ -221,14 +221,6 @@ def _listener(opened: contextlib.ExitStack, count: int) -> tuple[socket.socket |
     return listener, address
 
 
-def _why_not(told: Sequence[Sequence[str]]) -> str:
-    hosts = {host for host, _ in told}
-    unable = [rank for rank, (host, address) in enumerate(told) if not (host and address)]
-    if unable:
-        return f"ranks {unable} have no sockets that carry memory"
-    return f"ranks are on {len(hosts)} hosts" if len(hosts) > 1 else ""
-
-
 def _meet(
     opened: contextlib.ExitStack,
     listener: socket.socket,
@@ -236,7 +228,7 @@ def _meet(
     rank: int,
     deadline: float,
 ) -> dict[int, socket.socket]:
-    """Connect to all lower ranks and wait for all higher ones."""
+    """Connect to all lower ranks and accept connections of all higher ones."""
     peers: dict[int, socket.socket] = {}
     for other in range(rank):
         peer = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -260,14 +252,14 @@ def _meet(
 
 
 def _exchange(
-    group: dist.ProcessGroup | None, mine: Sequence[str], timeout_s: float
+    group: dist.ProcessGroup | None, texts: Sequence[str], timeout_s: float
 ) -> list[list[str]]:
-    """Return the texts of all ranks."""
+    """Return the texts of all ranks, by a collective of the group."""
     device = torch.device("cuda" if str(dist.get_backend(group)) == "nccl" else "cpu")
-    data = json.dumps([text.encode("ascii", "replace").decode()[:200] for text in mine]).encode()
+    data = json.dumps([text.encode("ascii", "replace").decode()[:200] for text in texts]).encode()
     row = torch.zeros(_TABLE_BYTES, dtype=torch.uint8)
     row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     rows = [torch.zeros_like(row, device=device) for _ in range(dist.get_world_size(group))]
     work = dist.all_gather(rows, row.to(device), group=group, async_op=True)
     work.wait(timedelta(seconds=timeout_s))
-    return [json.loads(bytes(result.cpu().numpy()).rstrip(b"\0")) for result in rows]
+    return [json.loads(bytes(row.cpu().numpy()).rstrip(b"\0")) for row in rows]

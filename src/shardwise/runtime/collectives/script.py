@@ -1,6 +1,6 @@
 """Prepare one rank's list of messages for execution: as a script, or in rounds.
 
-Everything here follows from the list alone, so it is computed once, however often the program runs.
+The result depends only on the list, so it is computed once, however often the program runs.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Span(NamedTuple):
 
 
 class Act(NamedTuple):
-    """One thing to do for instruction `number`.
+    """One action of instruction `number`.
 
     post     begin to receive into `span`
-    take     wait for what was posted first; add `span` to `place`, if there is one
+    take     wait for the oldest posted receive; add `span` to `place`, if there is one
     send     begin to send `span`
-    settle   wait for the send that was number `order` of all
+    settle   wait for the send with number `order`
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Act(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """All acts of a rank, and how many elements of scratch they need."""
+    """All acts of a rank, and the number of scratch elements that they need."""
 
     acts: tuple[Act, ...]
     peers: tuple[int, ...]
@@ -53,7 +53,7 @@ class Script:
 
 
 def write_script(program: MessageProgram, rank: int) -> Script:
-    """Return what a rank does, in order."""
+    """Return the acts of a rank, in order."""
     writer = _Writer(program, rank)
     for number in range(len(writer.steps)):
         writer.step(number)
@@ -66,7 +66,7 @@ def write_script(program: MessageProgram, rank: int) -> Script:
 
 @dataclass(slots=True)
 class _Incoming:
-    """One edge that leads here: its instructions, how many are posted, and its scratch."""
+    """One edge to this rank: its instructions, its posted receives, and its scratch."""
 
     steps: list[int] = field(default_factory=list)
     posted: deque[Span] = field(default_factory=deque)
@@ -75,30 +75,51 @@ class _Incoming:
     width: int = 0
 
 
-class _Writer:
-    """Write a script, for libraries that match receives with sends in any order.
-
-    Receives are posted up to a window ahead on every edge, so that a sender never waits for a rank
-    that is busy adding; operands of additions arrive in scratch memory of that window. Sends wait
-    for nobody: they leave when the other side has posted its receive.
-
-    A message that was posted ahead may arrive at any moment. So a chunk is received in its final
-    place only when everything before it in the list that touches the chunk is done; a send of it
-    may still be in flight if there was one, since a result that contains this rank's part cannot
-    arrive before that part has left.
-    """
+class _Memory:
+    """Where the messages of one rank lie in memory."""
 
     def __init__(self, program: MessageProgram, rank: int) -> None:
         self.program, self.rank = program, rank
         self.steps = program.instructions[rank]
+        self.scratch_numel = 0
+        self.forwarded: dict[int, Span] = {}  # scratch of chunks on their way to other ranks
+
+    def place(self, step: Instruction) -> Span:
+        """Return the elements of an instruction's chunks."""
+        chunks = self.program.chunks
+        return Span("data", chunks[step.first].start, chunks[step.stop - 1].stop)
+
+    def destination(self, step: Instruction, allocate: Callable[[int], Span]) -> Span:
+        """Return the span that receives a message; allocated scratch if it is only forwarded."""
+        if self.program.operation != "all_to_all":
+            return self.place(step)
+        chunk = self.program.chunks[step.first]
+        if chunk.target == self.rank:
+            return Span("out", chunk.place, chunk.place + chunk.size)
+        span = self.forwarded[step.first] = allocate(chunk.size)
+        return span
+
+
+class _Writer(_Memory):
+    """Write a script, for libraries that match receives with sends in any order.
+
+    Receives are posted up to a window ahead on every edge, so that a sender never waits for a rank
+    that is busy adding; operands of additions are received into scratch memory of that window.
+    Sends do not wait: they leave when the other side has posted its receive.
+
+    A message that was posted ahead may arrive at any moment. So a chunk is received in its final
+    place only after all earlier instructions that touch the chunk; one send of it may still be in
+    flight, since a result that contains this rank's part cannot arrive before that part has left.
+    """
+
+    def __init__(self, program: MessageProgram, rank: int) -> None:
+        super().__init__(program, rank)
         self.acts: list[Act] = []
         self.num_sends = 0
-        self.scratch_numel = 0
         self.unsettled: dict[int, list[Act]] = {}  # sends by chunk
-        self.passing: dict[int, Span] = {}  # what is here only on its way to others
-        self.leaving: dict[int, deque[Act]] = {}  # sends of it, by peer
-        self.free: dict[int, list[Span]] = {}  # scratch of what has passed, by size
-        self.after, self.alone = _touched_before(self.steps)
+        self.leaving: dict[int, deque[Act]] = {}  # sends of forwarded chunks, by peer
+        self.free: dict[int, list[Span]] = {}  # scratch of chunks that have left, by size
+        self.after, self.sent_once = _touched_before(self.steps)
         self.incoming: dict[int, _Incoming] = {}
         for number, step in enumerate(self.steps):
             if step.kind != "send":
@@ -123,15 +144,16 @@ class _Writer:
 
     def send(self, number: int, step: Instruction) -> None:
         """Add a send; forwarded messages wait for a full window, which bounds their memory."""
-        span = self.passing.pop(step.first, None)
+        span = self.forwarded.pop(step.first, None)
         act = Act("send", number, step.peer, span or self.place(step), None, self.num_sends)
         self.num_sends += 1
         if span is not None:
             leaving = self.leaving.setdefault(step.peer, deque())
             if len(leaving) >= self.program.window:
-                gone = leaving.popleft()
-                self.acts.append(gone._replace(kind="settle"))
-                self.free.setdefault(gone.span.stop - gone.span.start, []).append(gone.span)
+                oldest = leaving.popleft()
+                self.acts.append(oldest._replace(kind="settle"))
+                size = oldest.span.stop - oldest.span.start
+                self.free.setdefault(size, []).append(oldest.span)
             leaving.append(act)
         self.acts.append(act)
         for chunk in range(step.first, step.stop):
@@ -150,16 +172,16 @@ class _Writer:
     # ------------------------------------------------------------ receives
 
     def post(self, at: int, peer: int, edge: _Incoming) -> None:
-        """Receives from a rank, as far ahead as the window and earlier instructions allow."""
+        """Post receives from a rank, as far ahead as window and earlier instructions allow."""
         while edge.next_step < len(edge.steps) and len(edge.posted) < self.program.window:
             number = edge.steps[edge.next_step]
             step = self.steps[number]
             if step.kind == "receive":
-                if self.after[number] >= at or not (self.alone[number] or number == at):
+                if self.after[number] >= at or not (self.sent_once[number] or number == at):
                     return
-                if not self.alone[number]:
+                if not self.sent_once[number]:
                     self.settle(number, step)
-                span = self.arriving(step)
+                span = self.destination(step, self.reusable_scratch)
             else:
                 span = self.slot(edge, step)
             self.acts.append(Act("post", number, peer, span))
@@ -167,7 +189,7 @@ class _Writer:
             edge.next_step += 1
 
     def slot(self, edge: _Incoming, step: Instruction) -> Span:
-        """Return scratch for a message that will be added."""
+        """Return scratch for the operand of an addition."""
         if edge.scratch < 0:
             sums = [n for n in edge.steps if self.steps[n].kind == "reduce"]
             edge.width = max(self.size(self.steps[number]) for number in sums)
@@ -175,60 +197,47 @@ class _Writer:
         first = edge.scratch + edge.next_step % self.program.window * edge.width
         return Span("scratch", first, first + self.size(step))
 
-    def arriving(self, step: Instruction) -> Span:
-        """Return where a message's elements belong; scratch if they are only forwarded."""
-        if self.program.operation != "all_to_all":
-            return self.place(step)
-        chunk = self.program.chunks[step.first]
-        if chunk.target == self.rank:
-            return Span("out", chunk.place, chunk.place + chunk.size)
-        free = self.free.get(chunk.size)
-        self.passing[step.first] = free.pop() if free else self.more_scratch(chunk.size)
-        return self.passing[step.first]
+    def reusable_scratch(self, numel: int) -> Span:
+        free = self.free.get(numel)
+        return free.pop() if free else self.more_scratch(numel)
 
     def more_scratch(self, numel: int) -> Span:
         first, self.scratch_numel = self.scratch_numel, self.scratch_numel + numel
         return Span("scratch", first, first + numel)
-
-    # ------------------------------------------------------------ elements
-
-    def place(self, step: Instruction) -> Span:
-        """Return the elements of an instruction's chunks."""
-        chunks = self.program.chunks
-        return Span("data", chunks[step.first].start, chunks[step.stop - 1].stop)
 
     def size(self, step: Instruction) -> int:
         return self.place(step).stop - self.place(step).start
 
 
 def _touched_before(steps: tuple[Instruction, ...]) -> tuple[list[int], list[bool]]:
-    """Find for each instruction the last earlier one that touches its chunks, or -1.
+    """Return for each instruction the last earlier one that touches its chunks, or -1.
 
-    The second list says whether those chunks were sent at most once before.
+    The second list tells whether those chunks were sent at most once before.
     """
     last: dict[int, int] = {}
-    sent: dict[int, int] = {}
-    after, alone = [], []
+    num_sent: dict[int, int] = {}
+    after, sent_once = [], []
     for number, step in enumerate(steps):
         chunks = range(step.first, step.stop)
         after.append(max(last.get(chunk, -1) for chunk in chunks))
-        alone.append(all(sent.get(chunk, 0) <= 1 for chunk in chunks))
+        sent_once.append(all(num_sent.get(chunk, 0) <= 1 for chunk in chunks))
         for chunk in chunks:
             last[chunk] = number
-            sent[chunk] = sent.get(chunk, 0) + (step.kind == "send")
-    return after, alone
+            num_sent[chunk] = num_sent.get(chunk, 0) + (step.kind == "send")
+    return after, sent_once
 
 
 # Rounds, for libraries whose messages wait for each other. NCCL runs operations in order, and a
-# send takes as long as its receiver: lists that are free of deadlock when receives are posted
-# ahead are not so here. So each message gets a round, the same at both ends, and a rank passes the
-# messages of a round to the library together: when every rank is in round k, all of its messages
-# can proceed. A message comes in a later round than what it is made of, and than a send of memory
-# that it overwrites; on an edge, a round has as many messages as the program's window. Operands of
-# additions arrive in scratch memory and are added after the round, in the order of the list.
+# send blocks until its receive: lists that are free of deadlock when receives are posted ahead are
+# not so here. So each message gets a round, the same at both ends, and a rank passes the messages
+# of a round to the library together: when every rank is in round k, all of its messages can
+# proceed. A message comes in a later round than the messages that it is computed from, and than a
+# send of memory that it overwrites; on an edge, a round has at most as many messages as the
+# program's window. Operands of additions are received into scratch memory and added after the
+# round, in the order of the list.
 
 
-Exchange = Callable[[Sequence[tuple[str, Tensor, int]]], None]  # "send" or "take", what, peer
+Exchange = Callable[[Sequence[tuple[str, Tensor, int]]], None]  # "send" or "take", tensor, peer
 Place = tuple[int, int]  # a rank and the number of one of its instructions
 
 
@@ -260,24 +269,25 @@ def message_rounds(program: MessageProgram) -> dict[Place, int]:
                 changed = True
         if not changed:
             return {place: rounds[number] for place, number in of.items()}
-    raise ProgramError("messages wait for each other, in any number of rounds")
+    raise ProgramError("messages wait for each other in a circle")
 
 
 def _messages(program: MessageProgram) -> list[_Message]:
     """Pair the ends of every message: the n-th send of an edge is its n-th receive."""
-    sent: dict[tuple[int, int], list[Place]] = {}
-    taken: dict[tuple[int, int], list[Place]] = {}
+    sends: dict[tuple[int, int], list[Place]] = {}
+    receives: dict[tuple[int, int], list[Place]] = {}
     for rank, steps in enumerate(program.instructions):
         for number, step in enumerate(steps):
             if step.kind == "send":
-                sent.setdefault((rank, step.peer), []).append((rank, number))
+                sends.setdefault((rank, step.peer), []).append((rank, number))
             else:
-                taken.setdefault((step.peer, rank), []).append((rank, number))
+                receives.setdefault((step.peer, rank), []).append((rank, number))
     result = []
-    for edge, places in sent.items():
-        if len(places) != len(taken.get(edge, [])):
-            raise ProgramError(f"{len(places)} sends and other receives on edge {edge}")
-        result += [_Message(*ends) for ends in zip(places, taken[edge], strict=True)]
+    for edge, places in sends.items():
+        count = len(receives.get(edge, []))
+        if len(places) != count:
+            raise ProgramError(f"{len(places)} sends and {count} receives on edge {edge}")
+        result += [_Message(*ends) for ends in zip(places, receives[edge], strict=True)]
     return sorted(result, key=lambda message: (message.sender[1], message.sender[0]))
 
 
@@ -302,7 +312,7 @@ def _constraints(program: MessageProgram) -> Iterator[tuple[Place, Place, int]]:
 
 
 def _windows(program: MessageProgram, messages: Sequence[_Message]) -> list[tuple[int, int, int]]:
-    """Return the order constraints of messages on an edge, and limits per round."""
+    """Return the order constraints of messages on an edge, and the limit per round."""
     edges: dict[tuple[int, int], list[int]] = {}
     for number, (sender, receiver) in enumerate(messages):
         edges.setdefault((sender[0], receiver[0]), []).append(number)
@@ -321,52 +331,34 @@ def write_rounds(program: MessageProgram, rank: int) -> Rounds:
     own: dict[int, list[int]] = {}
     for number in range(len(program.instructions[rank])):
         own.setdefault(number_of[rank, number], []).append(number)
-    places = _Places(program, rank)
-    rounds = tuple(places.round(own[number]) for number in sorted(own))
-    return Rounds(rounds=rounds, scratch_numel=places.scratch_numel)
+    memory = _Memory(program, rank)
+    rounds = tuple(_write_round(memory, own[number]) for number in sorted(own))
+    return Rounds(rounds=rounds, scratch_numel=memory.scratch_numel)
 
 
-class _Places:
-    """Where the messages of one round after the other lie."""
+def _write_round(memory: _Memory, numbers: Sequence[int]) -> tuple[Act, ...]:
+    """Return the acts of a round, whose scratch is then free but for forwarded chunks."""
+    acts: list[Act] = []
+    used = max((span.stop for span in memory.forwarded.values()), default=0)
 
-    def __init__(self, program: MessageProgram, rank: int) -> None:
-        self.program, self.rank = program, rank
-        self.steps = program.instructions[rank]
-        self.scratch_numel = 0
-        self.passing: dict[int, Span] = {}
+    def scratch(numel: int) -> Span:
+        return Span("scratch", used, used + numel)
 
-    def round(self, numbers: Sequence[int]) -> tuple[Act, ...]:
-        """Return the acts of a round, whose scratch is then free but for forwarded messages."""
-        acts: list[Act] = []
-        used = max((span.stop for span in self.passing.values()), default=0)
-        for number in numbers:
-            step = self.steps[number]
-            place, kind = self.place(step), "send" if step.kind == "send" else "take"
-            if step.kind == "send":
-                span = self.passing.pop(step.first, place)
-            elif step.kind == "reduce":
-                span = Span("scratch", used, used + place.stop - place.start)
-            else:
-                span = self.arriving(step, used)
-            if span.memory == "scratch":
-                used = max(used, span.stop)
-                self.scratch_numel = max(self.scratch_numel, used)
-            sums = place if step.kind == "reduce" else None
-            acts.append(Act(kind, number, step.peer, span, sums))
-        return tuple(acts)
-
-    def arriving(self, step: Instruction, used: int) -> Span:
-        if self.program.operation != "all_to_all":
-            return self.place(step)
-        chunk = self.program.chunks[step.first]
-        if chunk.target == self.rank:
-            return Span("out", chunk.place, chunk.place + chunk.size)
-        self.passing[step.first] = Span("scratch", used, used + chunk.size)
-        return self.passing[step.first]
-
-    def place(self, step: Instruction) -> Span:
-        chunks = self.program.chunks
-        return Span("data", chunks[step.first].start, chunks[step.stop - 1].stop)
+    for number in numbers:
+        step = memory.steps[number]
+        place = memory.place(step)
+        if step.kind == "send":
+            span = memory.forwarded.pop(step.first, place)
+        elif step.kind == "reduce":
+            span = scratch(place.stop - place.start)
+        else:
+            span = memory.destination(step, scratch)
+        if span.memory == "scratch":
+            used = max(used, span.stop)
+            memory.scratch_numel = max(memory.scratch_numel, used)
+        kind = "send" if step.kind == "send" else "take"
+        acts.append(Act(kind, number, step.peer, span, place if step.kind == "reduce" else None))
+    return tuple(acts)
 
 
 def run_rounds(
@@ -375,7 +367,7 @@ def run_rounds(
     exchange: Exchange,
     after: Callable[[tuple[Act, ...]], None] = lambda acts: None,
 ) -> None:
-    """Exchange each round's messages and add what arrived; call `after` after each round."""
+    """Exchange each round's messages and add operands; call `after` after each round."""
     for acts in rounds.rounds:
         views = [memory[act.span.memory][act.span.start : act.span.stop] for act in acts]
         exchange([(act.kind, view, act.peer) for act, view in zip(acts, views, strict=True)])
@@ -386,7 +378,7 @@ def run_rounds(
 
 
 def batches(group: dist.ProcessGroup) -> Exchange:
-    """Exchange by `torch.distributed`'s batches of sends and receives."""
+    """Return an exchange by batches of sends and receives of `torch.distributed`."""
     ranks = dist.get_process_group_ranks(group)
     functions: dict[str, Any] = {"send": dist.isend, "take": dist.irecv}
 

@@ -5,10 +5,10 @@ shared = SharedBuckets.open(group)                # None: the ranks are on sever
     bucket.copy_(gradients)
     shared.all_reduce(bucket).wait()
 
-A rank announces where its data are (*here*) and waits until all others have; does its part of the
-work directly in everyone's memory; announces that it is *done*, and waits for the others. So there
-are two waits, whatever the number of bytes. Tensors outside of buckets go through the *stage*, a
-segment of fixed size, piece by piece.
+A rank announces the location of its data (*here*) and waits for the announcements of all others;
+does its part of the work directly in all ranks' memory; announces that it is *done*, and waits for
+the others. So there are two waits, whatever the number of bytes. Tensors outside of buckets are
+copied through the *stage*, a segment of fixed size, piece by piece.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shardwise.runtime.collectives.links import ROLL_S, Links, connect
 
 
 BLOCK_BYTES = 256 << 10
-_SERIAL = 32_767  # elements of which torch makes no work for several threads
+_SERIAL = 32_767  # elements that torch processes in a single thread
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 OPERATORS = ("sum", "max", "min")
@@ -61,7 +61,7 @@ def bytes_of(flat: Tensor) -> Bytes:
 
 
 def is_summed(dtype: torch.dtype, op: str) -> bool:
-    """Return whether `add_up` supports the dtype; complex numbers have no order."""
+    """Return whether `add_up` supports the dtype; complex numbers are not ordered."""
     return (dtype in _KNOWN or dtype.is_floating_point) and (op == "sum" or not dtype.is_complex)
 
 
@@ -80,10 +80,10 @@ def add_up(sources: Sequence[Bytes], targets: Sequence[Bytes], dtype: torch.dtyp
             block = slice(first, first + length)
             rows = [term[block] for term in terms]
             total, *copies = [result[block] for result in results]
-            so_far = rows[0]
+            partial = rows[0]
             for row in rows[1:-1]:
-                so_far = combine(so_far, row, out=scratch[: row.size])
-            combine(so_far, rows[-1], out=total)
+                partial = combine(partial, row, out=scratch[: row.size])
+            combine(partial, rows[-1], out=total)
             for copy in copies:
                 np.copyto(copy, total)
 
@@ -104,7 +104,7 @@ def _add_up_narrow(
             result[block].copy_(total)
 
 
-# What each rank does in a collective over shared memory.
+# The part of each rank in a collective over shared memory.
 
 
 _LINE_BYTES = 64  # parts of a sum begin at cache lines
@@ -125,15 +125,16 @@ class Call:
     def __post_init__(self) -> None:
         if self.op and self.op not in OPERATORS:
             raise ProgramError(
-                f"no operator {self.op!r}{did_you_mean(self.op, OPERATORS)}",
+                f"unknown operator {self.op!r}{did_you_mean(self.op, OPERATORS)}",
                 hint=", ".join(OPERATORS),
             )
         if self.op and not is_summed(self.dtype, self.op):
-            raise ProgramError(f"no {self.op} of {self.dtype}", hint="tensor.to(torch.float32)")
+            raise ProgramError(
+                f"cannot compute the {self.op} of {self.dtype}", hint="tensor.to(torch.float32)"
+            )
         if not 0 <= self.root < self.num_ranks:
             raise ProgramError(f"{self.name}: root {self.root} of {self.num_ranks} ranks")
-        cut = self.name in ("reduce_scatter", "all_gather")
-        if cut and (
+        if self.name in ("reduce_scatter", "all_gather") and (
             len(self.counts) != self.num_ranks
             or min(self.counts) < 0
             or sum(self.counts) != self.numel
@@ -141,47 +142,52 @@ class Call:
             raise ProgramError(
                 f"{self.name}: counts {self.counts} for {self.numel} elements on "
                 f"{self.num_ranks} ranks",
-                hint="a count for each rank, all elements together",
+                hint="one count per rank, which add up to the number of elements",
             )
 
     def __str__(self) -> str:
-        how = f" ({self.op})" if self.op else ""
+        op = f" ({self.op})" if self.op else ""
         root = f" with root {self.root}" if self.name in ("reduce", "broadcast") else ""
-        cut = f" in {list(self.counts)}" if self.counts else ""
-        return f"{self.name}{how} of {self.numel} {str(self.dtype)[6:]}{root}{cut}"
+        counts = f" in {list(self.counts)}" if self.counts else ""
+        return f"{self.name}{op} of {self.numel} {str(self.dtype)[6:]}{root}{counts}"
 
-    def shown(self, rank: int, piece: range) -> list[tuple[int, int]]:
+    def read_by_others(self, rank: int, piece: range) -> list[tuple[int, int]]:
         """Return the ranges of a piece that others read from a rank's memory."""
         if self.name == "all_gather":
             return [self._owned(rank, piece)]
         if self.name == "broadcast":
             return [(piece.start, piece.stop)] if rank == self.root else []
-        return _others(self._summed(rank, piece), piece)
+        return self._not_summed(rank, piece)
 
-    def pushed(self, rank: int, piece: range) -> list[tuple[int, int]]:
+    def written_by_others(self, rank: int, piece: range) -> list[tuple[int, int]]:
         """Return the ranges of a piece that others write to a rank's memory."""
         if self.name == "all_reduce" or (self.name == "reduce" and rank == self.root):
-            return _others(self._summed(rank, piece), piece)
+            return self._not_summed(rank, piece)
         return []
 
-    def work(self, rank: int, piece: range, views: Sequence[Bytes], mine: Bytes) -> None:
-        """Do this rank's part of a piece in everyone's memory; `mine` is this rank's."""
+    def _not_summed(self, rank: int, piece: range) -> list[tuple[int, int]]:
+        first, last = self._summed(rank, piece)
+        return [(piece.start, first), (last, piece.stop)]
+
+    def work(self, rank: int, piece: range, views: Sequence[Bytes], own: Bytes) -> None:
+        """Do this rank's part of a piece in all ranks' memory; `own` is this rank's."""
         if self.name == "all_gather":
             for other, view in enumerate(views):
                 if other != rank:
                     remote = self.bytes_of(self._owned(other, piece), piece)
-                    mine[remote] = view[remote]
+                    own[remote] = view[remote]
         elif self.name == "broadcast":
             if rank != self.root:
-                mine[:] = views[self.root]
+                own[:] = views[self.root]
         else:
             part = self.bytes_of(self._summed(rank, piece), piece)
-            parts = [(mine if r == rank else view)[part] for r, view in enumerate(views)]
-            to = {"all_reduce": range(self.num_ranks), "reduce": [self.root]}.get(self.name, [rank])
+            parts = [(own if r == rank else view)[part] for r, view in enumerate(views)]
+            targets = {"all_reduce": range(self.num_ranks), "reduce": [self.root]}
+            to = targets.get(self.name, [rank])
             add_up(parts, [parts[other] for other in to], self.dtype, self.op)
 
     def bytes_of(self, elements: tuple[int, int], piece: range) -> slice:
-        """Return where a range of elements is in the bytes of a piece."""
+        """Return the slice of a range of elements in the bytes of a piece."""
         size = self.dtype.itemsize
         return slice((elements[0] - piece.start) * size, (elements[1] - piece.start) * size)
 
@@ -201,13 +207,8 @@ class Call:
         return start, max(start, min(ends[rank + 1], piece.stop))
 
 
-def _others(part: tuple[int, int], piece: range) -> list[tuple[int, int]]:
-    """Return the ranges of a piece that remain without a part of it."""
-    return [(piece.start, part[0]), (part[1], piece.stop)]
-
-
-# Memory that several processes share: each rank's own segment, mapped by all. Anonymous files hold
-# it, so that nothing is left behind however processes end, and no file system limits its size.
+# Memory that several processes share: each rank's segment is mapped by all. It is in anonymous
+# files, so that nothing remains however processes end, and no file system limits its size.
 
 
 SEGMENT = ord("S")
@@ -216,41 +217,41 @@ _SIZE = struct.Struct("<Q?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A range of every rank's memory, as bytes; `mine` is this rank's as a tensor."""
+    """A range of every rank's memory, as bytes; `own` is this rank's as a tensor."""
 
     ranks: tuple[Bytes, ...]
-    mine: Tensor
+    own: Tensor
 
     def offset(self, address: int, num_bytes: int) -> int | None:
-        """Return where a range of this rank's addresses is in the segment, if it is."""
-        offset = address - self.mine.data_ptr()
-        return offset if 0 <= offset <= self.mine.numel() - num_bytes else None
+        """Return the offset of a range of addresses in this rank's part, if it is inside."""
+        offset = address - self.own.data_ptr()
+        return offset if 0 <= offset <= self.own.numel() - num_bytes else None
 
 
 def make_segment(links: Links, rank: int, num_bytes: int) -> Segment | str:
-    """Make a segment of zeros, or return why there is none; all ranks call it."""
+    """Make a segment of zeros, or return the reason of a failure; all ranks call it."""
     num_bytes = max(num_bytes, 1)
     with contextlib.ExitStack() as opened:
         number, reason = _reserve(num_bytes)
         if number >= 0:
             opened.callback(os.close, number)
         links.tell(SEGMENT, _SIZE.pack(num_bytes, number >= 0), [number] if number >= 0 else [])
-        came = links.hear_files(SEGMENT, f"a segment of {num_bytes} bytes")
-        for message in came.values():
+        messages = links.hear_files(SEGMENT, f"a segment of {num_bytes} bytes")
+        for message in messages.values():
             for file in message.files:
                 opened.callback(os.close, file)
         files = {rank: number}
-        for other, message in came.items():
-            size, has = _SIZE.unpack(message.body)
+        for other, message in messages.items():
+            size, has_memory = _SIZE.unpack(message.body)
             if size != num_bytes:
                 links.give_up(f"rank {other} shares {size} bytes, rank {rank} {num_bytes}")
-            if not (has and message.files):
+            if not (has_memory and message.files):
                 return reason or f"rank {other} has no memory for {num_bytes} bytes"
             files[other] = message.files[0]
         if reason:
             return reason
         maps = [_map(files[other], num_bytes) for other in sorted(files)]
-    return Segment(ranks=tuple(bytes_of(each) for each in maps), mine=maps[rank])
+    return Segment(ranks=tuple(map(bytes_of, maps)), own=maps[rank])
 
 
 def _reserve(num_bytes: int) -> tuple[int, str]:
@@ -269,7 +270,7 @@ def _reserve(num_bytes: int) -> tuple[int, str]:
 def _map(file: int, num_bytes: int) -> Tensor:
     path = f"/proc/self/fd/{file}"
     result = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
-    result[:: mmap.PAGESIZE].sum()  # page faults now, not within the first collective
+    result[:: mmap.PAGESIZE].sum()  # take page faults now, not within the first collective
     return result
 
 
@@ -277,15 +278,15 @@ TIMEOUT_S = 300.0
 STAGE_BYTES = 16 << 20
 HERE, DONE = ord("H"), ord("D")
 _STAGE = 0  # the number of the stage's segment
-_PLACE = struct.Struct("<QQ")  # segment and offset; the call follows as text
+_PLACE = struct.Struct("<QQ")  # segment and offset, before the text of the call
 
 
 class SharedBuckets:
     """Memory and collectives of the ranks of a group that are on one host.
 
-    All ranks call the same methods in the same order. Collectives are done one after the other by a
-    thread; a tensor must be left alone until its handle is done. After an error, all that follows
-    fails with it. `open` makes one.
+    All ranks call the same methods in the same order. A thread runs collectives one after the
+    other; a tensor may not be used until its handle is done. After an error, all later collectives
+    fail with it. `open` creates an instance.
     """
 
     def __init__(self, links: Links, stage: Segment, timeout_s: float) -> None:
@@ -293,8 +294,8 @@ class SharedBuckets:
         self.timeout_s = timeout_s
         self._links = links
         self._segments: dict[int, Segment] = {_STAGE: stage}
-        self._stage_bytes = stage.mine.numel()
-        self._made = 1
+        self._stage_bytes = stage.own.numel()
+        self._num_segments = 1
         self._warned = False
         self._thread = CommunicationThread("shared-memory")
         weakref.finalize(self, links.close)
@@ -307,9 +308,9 @@ class SharedBuckets:
         timeout_s: float = TIMEOUT_S,
         stage_bytes: int = STAGE_BYTES,
     ) -> SharedBuckets | None:
-        """Connect all ranks of the group; None, on all of them, if they cannot share memory.
+        """Connect all ranks of the group; return None on all of them if they cannot share memory.
 
-        Ranks on several hosts are no surprise. Of anything else that is in the way, rank 0 warns.
+        Rank 0 warns about the reason, except if ranks are on several hosts, as is usual.
         """
         links = connect(group, timeout_s)
         if isinstance(links, Links):
@@ -325,30 +326,31 @@ class SharedBuckets:
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a flat tensor of zeros in shared memory: a *bucket*, equally large on all ranks.
 
-        Collectives work on it, and on contiguous parts of it, without copies. It is this rank's
-        own: others change it only within a collective. Where memory does not suffice, it is a
-        common tensor, on all ranks, and rank 0 warns once. A bucket stays shared until `free`.
+        Collectives work on it, and on contiguous parts of it, without copies. Other ranks change
+        it only within a collective. If memory does not suffice, it is an ordinary tensor on all
+        ranks, and rank 0 warns once. A bucket stays shared until `free`.
         """
-        made: list[Segment | str] = []
+        segments: list[Segment | str] = []
         size = numel * dtype.itemsize
-        self._start(lambda: made.append(make_segment(self._links, self.rank, size))).wait()
-        number, self._made = self._made, self._made + 1
-        (segment,) = made
+        self._start(lambda: segments.append(make_segment(self._links, self.rank, size))).wait()
+        number, self._num_segments = self._num_segments, self._num_segments + 1
+        (segment,) = segments
         if isinstance(segment, str):
             if not self._warned:
                 _warn(self._links.names[self.rank], segment)
             self._warned = True
             return torch.zeros(numel, dtype=dtype)
         self._segments[number] = segment
-        return segment.mine[:size].view(dtype)
+        return segment.own[:size].view(dtype)
 
     def free(self, bucket: Tensor) -> None:
-        """Stop sharing a bucket; its memory is freed when no tensor uses it. All ranks call it,
-        when nothing that uses the bucket is under way.
+        """Stop sharing a bucket; its memory is freed when no tensor uses it.
+
+        All ranks call it, while no collective uses the bucket.
         """
-        result = self._find(bucket)
-        if result is not None:
-            del self._segments[result[0]]
+        location = self._find(bucket)
+        if location is not None:
+            del self._segments[location[0]]
 
     def is_resident(self, tensor: Tensor) -> bool:
         """Return whether collectives of this tensor need no copies."""
@@ -361,31 +363,31 @@ class SharedBuckets:
         return self._call("all_reduce", tensor, op=op)
 
     def reduce(self, tensor: Tensor, root: int = 0, op: str = "sum") -> Handle:
-        """Reduce to rank `root` alone; other ranks keep their values."""
+        """Reduce to rank `root` only; the values of other ranks stay the same."""
         return self._call("reduce", tensor, op=op, root=root)
 
     def reduce_scatter(self, tensor: Tensor, counts: Sequence[int], op: str = "sum") -> Handle:
-        """Replace this rank's of the consecutive parts of `counts` elements by its sum.
+        """Replace this rank's part by its sum, in consecutive parts of `counts` elements.
 
-        What the other parts hold afterwards is not said.
+        The other parts are undefined afterwards.
         """
         return self._call("reduce_scatter", tensor, op=op, counts=counts)
 
     def all_gather(self, tensor: Tensor, counts: Sequence[int]) -> Handle:
-        """Replace the parts of the other ranks by theirs; this rank's is in its place already."""
+        """Fill in the parts of the other ranks; this rank's part is already in place."""
         return self._call("all_gather", tensor, counts=counts)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Handle:
-        """Replace the tensor by that of rank `root`."""
+        """Replace the tensor by the one of rank `root`."""
         return self._call("broadcast", tensor, root=root)
 
     def close(self) -> None:
-        """End after what was started; buckets stay usable, as this rank's own memory."""
+        """End after the collectives started so far; buckets stay usable as ordinary memory."""
         self._thread.close(self.timeout_s)
         self._links.close()
         self._segments.clear()
 
-    # ------------------------------------------------------------ how
+    # ------------------------------------------------------------ implementation
 
     def _call(
         self, name: str, tensor: Tensor, *, op: str = "", root: int = 0, counts: Sequence[int] = ()
@@ -405,10 +407,10 @@ class SharedBuckets:
             num_ranks=self.num_ranks,
         )
         pieces = 1 + tensor.nbytes // self._stage_bytes
-        return self._start(lambda: self._do(call, tensor.detach()), pieces)
+        return self._start(lambda: self._run(call, tensor.detach()), pieces)
 
     def _start(self, job: Callable[[], None], pieces: int = 1) -> Handle:
-        def told() -> None:
+        def run() -> None:
             try:
                 job()
             except RankError:
@@ -416,11 +418,11 @@ class SharedBuckets:
             except Exception as error:
                 self._links.give_up(f"{type(error).__name__}: {error}")
 
-        # Two waits for each piece, and the work on it, which must be less.
-        return self._thread.start(told, 4 * pieces * self.timeout_s + ROLL_S)
+        # Two waits for each piece, and as much again for the work on it.
+        return self._thread.start(run, 4 * pieces * self.timeout_s + ROLL_S)
 
     def _find(self, flat: Tensor) -> tuple[int, int] | None:
-        """Return a tensor's segment number and offset; the staging area has none."""
+        """Return a tensor's segment number and offset, if it is in a bucket."""
         size = flat.numel() * flat.element_size()
         for number, segment in self._segments.items():
             offset = segment.offset(flat.data_ptr(), size)
@@ -428,7 +430,7 @@ class SharedBuckets:
                 return number, offset
         return None
 
-    def _do(self, call: Call, tensor: Tensor) -> None:
+    def _run(self, call: Call, tensor: Tensor) -> None:
         if not call.numel or self.num_ranks == 1:
             return
         flat = tensor.resolve_conj().resolve_neg().contiguous()
@@ -438,35 +440,35 @@ class SharedBuckets:
         piece = max(1, self._stage_bytes // size)
         while first < call.numel:
             stop = min(call.numel, first + piece)
-            result = self._here(call, own, place, range(first, stop))
-            if all(segment != _STAGE for segment, _ in result):
-                stop = call.numel
+            places = self._announce(call, own, place, range(first, stop))
+            if all(segment != _STAGE for segment, _ in places):
+                stop = call.numel  # no rank needs staging: the rest is one piece
             part = own[first * size : stop * size]
             views = [
                 self._segments[segment].ranks[rank][offset:][: len(part)]
-                for rank, (segment, offset) in enumerate(result)
+                for rank, (segment, offset) in enumerate(places)
             ]
             call.work(self.rank, range(first, stop), views, part)
             self._links.tell(DONE)
             self._links.hear(DONE, str(call))
             if place is None:
-                for done in call.pushed(self.rank, range(first, stop)):
-                    where = call.bytes_of(done, range(first, stop))
+                for written in call.written_by_others(self.rank, range(first, stop)):
+                    where = call.bytes_of(written, range(first, stop))
                     part[where] = views[self.rank][where]
             first = stop
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.shape))
 
-    def _here(
-        self, call: Call, mine: Bytes, place: tuple[int, int] | None, piece: range
+    def _announce(
+        self, call: Call, own: Bytes, place: tuple[int, int] | None, piece: range
     ) -> list[tuple[int, int]]:
-        """Return where each rank has the piece, after all have reported it."""
+        """Announce where this rank has the piece; return the places of all ranks."""
         size, text = call.dtype.itemsize, str(call).encode()
         if place is None:
             stage = self._segments[_STAGE].ranks[self.rank]
-            part = mine[piece.start * size : piece.stop * size]
-            for seen in call.shown(self.rank, piece):
-                where = call.bytes_of(seen, piece)
+            part = own[piece.start * size : piece.stop * size]
+            for read in call.read_by_others(self.rank, piece):
+                where = call.bytes_of(read, piece)
                 stage[where] = part[where]
             here = (_STAGE, 0)
         else:
@@ -477,7 +479,7 @@ class SharedBuckets:
             if body[_PLACE.size :] != text:
                 name = self._links.names[other]
                 remote = body[_PLACE.size :].decode()
-                self._links.give_up(f"{call}, while rank {name} does {remote}")
+                self._links.give_up(f"{call}, while rank {name} runs {remote}")
         places = {other: _PLACE.unpack_from(body) for other, body in reported.items()}
         places[self.rank] = here
         return [(segment, offset) for _, (segment, offset) in sorted(places.items())]
@@ -486,7 +488,7 @@ class SharedBuckets:
 def _warn(rank: int, reason: str) -> None:
     if rank == 0:
         warnings.warn(
-            f"{reason}; gradients take the process group's collectives instead",
+            f"{reason}; gradients use the process group's collectives instead",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -78,10 +78,10 @@ class ProcessGroupTransport:
         reducible, convert_back = self._reducible(flat, op)
         backend, pg = self._group(reducible, group)
         host = reducible.cpu() if backend == "gloo" and reducible.is_cuda else reducible
-        work = dist.all_reduce(host, _OPS[op], group=pg, async_op=True)
+        request = dist.all_reduce(host, _OPS[op], group=pg, async_op=True)
         staged = host is not reducible
         return _after(
-            flat, [work], lambda: convert_back(reducible.copy_(host) if staged else reducible)
+            flat, [request], lambda: convert_back(reducible.copy_(host) if staged else reducible)
         )
 
     def all_gather(
@@ -98,17 +98,17 @@ class ProcessGroupTransport:
             return self._gather_by_swaps(flat, sizes, group, pg, out)
         largest = max(sizes)
         if min(sizes) == largest:
-            work = dist.all_gather_into_tensor(out, flat, group=pg, async_op=True)
-            return _after(out, [work])
+            request = dist.all_gather_into_tensor(out, flat, group=pg, async_op=True)
+            return _after(out, [request])
         padded = pad(flat, (0, largest - flat.numel()))
         wide = flat.new_empty(largest * group.size)
-        work = dist.all_gather_into_tensor(wide, padded, group=pg, async_op=True)
+        request = dist.all_gather_into_tensor(wide, padded, group=pg, async_op=True)
 
         def unpad() -> None:
             rows = [row[:size] for row, size in zip(torch.split(wide, largest), sizes, strict=True)]
             torch.cat(rows, out=out)
 
-        return _after(out, [work], unpad)
+        return _after(out, [request], unpad)
 
     @staticmethod
     def _gather_by_swaps(
@@ -119,8 +119,8 @@ class ProcessGroupTransport:
         own = parts[group.index]
         if own.data_ptr() != flat.data_ptr():
             own.copy_(flat)
-        works = _swap([(i, own, parts[i]) for i in _peers(group)], group, pg)
-        return _after(out, works, (lambda: out.copy_(host)) if out.is_cuda else None)
+        requests = _swap([(i, own, parts[i]) for i in _peers(group)], group, pg)
+        return _after(out, requests, (lambda: out.copy_(host)) if out.is_cuda else None)
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending:
         pending = self.backends.reduce_scatter(flat, sizes, group)
@@ -134,8 +134,8 @@ class ProcessGroupTransport:
             parts = torch.split(flat, list(sizes))
             flat = torch.cat([pad(part, (0, largest - part.numel())) for part in parts])
         out = flat.new_empty(largest)
-        work = dist.reduce_scatter_tensor(out, flat, group=pg, async_op=True)
-        return _after(out, [work]).then(lambda padded: padded[:own])
+        request = dist.reduce_scatter_tensor(out, flat, group=pg, async_op=True)
+        return _after(out, [request]).then(lambda padded: padded[:own])
 
     @staticmethod
     def _scatter_by_swaps(
@@ -146,7 +146,7 @@ class ProcessGroupTransport:
         own = parts[group.index]
         received = own.new_empty(group.size - 1, own.numel())
         pairs = zip(_peers(group), received, strict=True)
-        works = _swap([(i, parts[i], row) for i, row in pairs], group, pg)
+        requests = _swap([(i, parts[i], row) for i, row in pairs], group, pg)
 
         def add(_: Tensor) -> Tensor:
             rows = list(received)
@@ -156,7 +156,7 @@ class ProcessGroupTransport:
                 total.add_(row)
             return total.to(device=flat.device, dtype=flat.dtype)
 
-        return _after(received, works).then(add)
+        return _after(received, requests).then(add)
 
     def all_to_all(
         self, flat: Tensor, in_sizes: Sequence[int], out_sizes: Sequence[int], group: Group
@@ -166,7 +166,7 @@ class ProcessGroupTransport:
         sent = flat.cpu() if staged else flat
         out = sent.new_empty(sum(out_sizes))
         unit = out.element_size()
-        work = dist.all_to_all_single(
+        request = dist.all_to_all_single(
             _bytes(out),
             _bytes(sent),
             [size * unit for size in out_sizes],
@@ -174,7 +174,7 @@ class ProcessGroupTransport:
             group=pg,
             async_op=True,
         )
-        pending = _after(out, [work], keep=sent)
+        pending = _after(out, [request], keep=sent)
         return pending.then(lambda host: host.to(flat.device)) if staged else pending
 
     def broadcast(self, flat: Tensor, root: int, group: Group) -> Pending:
@@ -183,23 +183,23 @@ class ProcessGroupTransport:
         backend, pg = self._group(flat, group)
         staged = backend == "gloo" and flat.is_cuda
         host = flat.cpu() if staged else flat
-        work = dist.broadcast(_bytes(host), group.ranks[root], group=pg, async_op=True)
-        return _after(flat, [work], (lambda: flat.copy_(host)) if staged else None)
+        request = dist.broadcast(_bytes(host), group.ranks[root], group=pg, async_op=True)
+        return _after(flat, [request], (lambda: flat.copy_(host)) if staged else None)
 
     def send(self, flat: Tensor, target: int, tag: int) -> Pending:
         if not flat.numel():
             return Pending(flat)
         sent = flat.cpu() if self._stages_messages(flat) else flat
-        work = dist.isend(_bytes(sent), target, group=self._world_group, tag=_MESSAGE_TAG + tag)
-        return _after(flat, [work], keep=sent)
+        request = dist.isend(_bytes(sent), target, group=self._world_group, tag=_MESSAGE_TAG + tag)
+        return _after(flat, [request], keep=sent)
 
     def receive(self, flat: Tensor, source: int, tag: int) -> Pending:
         if not flat.numel():
             return Pending(flat)
         staged = self._stages_messages(flat)
         host = torch.empty(flat.shape, dtype=flat.dtype) if staged else flat
-        work = dist.irecv(_bytes(host), source, group=self._world_group, tag=_MESSAGE_TAG + tag)
-        return _after(flat, [work], (lambda: flat.copy_(host)) if staged else None)
+        request = dist.irecv(_bytes(host), source, group=self._world_group, tag=_MESSAGE_TAG + tag)
+        return _after(flat, [request], (lambda: flat.copy_(host)) if staged else None)
 
     def _stages_messages(self, flat: Tensor) -> bool:
         return flat.is_cuda and str(dist.get_backend(self._world_group)) == "gloo"
@@ -241,14 +241,14 @@ def _swap(
     pairs: Sequence[tuple[int, Tensor, Tensor]], group: Group, pg: dist.ProcessGroup
 ) -> list[dist.Work | None]:
     """Start sends and receives of (peer index, tensor to send, tensor to receive into)."""
-    works: list[dist.Work | None] = []
+    requests: list[dist.Work | None] = []
     for shift in range(1, group.size):
         for index, sent, received in pairs:
             if (index - group.index) % group.size == shift and sent.numel():
-                works.append(dist.isend(_bytes(sent), group.ranks[index], pg, _SWAP_TAG))
+                requests.append(dist.isend(_bytes(sent), group.ranks[index], pg, _SWAP_TAG))
             if (group.index - index) % group.size == shift and received.numel():
-                works.append(dist.irecv(_bytes(received), group.ranks[index], pg, _SWAP_TAG))
-    return works
+                requests.append(dist.irecv(_bytes(received), group.ranks[index], pg, _SWAP_TAG))
+    return requests
 
 
 def _bytes(flat: Tensor) -> Tensor:
@@ -257,16 +257,16 @@ def _bytes(flat: Tensor) -> Tensor:
 
 def _after(
     result: Tensor,
-    works: Sequence[dist.Work | None],
+    requests: Sequence[dist.Work | None],
     finish: Callable[[], object] | None = None,
     keep: Tensor | None = None,
 ) -> Pending:
-    """Return the result once all works are done; `keep` stays allocated until then."""
+    """Return the result once all requests are done; `keep` stays allocated until then."""
 
     def wait() -> None:
-        for work in works:
-            if work is not None:
-                work.wait()
+        for request in requests:
+            if request is not None:
+                request.wait()
         if finish is not None:
             finish()
         _ = keep
