@@ -252,8 +252,8 @@ def test_what_would_be_wrong_on_shards_is_refused(
     for clip, adafactor, muon, glob in pool(2).run(refusals, strategy, timeout=110):
         assert clip.startswith("OptimizerError")
         assert "sw.clip_grad_norm_" in clip
-        assert adafactor.startswith("OptimizerError: Adafactor is not known to be element-wise")
-        assert muon.startswith("OptimizerError: Muon is not known to be element-wise")
+        assert adafactor.startswith("OptimizerError: Adafactor is not known to be elementwise")
+        assert muon.startswith("OptimizerError: Muon is not known to be elementwise")
         assert "did you mean" in glob
 
 

@@ -1,21 +1,21 @@
-"""Find out why a step failed or stalled, and name the same cause on every rank.
+"""Find the cause of a failed or stalled step, and name the same cause on every rank.
 
-When a rank dies in mid-step, its peers get errors that do not name it, and their peers only see
-those give up. All of them therefore look in the store, which needs none of the broken connections:
+When a rank dies during a step, its peers get errors that do not name it, and their peers only see
+those give up. All of them therefore use the store, which needs none of the broken connections:
 
 - A rank that leaves a step by an exception publishes it.
 - The first rank that knows a cause records it: its own exception, or ranks without a heartbeat.
-  All ranks raise this one cause, whatever each of them saw.
+  All ranks raise this cause, whatever each of them observed.
 
-A rank that loses a connection waits for a cause, or until it has found the dead ranks itself, for
-at most ten seconds and never longer than its time-out. If the store is lost, its host is gone: rank
-0, or torchrun's agent. As rank 0 may merely have given up, it stays up to three seconds until the
-others know the cause.
+A rank that loses a connection waits until a cause is recorded or it has detected dead ranks itself,
+for at most ten seconds and never longer than its timeout. If the store is lost, its host is gone:
+rank 0, or torchrun's agent. Since rank 0 may merely have given up, it stays for up to three seconds
+until the others know the cause.
 
-A rank that gloo keeps waiting for a living peer cannot be woken: it returns when that peer's
-process ends, or at the process group's own time-out. Nor can gloo be stopped from finishing its
-work when the interpreter exits: after a failure, a process that is still exiting after five seconds
-is ended with exit status 1.
+A rank that waits in gloo for a living peer cannot be interrupted: it returns when that peer's
+process ends, or at the process group's own timeout. Nor can gloo be stopped from finishing its work
+when the interpreter exits: after a failure, a process that is still exiting after five seconds is
+ended with exit status 1.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Cause:
-    """Why all ranks fail, and the ranks to look at."""
+    """The reason why all ranks fail, and the ranks to look at."""
 
     text: str
     ranks: list[int]
@@ -73,18 +73,18 @@ class _Cause:
 
 
 class FailureReports:
-    """What this rank and the others published about a failure, and its common cause."""
+    """The reports that this rank and the others published of a failure, and its common cause."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self.heartbeat = heartbeat
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.connection = Connection(GRACE_S)
         self.liveness = Liveness(self.connection)
-        self._published, self._recorded = False, ""  # to withdraw when the user goes on
+        self._published, self._recorded = False, ""  # to withdraw if the user continues
 
     @property
     def last_cause(self) -> _Cause | None:
-        """The cause that the heartbeat has read, which is known after the loss of the store."""
+        """The cause that the heartbeat has read, which is available without the store."""
         return _Cause.decode(self.heartbeat.cause)
 
     def others(self) -> list[int]:
@@ -136,14 +136,14 @@ _reports: FailureReports | None = None  # of the default process group
 
 
 def report_of(rank: int) -> str | None:
-    """Return the failure that a rank has published, as far as this rank can know it."""
+    """Return the failure that a rank has published, if the store still answers."""
     with contextlib.suppress(RuntimeError):
         return None if _reports is None else _reports.report_of(rank)
     return None
 
 
 def has_ended(rank: int) -> bool:
-    """Return whether a rank has ended in an orderly way, or the store no longer answers."""
+    """Return whether a rank has exited normally, or the store no longer answers."""
     with contextlib.suppress(RuntimeError):
         return _reports is None or _reports.liveness.heartbeat(rank)[0] == ENDED
     return True
@@ -166,9 +166,8 @@ def _failure_reports() -> FailureReports | None:
 def naming_failures(timeout_s: float) -> Iterator[None]:
     """Turn a failure of communication within the body into a `RankError` that names its cause.
 
-    Any other exception is published, so that the other ranks name this rank and it, and raised
-    unchanged. Finding the cause takes at most `timeout_s`. All ranks use this around the
-    same work.
+    Any other exception is published, so that the other ranks name it and this rank, and raised
+    unchanged. Finding the cause takes at most `timeout_s`. All ranks use this around the same work.
     """
     reports = _failure_reports()
     if reports is None:
@@ -215,8 +214,8 @@ def _find_cause(reports: FailureReports, error: BaseException, timeout_s: float)
         return reports.last_cause or _Cause(*lost_store())
 
 
-def _wait_for_cause(reports: FailureReports, grace: float, seen: str) -> _Cause:
-    """Wait for a recorded cause, for ranks that turn out to be dead, or for the end of `grace`."""
+def _wait_for_cause(reports: FailureReports, grace: float, observed_error: str) -> _Cause:
+    """Wait for a recorded cause, for the detection of dead ranks, or for the end of `grace`."""
     begin = time.monotonic()
     dead_after = min(DEAD_AFTER_S, 0.8 * grace)
     liveness = Liveness(reports.connection)
@@ -234,18 +233,19 @@ def _wait_for_cause(reports: FailureReports, grace: float, seen: str) -> _Cause:
             return _Cause(f"{name_ranks(ended)} ended before the step did", ended)
         if not observed or time.monotonic() - begin >= grace:
             unknown = [r for r, (beats, _) in observed.items() if beats is None]
-            return _unexplained(f"rank {reports.rank} saw: {seen}", list(observed), unknown)
+            context = f"rank {reports.rank} saw: {observed_error}"
+            return _unexplained(context, list(observed), unknown)
         time.sleep(POLL_S)
 
 
-def _unexplained(seen: str, silent: list[int], unknown: list[int]) -> _Cause:
-    """Describe a failure where no rank is known to have died or failed by itself."""
+def _unexplained(context: str, silent: list[int], unknown: list[int]) -> _Cause:
+    """Describe a failure if no rank is known to have died or failed by itself."""
     if unknown:
-        return _Cause(f"{name_ranks(unknown)} never began a step; {seen}", unknown)
+        return _Cause(f"{name_ranks(unknown)} never began a step; {context}", unknown)
     if silent:
-        late = f"{name_ranks(silent)} did not come in time (slow, or waiting for another)"
-        return _Cause(f"no rank died, but {late}; {seen}", silent)
-    return _Cause(f"no rank died, but connections broke; {seen}", [])
+        late = f"{name_ranks(silent)} did not arrive in time (slow, or waiting for another)"
+        return _Cause(f"no rank died, but {late}; {context}", silent)
+    return _Cause(f"no rank died, but connections broke; {context}", [])
 
 
 _exit_limited = False
@@ -256,12 +256,8 @@ def _limit_exit_time() -> None:
     global _exit_limited
     if not _exit_limited:
         _exit_limited = True
-        atexit.register(_end_after_delay)
-
-
-def _end_after_delay() -> None:
-    nowhere = open(os.devnull, "w")  # noqa: SIM115  open until the process is gone
-    faulthandler.dump_traceback_later(EXIT_S, exit=True, file=nowhere)
+        null = open(os.devnull, "w")  # noqa: SIM115  stays open until the process is gone
+        atexit.register(faulthandler.dump_traceback_later, EXIT_S, exit=True, file=null)
 
 
 # The edge at which a program of messages is stuck
@@ -273,8 +269,9 @@ _STALL_POLL_S = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """The message of an edge, counted from 0, that a rank waits for; how many it has begun to send
-    to and receive from each rank.
+    """The edge and number of the message that a rank waits for, and its progress.
+
+    `sent` and `posted` count the messages that it has begun to send to and receive from each rank.
     """
 
     edge: Edge
@@ -291,12 +288,13 @@ class Wait:
 
 
 class StallDetector:
-    """Find the edge at which a collective is stuck, the same on all ranks that wait.
+    """Find the edge at which a collective is stuck, the same on all waiting ranks.
 
-    A rank that gives up publishes whom it waited for. If this rank waits for rank 1, and rank 1
-    for rank 3, which says nothing, all name the edge between 3 and 1. If every rank has given up,
-    ranks wait for each other in a circle and a link is dead: the one whose message was sent, as
-    its sender says, and did not arrive. `name` is the same on all ranks of a group and unique.
+    A rank that gives up publishes the edge on which it waited. If this rank waits for rank 1, and
+    rank 1 for rank 3, which publishes nothing, all name the edge between 3 and 1. If every rank has
+    given up, ranks wait for each other in a circle and a link is dead: the one whose message was
+    sent according to its sender, and did not arrive. `name` is unique, and the same on all ranks
+    of a group.
     """
 
     def __init__(self, name: str, rank: int, num_ranks: int) -> None:
@@ -307,7 +305,7 @@ class StallDetector:
     def find_edge(
         self, wait: Wait, published: Callable[[], None], grace_s: float = STALL_GRACE_S
     ) -> Edge:
-        """Return the edge to name; call `published` when this rank's wait is in the store."""
+        """Return the edge at fault; call `published` when this rank's wait is in the store."""
         waits = {self.rank: wait}
         answers = _within(lambda: self._publish(wait), grace_s)
         published()
@@ -338,7 +336,7 @@ def follow(waits: Mapping[int, Wait], rank: int) -> Edge:
     if rank not in waits:
         return waits[path[-1]].edge
     circle = sorted(path[path.index(rank) :])
-    dead = [waits[member].edge for member in circle if _is_under_way(waits, member)]
+    dead = [waits[member].edge for member in circle if _is_in_flight(waits, member)]
     return dead[0] if dead else waits[circle[0]].edge
 
 
@@ -346,7 +344,7 @@ def _other_end(edge: Edge, rank: int) -> int:
     return edge[0] if edge[1] == rank else edge[1]
 
 
-def _is_under_way(waits: Mapping[int, Wait], rank: int) -> bool:
+def _is_in_flight(waits: Mapping[int, Wait], rank: int) -> bool:
     """Return whether the other end has done its part for the message that a rank waits for."""
     wait = waits[rank]
     other = _other_end(wait.edge, rank)
@@ -355,7 +353,7 @@ def _is_under_way(waits: Mapping[int, Wait], rank: int) -> bool:
 
 
 def _within(request: Callable[[], T], limit_s: float) -> T | None:
-    """Return what the store answers; None if it, or its host, does not answer in time."""
+    """Return the answer of the store; None if it does not answer in time."""
     answers: list[T] = []
 
     def work() -> None:

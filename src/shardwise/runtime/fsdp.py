@@ -1,15 +1,14 @@
 """Gather parameters for use and free them afterwards (zero 3).
 
 A `Unit` is a module of the generated program with the flat groups of its parameters. Its hooks
-gather them before its forward, while the next unit's are already in flight; free them after; and
-gather them again before its backward, which a hook on the gradient of its outputs announces.
-Autograd runs backward in the reverse order of the forward's calls, so that when a unit's backward
-begins, all units called after it are done: their memory is freed, and, in the last backward of a
-step, the remaining sums start. The root unit stays gathered from the beginning of a step to its
-end.
+gather them before its forward, while those of the next unit are already in flight; free them after
+it; and gather them again before its backward, which a hook on the gradient of its outputs
+announces. Autograd runs backward in the reverse order of the forward's calls, so that when a unit's
+backward begins, all units called after it are done: their memory is freed, and, in the last
+backward of a step, their remaining sums start. The root unit stays gathered during the entire step.
 
-A step runs the forward and backward of several micro-batches in any order, each in a window of
-its own (`begin_forward` … `end_forward`); each forward leaves a `Pass`, to which its hooks refer.
+A step runs the forward and backward of several micro-batches in any order, each in a separate
+window (`begin_forward` … `end_forward`); each forward creates a `Pass`, to which its hooks refer.
 A step without windows is one forward and one backward.
 """
 
@@ -38,7 +37,7 @@ class Unit:
         return f"Unit({self.path!r}, {len(self.entries)} parameters)"
 
     def start(self) -> None:
-        """Begin to gather, unless that has been done."""
+        """Begin to gather, unless that has happened."""
         if not self.ready and self._pending is None:
             self._pending = [group.gather() for group in self.groups]
 
@@ -76,7 +75,7 @@ class Pass:
         self.announced: set[Unit] = set()
 
     def enter(self, unit: Unit) -> Unit | None:
-        """Note a call; the unit that is expected next."""
+        """Record a call; return the unit that is expected next."""
         call = len(self.calls)
         self.calls.append(unit)
         self.first.setdefault(unit, call)
@@ -85,11 +84,11 @@ class Pass:
 
     def called_after(self, call: int) -> list[Unit]:
         """Return the units first called after `call`, the latest first."""
-        return [unit for unit, at in reversed(self.first.items()) if at > call]
+        return [unit for unit, first in reversed(self.first.items()) if first > call]
 
 
 class Units:
-    """All units of a program, and where in the step it is."""
+    """All units of a program, and the state of the current step."""
 
     def __init__(
         self, groups: Sequence[FlatGroup], flush: Callable[[Iterable[Entry]], None]
@@ -98,7 +97,7 @@ class Units:
         for group in groups:
             by_path.setdefault(group.entries[0].spec.unit, []).append(group)
         self.root = Unit("", by_path.pop("", []))
-        self.units = [Unit(path, result) for path, result in by_path.items()]
+        self.units = [Unit(path, members) for path, members in by_path.items()]
         self._flush = flush
         self._orders: dict[Hashable, list[Unit]] = {}
         self._inline: dict[Hashable, dict[Unit, None]] = {}
@@ -111,16 +110,16 @@ class Units:
     def attach(self, module: nn.Module, part: Hashable = 0, spread: Collection[str] = ()) -> None:
         """Register hooks on a generated module's units.
 
-        A program may write a block's code in its own forward, as where a block is called twice, or
-        use parameters of a unit outside of it (`spread`). Such a unit is gathered when the program
-        begins, and stays until its end as the root does.
-        A module without the unit's parameters (what is computed beforehand) has nothing to gather.
+        A program may inline a block's code in its own forward, for example if a block is called
+        twice, or use parameters of a unit outside of it (`spread`). Such a unit is gathered when
+        the program begins, and stays gathered until its end, as the root does. A module without
+        the unit's parameters (one that precomputes values) has nothing to gather.
         """
-        held = {id(parameter) for parameter in module.parameters()}
+        parameters = {id(parameter) for parameter in module.parameters()}
         for unit in self.units:
-            if not any(id(entry.shown) in held for entry in unit.entries):
+            if not any(id(entry.shown) in parameters for entry in unit.entries):
                 continue
-            target = None if unit.path in spread else _submodule(module, unit.path)
+            target = None if unit.path in spread else _find_called(module, unit.path)
             if target is None:
                 module.register_forward_pre_hook(self._inlined(unit, part))
                 continue
@@ -128,9 +127,10 @@ class Units:
             target.register_forward_hook(self._after(unit))
 
     def forget(self, key: Hashable) -> None:
-        """Forget what was requested for a program that no longer exists."""
-        for known in [k for k in self._orders if _of_program(k, key)]:
-            del self._orders[known]
+        """Forget the orders of calls of a program that no longer exists."""
+        for order_key in list(self._orders):
+            if isinstance(order_key, tuple) and order_key[0] in (key, ("eval", key)):
+                del self._orders[order_key]
 
     # --- steps and windows ---------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class Units:
         self.root.use()
 
     def begin_forward(self, part: Hashable, key: Hashable) -> None:
-        """Start a forward of a part: the first unit ahead."""
+        """Start a forward of a part, and gather its first unit."""
         self._windows = True
         self._start_pass(part, key)
         if self._pass.order:
@@ -168,7 +168,7 @@ class Units:
         self._mode = ""
 
     def finish(self, *, abort: bool = False) -> None:
-        """End a step: nothing stays gathered."""
+        """End a step, and free all units."""
         if not abort and not self._windows:
             self._orders.setdefault(self._order_key, self._pass.calls)
             if self._mode == "backward":
@@ -215,8 +215,8 @@ class Units:
     def _after(self, unit: Unit) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if self._in_backward:
-                result, call = self._current
-                if unit in result.announced and result.calls[call] is not unit:
+                current, call = self._current
+                if unit in current.announced and current.calls[call] is not unit:
                     unit.free()  # until its own backward
                 return
             call = self._pass.inside.pop()
@@ -233,52 +233,41 @@ class Units:
         return self._mode == "backward"
 
     def _recomputed(self, unit: Unit) -> Unit | None:
-        """Return the unit after this one in a forward that backward repeats."""
-        result, call = self._current
-        at = result.first.get(unit, call) + 1
-        return result.calls[at] if at < call else None
+        """Return the unit after this one in a forward that backward recomputes."""
+        current, call = self._current
+        following = current.first.get(unit, call) + 1
+        return current.calls[following] if following < call else None
 
-    def _announce(self, output: Tensor, unit: Unit, found: Pass, call: int) -> None:
+    def _announce(self, output: Tensor, unit: Unit, forward: Pass, call: int) -> None:
         def before_backward(_: Tensor) -> None:
-            self._before_backward(unit, found, call)
+            self._mode, self._current = "backward", (forward, call)
+            for done in forward.called_after(call):
+                if done.ready:
+                    if self._last:
+                        self._flush(done.entries)
+                    done.free()
+            unit.use()
+            if call > 0:
+                forward.calls[call - 1].start()
 
-        found.announced.add(unit)
+        forward.announced.add(unit)
         output.register_hook(before_backward)  # type: ignore[no-untyped-call]
 
-    def _before_backward(self, unit: Unit, found: Pass, call: int) -> None:
-        self._mode, self._current = "backward", (found, call)
-        for done in found.called_after(call):
-            if done.ready:
-                if self._last:
-                    self._flush(done.entries)
-                done.free()
-        unit.use()
-        if call > 0:
-            found.calls[call - 1].start()
 
-
-def _of_program(order: Hashable, key: Hashable) -> bool:
-    """Return whether an order belongs to a step or an evaluation of the program `key`."""
-    return isinstance(order, tuple) and order[0] in (key, ("eval", key))
-
-
-def _submodule(module: nn.Module, path: str) -> nn.Module | None:
+def _find_called(module: nn.Module, path: str) -> nn.Module | None:
     """Return the module at `path`, if it has a forward that can be called."""
     try:
-        result = module.get_submodule(path)
+        submodule = module.get_submodule(path)
     except AttributeError:
         return None
-    return None if type(result).forward is nn.Module.forward else result
+    return None if type(submodule).forward is nn.Module.forward else submodule
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
+    elif isinstance(value, dict | tuple | list):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _tensors(item)
 
 

@@ -1,8 +1,8 @@
 """Optimizers on this rank's part of a model.
 
-`optimizer(pm, torch.optim.AdamW, lr=1e-3)` is a `torch.optim.Optimizer` around one of the given
-class, which works on the pieces that this rank owns. The two share their parameter groups, so
-learning-rate schedulers work as usual. Its state dict has full tensors under original names.
+`optimizer(pm, torch.optim.AdamW, lr=1e-3)` is a `torch.optim.Optimizer` that wraps an `AdamW` of
+the pieces that this rank owns. The two share their parameter groups, so learning-rate schedulers
+work as usual. Its state dict has full tensors under original names.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ class _Selection:
     """Parameters by glob or tensor; every one of them must exist."""
 
     def __init__(self, store: ParameterStore, params: Params) -> None:
-        given = [params] if isinstance(params, str | Tensor) else list(params)
-        tensors = [item for item in given if isinstance(item, Tensor)]
+        items = [params] if isinstance(params, str | Tensor) else list(params)
+        tensors = [item for item in items if isinstance(item, Tensor)]
         self.by_tensor = bool(tensors)
         self.names = set(_names_of(store, tensors))
-        self.globs = [item for item in given if isinstance(item, str)]
-        known = [name for e in store.entries for name in (e.spec.name, *e.spec.aliases)]
-        known += sorted(store.elsewhere)
+        self.globs = [item for item in items if isinstance(item, str)]
+        names = [name for e in store.entries for name in _names(e)]
+        names += sorted(store.elsewhere)
         for glob in self.globs:
-            if not fnmatch.filter(known, glob):
-                raise OptimizerError(f"no parameter matches {glob!r}{did_you_mean(glob, known)}")
+            if not fnmatch.filter(names, glob):
+                raise OptimizerError(f"no parameter matches {glob!r}{did_you_mean(glob, names)}")
 
-    def has(self, names: Iterable[str]) -> bool:
+    def matches(self, names: Iterable[str]) -> bool:
+        """Return whether the selection contains a parameter of these names."""
         return any(
             name in self.names or any(fnmatch.fnmatchcase(name, glob) for glob in self.globs)
             for name in names
@@ -54,9 +55,9 @@ class _Selection:
 
 
 def _names_of(store: ParameterStore, tensors: Iterable[Tensor]) -> Iterator[str]:
-    shown = store.names_by_tensor()
+    names = store.names_by_tensor()
     for tensor in tensors:
-        name = shown.get(id(tensor)) or store.original_name(tensor)
+        name = names.get(id(tensor)) or store.original_name(tensor)
         if name is None:
             raise OptimizerError(
                 f"a tensor of shape {tuple(tensor.shape)} is neither a parameter of the parallel "
@@ -74,8 +75,8 @@ def select_entries(store: ParameterStore, params: Params | None) -> list[Entry]:
     """Return the entries of these parameters on this rank; all of them by default."""
     if params is None:
         return list(store.entries)
-    chosen = _Selection(store, params)
-    return [entry for entry in store.entries if chosen.has(_names(entry))]
+    selection = _Selection(store, params)
+    return [entry for entry in store.entries if selection.matches(_names(entry))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,70 +95,70 @@ def find_groups(
     *,
     rest: bool,
 ) -> Groups:
-    """Return the groups; an entry goes to the first one whose glob matches.
+    """Return the groups; an entry belongs to the first one that matches.
 
-    What is selected and in no group goes into a last one, unless groups list tensors: these are
-    complete, as in `torch.optim`. Frozen parameters belong to groups too, as in plain PyTorch:
-    without a gradient they stay as they are, and they are updated once they are unfrozen.
+    Selected parameters that no group matches form a last group, unless groups list tensors: these
+    are complete, as in `torch.optim`. Frozen parameters belong to groups too, as in plain PyTorch:
+    they have no gradient, and are updated once they are unfrozen.
     """
     selected = None if params is None else _Selection(store, params)
-    left = [e for e in store.entries if not e.spec.borrowed and _has_gradients(e.dtype)]
-    # Other stages may have a rest: groups have the same numbers on all of them.
+    local = [e for e in store.entries if not e.spec.borrowed and _is_inexact(e.dtype)]
+    # Groups have the same numbers on all stages, so that other stages' parameters count as well.
     borrowed = [_names(e) for e in store.entries if e.spec.borrowed]
-    others = [*borrowed, *store.parameters_elsewhere]
+    remote = [*borrowed, *store.parameters_elsewhere]
     if selected is not None:
-        left = [e for e in left if selected.has(_names(e))]
-        others = [names for names in others if selected.has(names)]
+        local = [e for e in local if selected.matches(_names(e))]
+        remote = [names for names in remote if selected.matches(names)]
     result: list[tuple[dict[str, Any], list[Entry]]] = []
-    every: list[_Selection] = []
-    for group in _written(groups):
-        own = _Selection(store, group["params"])
-        _refuse_twice(own, every)
-        every.append(own)
-        matched = [e for e in left if own.has(_names(e))]
-        left = [e for e in left if e not in matched]
+    selections: list[_Selection] = []
+    for group in _as_dicts(groups):
+        selection = _Selection(store, group["params"])
+        # Of globs, the first match counts; a tensor in two groups is a mistake.
+        for name in sorted(selection.names & {n for s in selections for n in s.names}):
+            raise OptimizerError("the parameter is in two groups", where=name)
+        selections.append(selection)
+        matched = [e for e in local if selection.matches(_names(e))]
+        local = [e for e in local if e not in matched]
         result.append(({k: v for k, v in group.items() if k != "params"}, matched))
-    rest = rest and not any(selection.by_tensor for selection in every)
-    unmatched = bool(left) or any(not any(s.has(names) for s in every) for names in others)
-    if not result or (rest and unmatched):
-        result.append(({}, left))
-    taken = others if rest or not every else [n for n in others if any(s.has(n) for s in every)]
-    here = (entry.spec.name for _, entries in result for entry in entries)
+
+    def is_matched(names: tuple[str, ...]) -> bool:
+        return any(selection.matches(names) for selection in selections)
+
+    rest = rest and not any(selection.by_tensor for selection in selections)
+    if not result or (rest and (local or not all(map(is_matched, remote)))):
+        result.append(({}, local))
+    if not rest and selections:
+        remote = [names for names in remote if is_matched(names)]
+    local_names = (entry.spec.name for _, entries in result for entry in entries)
     return Groups(
         options=tuple(options for options, _ in result),
         entries=tuple(tuple(entries) for _, entries in result),
-        names=frozenset((*here, *(names[0] for names in taken))),
+        names=frozenset((*local_names, *(names[0] for names in remote))),
     )
 
 
-def _written(groups: Iterable[Mapping[str, Any] | Tensor]) -> list[Mapping[str, Any]]:
+def _as_dicts(groups: Iterable[Mapping[str, Any] | Tensor]) -> list[Mapping[str, Any]]:
     """Return groups as dicts; a plain list of tensors is one group."""
-    given = list(groups)
-    if given and all(isinstance(item, Tensor) for item in given):
-        return [{"params": given}]
-    made: list[Mapping[str, Any]] = []
-    for item in given:
+    items = list(groups)
+    if items and all(isinstance(item, Tensor) for item in items):
+        return [{"params": items}]
+    dicts: list[Mapping[str, Any]] = []
+    for item in items:
         if not isinstance(item, Mapping) or "params" not in item:
             raise OptimizerError(
                 f"a group is a dict with 'params', not {type(item).__name__}",
                 hint='groups=[{"params": "*.bias", "weight_decay": 0.0}]',
             )
-        made.append(item)
-    return made
+        dicts.append(item)
+    return dicts
 
 
-def _refuse_twice(mine: _Selection, before: Sequence[_Selection]) -> None:
-    """Refuse a tensor in two groups; of globs, the first match counts."""
-    for twice in sorted(mine.names & {name for other in before for name in other.names}):
-        raise OptimizerError("the parameter is in two groups", where=twice)
-
-
-def _has_gradients(dtype: torch.dtype) -> bool:
+def _is_inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
 def claim_names(store: ParameterStore, owner: torch.optim.Optimizer, names: Iterable[str]) -> None:
-    """Note that an optimizer updates these parameters; one that did so before may not go on."""
+    """Register the optimizer that updates these parameters; it replaces any earlier one."""
     for name in names:
         store.optimizers[name] = weakref.ref(owner)
 
@@ -165,20 +166,20 @@ def claim_names(store: ParameterStore, owner: torch.optim.Optimizer, names: Iter
 def require_claimed(
     store: ParameterStore, owner: torch.optim.Optimizer, names: Iterable[str]
 ) -> None:
-    """Raise, on all ranks, if another optimizer has taken one of these parameters over."""
+    """Raise, on all ranks, if another optimizer has claimed one of these parameters."""
     for name in names:
-        held = store.optimizers.get(name)
-        other = None if held is None else held()
-        if other is not None and other is not owner:
+        reference = store.optimizers.get(name)
+        claimant = None if reference is None else reference()
+        if claimant is not None and claimant is not owner:
             raise OptimizerError(
                 f"two optimizers update this parameter: {type(owner).__name__} was created first, "
                 "and another one after it",
                 where=name,
-                hint='give each its own: sw.optimizer(pm, cls, params="G.*", …)',
+                hint='select disjoint parameters: sw.optimizer(pm, cls, params="G.*", …)',
             )
 
 
-# Their update of an element reads that element's own gradient and state only.
+# Optimizers whose update of an element only reads that element's gradient and state.
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.ASGD,
     torch.optim.Adadelta,
@@ -194,7 +195,7 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 )
 
 
-# Their update of a parameter reads that parameter's own gradient and state only.
+# Optimizers whose update of a parameter only reads that parameter's gradient and state.
 PER_TENSOR: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adafactor,
     torch.optim.Muon,
@@ -203,7 +204,7 @@ PER_TENSOR: tuple[type[torch.optim.Optimizer], ...] = (
 
 
 class HasStore(Protocol):
-    """A parallel module, as far as optimizers are concerned."""
+    """The attribute of a parallel module that optimizers use."""
 
     @property
     def store(self) -> ParameterStore: ...
@@ -219,31 +220,30 @@ def optimizer(
     rest: bool = True,
     **options: Any,
 ) -> ShardedOptimizer:
-    """Make an optimizer of class `cls` for a parallel module, or for its parameters `params`.
+    """Create an optimizer of class `cls` for a parallel module, or for its parameters `params`.
 
     `params` selects parameters by a glob on original names, several globs, or tensors of
     `pm.parameters()` or of the original model. Several optimizers have disjoint parameters.
 
-    `groups` are dicts of options with "params", which are given likewise. What no glob matches goes
-    into a last group with the defaults, or with `rest=False` into none; groups of tensors are
-    complete, as in `torch.optim`. Frozen parameters belong to groups too, and are updated from when
-    they are unfrozen. `elementwise=True` says of a class unknown here that it may work on parts of
-    tensors.
+    `groups` are dicts of options with "params", which selects parameters in the same way. The
+    remaining parameters form a last group with the defaults, unless `rest=False`; groups of tensors
+    are complete, as in `torch.optim`. Frozen parameters belong to groups too, and are updated once
+    they are unfrozen. `elementwise=True` asserts that an unknown class may update parts of tensors.
     """
     store = pm.store
-    known = isinstance(cls, type) and cls in ELEMENTWISE
-    whole_only = not (known if elementwise is None else elementwise)
+    if elementwise is None:
+        elementwise = isinstance(cls, type) and cls in ELEMENTWISE
     grouped = find_groups(store, groups or [], params, rest=rest)
-    every = [entry for entries in grouped.entries for entry in entries]
-    if whole_only:
-        _require_whole(store, cls, [entry for entry in every if entry.trained])
+    if not elementwise:
+        entries = [entry for group in grouped.entries for entry in group if entry.trained]
+        _require_full_tensors(store, cls, entries)
         _require_all_stages(store, cls)
     pairs = zip(grouped.options, grouped.entries, strict=True)
-    inner = cls([{**g, "params": [e.piece for e in entries]} for g, entries in pairs], **options)
-    made = ShardedOptimizer(store, inner, grouped.entries)
-    made.whole_only, made.claimed = whole_only, tuple(sorted(grouped.names))
-    claim_names(store, made, made.claimed)
-    return made
+    inner = cls([{**g, "params": [e.piece for e in group]} for g, group in pairs], **options)
+    result = ShardedOptimizer(store, inner, grouped.entries)
+    result.elementwise, result.claimed = elementwise, tuple(sorted(grouped.names))
+    claim_names(store, result, result.claimed)
+    return result
 
 
 def _require_all_stages(store: ParameterStore, cls: object) -> None:
@@ -251,31 +251,28 @@ def _require_all_stages(store: ParameterStore, cls: object) -> None:
     name = getattr(cls, "__name__", str(cls))
     if len(store.mesh.groups) > 1 and cls not in PER_TENSOR:
         raise OptimizerError(
-            f"{name} may read several parameters for one update, and each rank has those of its "
-            "pipeline stages",
+            f"{name} may read several parameters for one update, but each rank only has the "
+            "parameters of its pipeline stages",
             hint=f"a plan without stages, or optimizer(pm, {name}, elementwise=True) if each "
             "parameter's update reads that parameter alone",
         )
 
 
-def _require_whole(store: ParameterStore, cls: object, entries: Iterable[Entry]) -> None:
+def _require_full_tensors(store: ParameterStore, cls: object, entries: Iterable[Entry]) -> None:
+    """Refuse optimizers that may not be elementwise for sharded parameters."""
     name = getattr(cls, "__name__", str(cls))
     for entry in entries:
-        if entry.group is not None or _is_cut(store, entry):
+        if entry.group is not None or store.is_split(entry):
             raise OptimizerError(
-                f"{name} is not known to be element-wise, and {entry.spec.name} of shape "
+                f"{name} is not known to be elementwise, and {entry.spec.name} of shape "
                 f"{entry.spec.shape} is sharded here",
                 hint=f"a plan that replicates parameters (ddp), or optimizer(pm, {name}, "
                 "elementwise=True) if each element's update reads that element alone",
             )
 
 
-def _is_cut(store: ParameterStore, entry: Entry) -> bool:
-    return any(store.mesh.axes[split.axis] != 1 for split in entry.spec.splits)
-
-
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Steps an inner optimizer on this rank's pieces, then gives all ranks the new parameters."""
+    """Step an inner optimizer on this rank's pieces, then distribute the new parameters."""
 
     def __init__(
         self,
@@ -287,34 +284,36 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._entries = [list(group) for group in entries]
         self._shown = [[store.parameter(entry) for entry in group] for group in self._entries]
         self._pieces = [[entry.piece for entry in group] for group in self._entries]
-        self._every = [entry for group in self._entries for entry in group]
-        self.whole_only = False  # whether an update of an element reads others of its tensor
-        self.claimed: tuple[str, ...] = ()  # the parameters of all ranks that it updates
-        self.needs_closure = _needs_closure(inner)
+        self._all_entries = [entry for group in self._entries for entry in group]
+        self.elementwise = True  # whether an update of an element only reads that element
+        self.claimed: tuple[str, ...] = ()  # names of its parameters, also on other ranks
+        closure = inspect.signature(inner.step).parameters.get("closure")
+        # LBFGS and the like require a closure.
+        self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
         if self.needs_closure:
-            self._require_everything()
-        _ours.add(inner)
+            self._require_replicated()
+        _own_optimizers.add(inner)
         self._show(self._shown, inner.param_groups)
         super().__init__(inner.param_groups, inner.defaults)
-        _ours.add(self)
+        _own_optimizers.add(self)
         self.param_groups = inner.param_groups
         self.state = inner.state
         self.skipped_steps = 0
         self._updates = 0
 
     def _show(self, parameters: list[list[Any]], groups: list[dict[str, Any]]) -> None:
-        """Let the groups, which schedulers share, list these tensors."""
+        """Put these tensors into the groups, which schedulers share."""
         for group, tensors in zip(groups, parameters, strict=False):
             group["params"] = tensors
 
-    def _require_everything(self) -> None:
+    def _require_replicated(self) -> None:
         """Require full parameters and gradients for a closure, which runs within a step."""
         store, name = self.store, type(self.inner).__name__
-        for entry in self._every:
-            if not store.is_whole(entry) or entry.piece is not entry.leaf or store.scaler:
+        for entry in self._all_entries:
+            if not store.is_replicated(entry) or entry.piece is not entry.leaf or store.scaler:
                 raise OptimizerError(
                     f"{name} calls its closure several times in a step and reads all parameters at "
-                    f"once; not every rank has all of {entry.spec.name} as it is optimized",
+                    f"once, but not every rank has the full {entry.spec.name} in optimized form",
                     where=entry.spec.name,
                     hint="a plan that replicates everything: sw.strategies.ddp without precision",
                 )
@@ -327,7 +326,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters. A closure runs `pm.train_step` and returns the loss.
 
-        With a loss scaler, a step with an infinite or undefined gradient on any rank is skipped.
+        With a loss scaler, a step with an infinite or NaN gradient on any rank is skipped.
         """
         loss = None
         require_claimed(self.store, self, self.claimed)
@@ -340,7 +339,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         store = self.store
-        overflow = store.scaler is not None and store.overflowed(self._every)
+        overflow = store.scaler is not None and store.overflowed(self._all_entries)
         if store.scaler is not None:
             store.scaler.update(overflow)
         if overflow:
@@ -348,10 +347,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return loss
         recorder = store.recorder
         with recorder.span("compute", "optimizer"):
-            store.link_gradients(self._every)
-            if self.whole_only:  # parameters frozen when the optimizer was created may be sharded
-                trained = [entry for entry in self._every if entry.piece.grad is not None]
-                _require_whole(store, type(self.inner), trained)
+            store.link_gradients(self._all_entries)
+            if not self.elementwise:  # parameters that were frozen at first may be sharded
+                trained = [entry for entry in self._all_entries if entry.piece.grad is not None]
+                _require_full_tensors(store, type(self.inner), trained)
             self._show(self._pieces, self.inner.param_groups)
             try:
                 if self.needs_closure:
@@ -360,19 +359,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     self.inner.step()
             finally:
                 self._show(self._shown, self.inner.param_groups)
-                store.unlink_gradients(self._every)
+                store.unlink_gradients(self._all_entries)
         with recorder.span("waiting", "update"):
-            store.gather_updates(self._every)
+            store.gather_updates(self._all_entries)
         self._updates += 1
         store.replicas.check(self._updates, self.param_groups)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this optimizer's parameters."""
-        self.store.zero_grad(set_to_none, self._every)
+        """Remove the gradients of this optimizer's parameters."""
+        self.store.zero_grad(set_to_none, self._all_entries)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise: groups are named when the optimizer is created."""
+        """Raise: groups are defined when the optimizer is created."""
         if len(self.param_groups) < len(self._entries):
             super().add_param_group(param_group)
             return
@@ -384,7 +383,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return state and groups under original names, with full tensors; all ranks call it."""
         state = {
             entry.spec.name: {
-                key: self._whole(entry, value)
+                key: self._full_value(entry, value)
                 for key, value in sorted(self.state[entry.piece].items())
             }
             for group in self._entries
@@ -395,45 +394,44 @@ class ShardedOptimizer(torch.optim.Optimizer):
         tables = share_lists(self.store.mesh, self._names(), self.store.device)
         names = [[n for table in tables for n in table[i]] for i in range(len(self._entries))]
         groups = [
-            {**{k: v for k, v in options.items() if k != "params"}, "params": list(own)}
-            for options, own in zip(self.param_groups, names, strict=True)
+            {**{k: v for k, v in options.items() if k != "params"}, "params": list(params)}
+            for options, params in zip(self.param_groups, names, strict=True)
         ]
         return {"state": state, "param_groups": groups}
 
     def _names(self) -> list[list[str]]:
         return [[entry.spec.name for entry in group] for group in self._entries]
 
-    def _whole(self, entry: Entry, value: Any) -> Any:
+    def _full_value(self, entry: Entry, value: Any) -> Any:
         if isinstance(value, Tensor) and value.dim():
             if value.shape != entry.piece.shape:
                 raise OptimizerError(
-                    f"state of shape {tuple(value.shape)} for {entry.spec.name}, of which this "
-                    f"rank has {tuple(entry.piece.shape)}"
+                    f"the state of {entry.spec.name} has shape {tuple(value.shape)}, but this "
+                    f"rank's piece has {tuple(entry.piece.shape)}"
                 )
             return self.store.gather_full(entry, value, piece=True)
         return value.clone() if isinstance(value, Tensor) else value
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take this rank's part of a state with full tensors under original names."""
+        """Load this rank's part of a state with full tensors under original names."""
         saved = state_dict["param_groups"]
         borrowed = {e.spec.name for e in self.store.entries if e.spec.borrowed}
         elsewhere = self.store.elsewhere | borrowed
         frozen = {e.spec.name for group in self._entries for e in group if not e.leaf.requires_grad}
         frozen -= {name for g in saved for name in g["params"]}
-        own = [[name for name in g["params"] if name not in elsewhere] for g in saved]
+        saved_names = [[name for name in g["params"] if name not in elsewhere] for g in saved]
         names = [[name for name in group if name not in frozen] for group in self._names()]
-        if _without_empty_end(own) != _without_empty_end(names):
+        if _without_empty_end(saved_names) != _without_empty_end(names):
             raise OptimizerError(
-                f"the state's groups {[g['params'] for g in saved]} are not the optimizer's "
+                f"the state's groups {[g['params'] for g in saved]} differ from the optimizer's "
                 f"{self._names()}"
             )
         for group, options in zip(self.param_groups, saved, strict=False):
             group.update({k: v for k, v in options.items() if k != "params"})
-        for group_entries in self._entries:
-            for entry in group_entries:
-                if entry.spec.name in state_dict["state"]:
-                    values = state_dict["state"][entry.spec.name]
-                    self.state[entry.piece] = {k: self._part(entry, v) for k, v in values.items()}
+        for entry in self._all_entries:
+            if entry.spec.name in state_dict["state"]:
+                values = state_dict["state"][entry.spec.name]
+                self.state[entry.piece] = {k: self._part(entry, v) for k, v in values.items()}
 
     def _part(self, entry: Entry, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -473,25 +471,19 @@ def _share_state(
     return result
 
 
-_ours: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-
-def _needs_closure(inner: torch.optim.Optimizer) -> bool:
-    """Return whether `step` requires a closure, as that of LBFGS does."""
-    closure = inspect.signature(inner.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+_own_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def _refuse_foreign(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Refuse a torch optimizer, which would update shards without the other ranks."""
-    if optimizer in _ours:
+    if optimizer in _own_optimizers:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(parameter, ShardTensor):
                 name = type(optimizer).__name__
                 raise OptimizerError(
-                    f"torch.optim.{name} has a parameter that is spread over ranks",
+                    f"torch.optim.{name} has a parameter that is sharded over ranks",
                     where=parameter.place.entry.spec.name,
                     hint=f"sw.optimizer(pm, torch.optim.{name}, …), which takes the same options",
                 )
@@ -511,49 +503,40 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
 
-    The norm is that of the whole model's gradient, or of the parameters `params` alone, given as
+    The norm is that of the full model's gradient, or only of the parameters `params`, selected as
     for `optimizer`: every element of every rank's part counts once. It is the same on all ranks,
     which call this together.
     """
-    entries = select_entries(pm.store, params)
-    with pm.store.recorder.span("compute", "clipping"):
-        return _clip(pm.store, entries, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+    store, entries = pm.store, select_entries(pm.store, params)
+    with store.recorder.span("compute", "clipping"):
+        grads = {e: grad for e in entries if (grad := store.gradient(e)) is not None}
+        counted = [grad for e, grad in grads.items() if _is_counted(store, e) and grad.numel()]
+        total = _total_norm(store, counted, norm_type)
+        if error_if_nonfinite and not bool(torch.isfinite(total)):
+            raise OptimizerError(
+                f"the norm of the gradients is {total.item()}; they are left unchanged"
+            )
+        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for grad in grads.values():
+            grad.mul_(scale.to(grad.device))
+        return total
 
 
-def _clip(
-    store: ParameterStore,
-    entries: Sequence[Entry],
-    max_norm: float,
-    norm_type: float,
-    *,
-    error_if_nonfinite: bool,
-) -> Tensor:
-    held = [(e, grad) for e in entries if (grad := store.gradient(e)) is not None]
-    own = [grad for entry, grad in held if _counts(store, entry) and grad.numel()]
-    total = _total_norm(store, own, norm_type)
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise OptimizerError(f"the norm of the gradients is {total.item()}, so they stay as is")
-    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for _, grad in held:
-        grad.mul_(scale.to(grad.device))
-    return total
-
-
-def _counts(store: ParameterStore, entry: Entry) -> bool:
-    """Return whether this rank counts, among those that hold the same part."""
+def _is_counted(store: ParameterStore, entry: Entry) -> bool:
+    """Return whether this rank is the one that counts, among those that hold the same part."""
     if entry.spec.borrowed:
         return False
     distinct = {split.axis for split in entry.spec.splits}
     if entry.zero >= 2:
         distinct |= set(entry.spec.sync)
-    return all(at == 0 or name in distinct for name, at in store.mesh.coordinates.items())
+    return all(i == 0 or name in distinct for name, i in store.mesh.coordinates.items())
 
 
 def _total_norm(store: ParameterStore, grads: list[Tensor], norm_type: float) -> Tensor:
     wide = any(e.master is torch.float64 for e in store.entries)
     dtype = torch.float64 if wide else torch.float32
     norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype).to(store.device) for g in grads]
-    # Stages of a pipeline may have other types; what all ranks add up is always of one.
+    # Pipeline stages may have different dtypes, but all ranks must reduce the same one.
     stacked = torch.stack(norms).double() if norms else torch.zeros(1).double().to(store.device)
     everyone = store.mesh.everyone
     if norm_type == float("inf"):

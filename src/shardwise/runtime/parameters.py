@@ -196,6 +196,10 @@ class Entry:
         for parameter in (self.leaf, self.shown, self.piece):
             parameter.requires_grad_(trained)
 
+    def clear_gradient(self) -> None:
+        """Remove the gradient."""
+        self.leaf.grad = self.piece.grad = self.shown.grad = None
+
     def show(self, parameter: nn.Parameter) -> None:
         """Put this parameter into the modules."""
         for owner, name in self.slots:

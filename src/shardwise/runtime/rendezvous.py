@@ -2,8 +2,8 @@
 
 Ranks publish short texts in numbered rendezvous and wait for those of the others. Nothing here is
 a collective, so a rank that fails, dies or never arrives cannot hang its peers: every wait has a
-time-out, and its error names the ranks that are missing. Each rank also runs a heartbeat, a thread
-that increments a counter in the store; a slow or waiting rank still has one, a dead rank does not.
+timeout, and its error names the missing ranks. Each rank also runs a heartbeat, a thread that
+increments a counter in the store, as long as the process is alive.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from shardwise.errors import RankError, ShardwiseError
 
 HEARTBEAT_S = 0.5
 DEAD_AFTER_S = 4.0  # without a heartbeat
-ENDED = -1  # the counter of a process that has ended in an orderly way
+ENDED = -1  # the counter of a process that has exited normally
 _POLL_S = 0.02
-_LIVENESS_S = 1.0  # between looks at heartbeats
+_LIVENESS_S = 1.0  # between checks of heartbeats
 _ANSWER_S = 30.0  # for the store to answer one request
 _JOIN_S = 120.0  # for all ranks to begin the same operation
-_KEPT_RENDEZVOUS = 4  # whose keys stay in the store
+_MAX_RENDEZVOUS = 4  # of each name whose keys stay in the store
 _AGREED = "agreed"
 
 
@@ -48,8 +48,8 @@ def host_store(
 ) -> TCPStore:
     """Host a store that listens at `host` only, and connect to it.
 
-    torch's own store accepts connections on every interface, and whoever reaches its port can read
-    and write what ranks publish.
+    torch's own store accepts connections on every interface, so that anyone who reaches its port
+    could read and change what ranks publish.
     """
     from shardwise.listening import listening_socket
 
@@ -107,10 +107,10 @@ class Connection:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        # Kept so that a store hosted by this process outlives the process group.
+        # Referenced so that a store hosted by this process outlives the process group.
         default: Any = torch.distributed.distributed_c10d._get_default_store()
         self._default = default
-        # A new connection to a host that is gone would be retried for minutes: ask the open one.
+        # A new connection to a dead host would be retried for minutes: test the open one first.
         default.check(["shardwise/alive"])
         self._store = default.clone()
         self._store.set_timeout(datetime.timedelta(seconds=timeout_s))
@@ -119,14 +119,14 @@ class Connection:
         return bool(self._store.check([f"shardwise/{key}"]))
 
     def read(self, key: str) -> str | None:
-        """Return a value that was written and not emptied since."""
+        """Return a value, or None if it was not written or is empty."""
         return (self._store.get(f"shardwise/{key}").decode() or None) if self.has(key) else None
 
     def write(self, key: str, text: str) -> None:
         self._store.set(f"shardwise/{key}", text)
 
     def write_first(self, key: str, text: str, expected: str = "") -> str:
-        """Write unless another rank was faster; return the value that is stored now."""
+        """Write unless another rank has; return the value that is stored now."""
         stored: str = self._store.compare_set(f"shardwise/{key}", expected, text).decode()
         return stored
 
@@ -169,10 +169,10 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 class Heartbeat:
-    """Show in the store that this rank is alive; read there why the others fail.
+    """Show in the store that this rank is alive, and read there the cause of a failure.
 
-    The thread reads the common cause of a failure with every beat, and says that it has: rank 0
-    keeps the store it hosts until the others know the cause.
+    The thread reads the common cause of a failure with every beat, and acknowledges it: rank 0
+    keeps the store that it hosts until the others know the cause.
     """
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ class Heartbeat:
         self._connection.write(f"heartbeat/{self.rank}", text)
 
     def end(self) -> None:
-        """Stop, and leave the mark of an orderly end."""
+        """Stop, and mark a normal exit."""
         self._stop.set()
         self._thread.join(HEARTBEAT_S)
         with contextlib.suppress(RuntimeError):
@@ -211,7 +211,7 @@ _heartbeat: Heartbeat | None = None  # of the default process group
 
 
 def start_heartbeat() -> Heartbeat | None:
-    """Start this rank's heartbeat unless it runs; None without other ranks."""
+    """Start this rank's heartbeat unless it runs; return None without other ranks."""
     global _heartbeat
     if not has_peers():
         return None
@@ -224,13 +224,13 @@ def start_heartbeat() -> Heartbeat | None:
 
 
 def count_run() -> None:
-    """Count that this rank begins to run a program, which the others must run as well."""
+    """Count a program that this rank begins to run, and that the others must run as well."""
     if _heartbeat is not None:
         _heartbeat.num_runs += 1
 
 
 class Liveness:
-    """What heartbeats say about other ranks, observed from this one."""
+    """The heartbeats of other ranks, observed from this one."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -242,7 +242,7 @@ class Liveness:
         return beats, knows_cause
 
     def num_runs(self, rank: int) -> int:
-        """Return how many programs a rank has begun to run, as far as is known."""
+        """Return how many programs a rank has begun to run, as of its last heartbeat."""
         return self._read(rank)[2]
 
     def _read(self, rank: int) -> tuple[int | None, bool, int]:
@@ -261,7 +261,7 @@ class Liveness:
 
 
 class Rendezvous:
-    """One rank's part in an operation of all ranks; this base class is that of a single rank."""
+    """One rank's part in an operation of all ranks; this base class is for a single rank."""
 
     rank, world = 0, 1
     reason = ""  # why this rank takes part, for messages
@@ -273,11 +273,11 @@ class Rendezvous:
         """Announce that this rank cannot continue, and why."""
 
     def wait_for(self, point: str, ranks: Sequence[int], timeout_s: float) -> dict[int, str]:
-        """Return what ranks published at a point, once all have; raise if one cannot."""
+        """Return the texts that ranks published at a point, once all have; raise if one cannot."""
         return dict.fromkeys(ranks, "")
 
     def settle(self, outcome: str) -> str:
-        """Record how the operation ended unless another rank has; return what is recorded."""
+        """Record the outcome of the operation unless another rank has; return the recorded one."""
         return outcome
 
     def run(self, work: Callable[[], Any], timeout_s: float) -> Any:
@@ -291,8 +291,8 @@ class _StoreRendezvous(Rendezvous):
         start_heartbeat()
         self.name, self._error, self.reason = name, error, ""
         self._connection = _connection()
-        # The store counts, when a rank begins: one that fails early has taken part, and the next
-        # rendezvous of all ranks have the same number again.
+        # Counted in the store when a rank begins: a rank that fails early has taken part, so that
+        # the next rendezvous has the same number on all ranks.
         self.number = self._connection.count(f"{name}/joined/{self.rank}", 1)
         self.prefix = f"{name}/{self.number}"
         self._failed = False
@@ -302,7 +302,7 @@ class _StoreRendezvous(Rendezvous):
     def _forget_old(self) -> None:
         recent = _published.setdefault(self.name, deque())
         recent.append(self._keys)
-        if len(recent) > _KEPT_RENDEZVOUS:
+        if len(recent) > _MAX_RENDEZVOUS:
             with contextlib.suppress(RuntimeError):
                 for key in recent.popleft():
                     self._connection.delete(key)
@@ -330,7 +330,7 @@ class _StoreRendezvous(Rendezvous):
         start = checked = time.monotonic()
         liveness = Liveness(self._connection)
         missing = list(ranks)
-        with _naming_the_host(lambda: f", before {name_ranks(missing)} of {self.world} came"):
+        with _naming_the_host(lambda: f", before {name_ranks(missing)} of {self.world} arrived"):
             while not self._all_published(point, ranks):
                 self._raise_failures(ranks)
                 now = time.monotonic()
@@ -356,14 +356,14 @@ class _StoreRendezvous(Rendezvous):
             text = self._connection.read(f"{self.prefix}/failed/{rank}")
             if text is not None:
                 message, where, hint = json.loads(text)
-                # A failure that was passed on already names the rank it began on.
+                # A failure that was passed on already names the rank where it began.
                 named = message if message.startswith("rank") else f"rank {rank}: {message}"
                 raise self._error(named, where=where, hint=hint)
 
     def _check_missing(
         self, missing: Sequence[int], liveness: Liveness, waited: float, timeout_s: float
     ) -> None:
-        """Name missing ranks that died, never began, or take too long."""
+        """Raise an error that names missing ranks that died, never began, or take too long."""
         dead, absent, ahead = [], [], []
         for rank in missing:
             beats, unchanged_s = liveness.observe(rank)
@@ -380,7 +380,7 @@ class _StoreRendezvous(Rendezvous):
         if ahead:
             raise RankError(
                 f"rank {self.rank} needs another program{self.reason}, while {name_ranks(ahead)} "
-                "already run the step with the present one",
+                "already ran the step with the current one",
                 hint="change attributes, variables, hooks and requires_grad in the same way on "
                 "every rank, and give all ranks the same batches",
             )
@@ -391,7 +391,7 @@ class _StoreRendezvous(Rendezvous):
             )
         if missing and waited > timeout_s:
             late = f"ranks {list(missing)} of {self.world}"
-            raise RankError(f"{late} did not finish to {self.name} within {timeout_s:g} s")
+            raise RankError(f"{late} did not complete `{self.name}` within {timeout_s:g} s")
 
     def run(self, work: Callable[[], Any], timeout_s: float) -> Any:
         try:
@@ -446,7 +446,7 @@ def _encode(error: BaseException, doing: str) -> str:
 
 
 class Agree(Protocol):
-    """What `starting` yields, to be called once a program is compiled."""
+    """The function that `starting` yields, to be called once a program is compiled."""
 
     def __call__(self, fingerprint: str, values: Mapping[str, str] | None = None) -> None: ...
 
@@ -455,7 +455,7 @@ def require_ranks(num_ranks: int) -> None:
     """Require that the default group has exactly the ranks of a plan."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if num_ranks < 1:
-        raise RankError(f"a plan needs at least one rank, this one has {num_ranks}")
+        raise RankError(f"a plan needs at least one rank, but this one has {num_ranks}")
     if num_ranks != world:
         group = "the default group has" if dist.is_initialized() else "without a process group:"
         other = f", or a plan for {world} ranks" if num_ranks < world else ""
@@ -474,10 +474,10 @@ def starting(timeout_s: float = 60.0, reason: str = "") -> Iterator[Agree]:
             agree(program.fingerprint)
 
     `agree` returns once all ranks have called it with the same fingerprint and the same `values`
-    of the names they share (`agree(fingerprint, {"name": "value"})`). Otherwise it raises a
-    `RankError`, the same on all ranks, that names those that failed in their body, are missing
-    after `timeout_s`, run a program already, or differ. `reason` says why this rank needs a new
-    program. The first rank to know how the start ended records it.
+    of the names they share (`agree(fingerprint, {"name": "value"})`). Otherwise it raises the same
+    `RankError` on all ranks, which names those that failed in their body, are missing after
+    `timeout_s`, already run a program, or differ. `reason` explains why this rank needs a new
+    program. The first rank that knows the outcome records it.
     """
     if not has_peers():
         yield lambda fingerprint, values=None: None
@@ -497,8 +497,8 @@ def starting(timeout_s: float = 60.0, reason: str = "") -> Iterator[Agree]:
         if outcome != _AGREED:
             raise RankError(
                 outcome,
-                hint="look at the log of the ranks named here; all ranks take the same steps, with "
-                "the same batches, frozen parameters and modes",
+                hint="look at the logs of the ranks named here; all ranks must run the same steps, "
+                "with the same batches, frozen parameters and modes",
             )
 
     try:
@@ -518,7 +518,7 @@ def _difference(programs: Mapping[int, str]) -> str | None:
         by_fingerprint.setdefault(fingerprint, []).append(rank)
         for name in sorted(first_values.keys() & values.keys()):
             if values[name] != first_values[name]:
-                return f"rank {rank} has other values of {name} than rank 0"
+                return f"{name} on rank {rank} differs from rank 0"
     if len(by_fingerprint) == 1:
         return None
     listed = "; ".join(f"ranks {ranks}: {text[:16]}" for text, ranks in by_fingerprint.items())

@@ -1,10 +1,10 @@
 """Parameters and gradients of which this rank holds a shard, as tensors of the full shape.
 
-`pm.parameters()` yields the full tensor where every rank has it, and a `ShardParameter` where a
-rank has a shard: its `shape`, `dim()` and `dtype` are those of the parameter on one device.
-Elementwise arithmetic works on every rank's shard, also with full tensors and other shards, and
-means what it means on one device. Everything else (norms, sums, indexing, random numbers) would be
-wrong on a shard and raises with what to write instead.
+`pm.parameters()` yields the full tensor if every rank has it, else a `ShardParameter`, whose
+`shape`, `dim()` and `dtype` are those of the parameter on one device. Elementwise arithmetic works
+on every rank's shard, also with full tensors and other shards, and means the same as on one device.
+Everything else (norms, sums, indexing, random numbers) would be wrong on a shard, and raises an
+error with an alternative.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardwise.runtime.store import ParameterStore
 
 _ATEN = torch.ops.aten
-# Not marked as element-wise by torch, though each element of the result reads its own alone.
+# Elementwise operators that torch does not tag as such.
 _ELEMENTWISE = {
     _ATEN.copy_.default, _ATEN.zero_.default, _ATEN.fill_.Scalar, _ATEN.fill_.Tensor,
     _ATEN._to_copy.default, _ATEN.zeros_like.default, _ATEN.ones_like.default,
@@ -35,15 +35,16 @@ _NOT_ELEMENTWISE = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 _HINTS = {
     "norm": "sw.clip_grad_norm_(pm, max_norm), which counts every rank's part once",
     "random": "noise = torch.randn(p.shape), equal on all ranks by the seed; then p.add_(noise)",
-    "other": "x.full_tensor() for all of it on every rank, pm.gather_gradients(), or write it "
-    "into the step's loss",
+    "other": "x.full_tensor() for the full tensor on every rank, pm.gather_gradients(), or make it "
+    "a part of the step's loss",
 }
 
 
 class ShardLayout:
-    """Which part of one parameter's full tensor a rank's tensor is.
+    """The part of one parameter's full tensor that a rank's tensor is.
 
-    The local tensor after cuts (`piece=False`), or the flat range of it that this rank owns.
+    It is the local tensor of the parameter's splits (`piece=False`), or the flat range of that
+    tensor that this rank owns.
     """
 
     def __init__(self, store: ParameterStore, entry: Entry, *, piece: bool) -> None:
@@ -54,35 +55,34 @@ class ShardLayout:
     def store(self) -> ParameterStore:
         store = self._store()
         if store is None:
-            raise OptimizerError("the parallel module of this parameter is gone")
+            raise OptimizerError("the parallel module of this parameter no longer exists")
         return store
 
-    def is_like(self, other: ShardLayout) -> bool:
+    def equals(self, other: ShardLayout) -> bool:
         """Return whether shards of both have the same elements, on this rank and all others."""
+        own, remote = self.entry.spec, other.entry.spec
         if self.piece or other.piece:
             return self.entry is other.entry and self.piece == other.piece
-        return (self.entry.spec.shape, self.entry.spec.splits) == (
-            other.entry.spec.shape,
-            other.entry.spec.splits,
-        )
+        return (own.shape, own.splits) == (remote.shape, remote.splits)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether every rank of the model has all of it."""
-        return not self.piece and self.store.is_whole(self.entry)
+    def is_replicated(self) -> bool:
+        """Whether every rank of the model has the full tensor."""
+        return not self.piece and self.store.is_replicated(self.entry)
 
-    def take(self, whole: Tensor) -> Tensor:
+    def take(self, full: Tensor) -> Tensor:
         """Return this rank's part of a full tensor, or of one that broadcasts to it."""
         shape = self.entry.spec.shape
         try:
-            whole = whole.expand(shape)
+            full = full.expand(shape)
         except RuntimeError:
             raise OptimizerError(
-                f"a tensor of shape {tuple(whole.shape)} with a parameter of shape {shape}",
+                f"a tensor of shape {tuple(full.shape)} does not broadcast to a parameter of "
+                f"shape {shape}",
                 where=self.entry.spec.name,
             ) from None
         store = self.store
-        return (store.piece_of if self.piece else store.local_of)(self.entry, whole)
+        return (store.piece_of if self.piece else store.local_of)(self.entry, full)
 
     def gather(self, part: Tensor) -> Tensor:
         """Return the full tensor; all ranks that hold shards call it."""
@@ -103,11 +103,11 @@ class ShardTensor(Tensor):
         local: Tensor,
         changed: Callable[[], None] | None = None,
     ) -> ShardTensor:
-        made: ShardTensor = Tensor._make_wrapper_subclass(
+        tensor: ShardTensor = Tensor._make_wrapper_subclass(
             cls, layout.entry.spec.shape, dtype=local.dtype, device=local.device
         )
-        made.place, made.local, made.changed = layout, local, changed
-        return made
+        tensor.place, tensor.local, tensor.changed = layout, local, changed
+        return tensor
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -121,9 +121,9 @@ class ShardTensor(Tensor):
         return self.place.gather(self.local)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        held = tuple(self.local.shape)
         name, shape = self.place.entry.spec.name, tuple(self.shape)
-        return f"{type(self).__name__}({name!r}, shape={shape}, on this rank {held})"
+        local_shape = tuple(self.local.shape)
+        return f"{type(self).__name__}({name!r}, shape={shape}, on this rank {local_shape})"
 
     def __deepcopy__(self, memo: Any) -> ShardTensor:
         return ShardTensor(self.place, self.local.detach().clone())
@@ -135,18 +135,18 @@ class ShardTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Compute on parts what is element-wise, and refuse the rest."""
+        """Run elementwise operators on shards, and refuse all others."""
         kwargs = kwargs or {}
         if func in _SAME_MEMORY:
-            given = args[0]
-            return ShardTensor(given.place, given.local.detach(), given.changed)
+            source = args[0]
+            return ShardTensor(source.place, source.local.detach(), source.changed)
         shards = list(_shards((args, tuple(kwargs.values()))))
         if not _is_elementwise(func):
-            if not func._schema.is_mutable and all(shard.place.is_whole for shard in shards):
+            if not func._schema.is_mutable and all(shard.place.is_replicated for shard in shards):
                 return func(*_plain(args), **{k: _plain(v) for k, v in kwargs.items()})
             _refuse(func.__name__.partition(".")[0], shards[0])
         if func.__name__.startswith("_foreach_"):
-            return _each(func, args, kwargs)
+            return _run_foreach(func, args, kwargs)
         return _compute(func, shards, args, kwargs)
 
 
@@ -166,7 +166,7 @@ def _plain(value: Any) -> Any:
 def _refuse(name: str, tensor: ShardTensor) -> NoReturn:
     kind = "norm" if "norm" in name else "random" if "rand" in name or name in _RANDOM else "other"
     raise OptimizerError(
-        f"{name} of a tensor of shape {tuple(tensor.shape)}, which is spread over ranks, would "
+        f"{name} of a tensor of shape {tuple(tensor.shape)}, which is sharded over ranks, would "
         f"only see this rank's part ({tensor.local.numel()} of {tensor.numel()} elements)",
         where=tensor.place.entry.spec.name,
         hint=_HINTS[kind],
@@ -185,7 +185,7 @@ def _shards(value: Any) -> Sequence[ShardTensor]:
 
 
 def _compute(func: Any, shards: Sequence[ShardTensor], args: Any, kwargs: Any) -> Any:
-    """Run an elementwise call in the layout of its target: what it writes, else its first shard."""
+    """Run an elementwise call in the layout of the tensor it writes, else of its first shard."""
     writes = func._schema.is_mutable
     target = (args[0] if isinstance(args[0], ShardTensor) else None) if writes else shards[0]
     layout = None if target is None else target.place
@@ -202,18 +202,18 @@ def _compute(func: Any, shards: Sequence[ShardTensor], args: Any, kwargs: Any) -
 
 
 def _converter(layout: ShardLayout | None, device: torch.device | None) -> Callable[[Any], Any]:
-    """Return arguments as plain tensors: shards in this layout; without one, full tensors."""
+    """Return a function that converts arguments to plain tensors, in a layout or in full."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_meta:
             raise OptimizerError(
-                "arithmetic with a parameter that only other pipeline stages hold",
-                hint="a plan in which one stage holds both, or a plan without stages",
+                "arithmetic with a parameter of another pipeline stage",
+                hint="a plan in which one stage has both, or a plan without stages",
             )
         if isinstance(value, ShardTensor):
             if layout is None:
                 return value.full_tensor()
-            if value.place.is_like(layout):
+            if value.place.equals(layout):
                 return value.local
             return layout.take(value.full_tensor()).to(device)
         if isinstance(value, Tensor) and value.dim() and layout is not None:
@@ -223,25 +223,23 @@ def _converter(layout: ShardLayout | None, device: torch.device | None) -> Calla
     return convert
 
 
-def _each(func: Any, args: Any, kwargs: Any) -> Any:
+def _run_foreach(func: Any, args: Any, kwargs: Any) -> Any:
     """Run a call on lists of tensors, one after the other."""
-    count = len(args[0])
-    if func._schema.is_mutable:
-        single = getattr(_ATEN, func._schema.name.removeprefix("aten::_foreach_"))
-    else:
-        single = getattr(torch, func._schema.name.removeprefix("aten::_foreach_"))
+    mutable = func._schema.is_mutable
+    namespace = _ATEN if mutable else torch
+    single = getattr(namespace, func._schema.name.removeprefix("aten::_foreach_"))
     results = []
-    for index in range(count):
-        own = [a[index] if isinstance(a, list | tuple) else a for a in args]
-        results.append(single(*own, **kwargs))
-    return None if func._schema.is_mutable else results
+    for index in range(len(args[0])):
+        items = [a[index] if isinstance(a, list | tuple) else a for a in args]
+        results.append(single(*items, **kwargs))
+    return None if mutable else results
 
 
 class ShardParameter(ShardTensor):
-    """A parameter of a parallel module that this rank holds a part of.
+    """A parameter of a parallel module of which this rank holds a part.
 
-    Changes of its values reach what the next step computes with. `grad` is the synchronized
-    gradient, in parts as well; None, a tensor like it or a whole one may be assigned.
+    The next step uses changed values. `grad` is the synchronized gradient, sharded as well; None,
+    a sharded or a full tensor may be assigned.
     """
 
     _is_param = True  # isinstance(p, nn.Parameter)
@@ -254,22 +252,22 @@ class ShardParameter(ShardTensor):
         weak = weakref.ref(store)
 
         def changed() -> None:
-            held = weak()
-            if held is not None:
-                held.value_changed(entry)
+            owner = weak()
+            if owner is not None:
+                owner.value_changed(entry)
 
-        made = ShardTensor.__new__(ShardParameter, layout, value, changed)
-        assert isinstance(made, ShardParameter)
-        return made
+        parameter = ShardTensor.__new__(ShardParameter, layout, value, changed)
+        assert isinstance(parameter, ShardParameter)
+        return parameter
 
     @property
     def grad(self) -> Tensor | None:
         """The gradient, as a tensor of the full shape."""
         store, entry = self.place.store, self.place.entry
-        held = store.gradient(entry)
-        if held is None:
+        grad = store.gradient(entry)
+        if grad is None:
             return None
-        return ShardTensor(ShardLayout(store, entry, piece=entry.zero >= 2), held)
+        return ShardTensor(ShardLayout(store, entry, piece=entry.zero >= 2), grad)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -284,8 +282,8 @@ class ShardParameter(ShardTensor):
                 f"{tuple(self.shape)}",
                 where=entry.spec.name,
             )
-        held = entry.piece if entry.zero >= 2 else entry.leaf
-        part = _converter(layout, held.device)(value) if value.dim() else value
+        device = (entry.piece if entry.zero >= 2 else entry.leaf).device
+        part = _converter(layout, device)(value) if value.dim() else value
         store.set_gradient(entry, part.detach().to(entry.master).clone())
 
     @grad.deleter
@@ -294,7 +292,7 @@ class ShardParameter(ShardTensor):
 
     @property
     def data(self) -> Tensor:
-        """The values without history; changes of them are changes of the parameter."""
+        """The values without autograd history; changing them changes the parameter."""
         return ShardTensor(self.place, self.local, self.changed)
 
     @data.setter
@@ -318,20 +316,15 @@ class ShardParameter(ShardTensor):
 
     def register_hook(self, hook: Any) -> NoReturn:
         """Raise: gradients do not pass through a sharded parameter."""
-        self._refuse_hook()
-
-    def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:
-        """Raise: gradients do not pass through a sharded parameter."""
-        self._refuse_hook()
-
-    def _refuse_hook(self) -> NoReturn:
         raise hook_error(self.place.entry.spec.name)
+
+    register_post_accumulate_grad_hook = register_hook
 
 
 def hook_error(name: str) -> ProgramError:
     """Return the error of a gradient hook that would see shards and partial sums."""
     return ProgramError(
-        "a gradient hook is registered on this rank's part of a parameter",
+        "a gradient hook was registered on this rank's part of a parameter",
         where=name,
         hint="register it on the parameter of the model that was given to parallelize; the next "
         "step applies it to the full gradient",

@@ -1,7 +1,7 @@
 """This rank's part of a model: its memory, its gradients, and the full model on demand.
 
-Full tensors enter one at a time (`load_full`), so that no rank ever needs the full model; full
-tensors leave by `gather_state_dict` and `gather_gradients`, which all ranks call together.
+`load_full` loads full tensors one at a time, so that no rank ever needs the full model;
+`gather_state_dict` and `gather_gradients`, which all ranks call together, return full tensors.
 
 A rank may run several generated modules ("parts", pipeline stages), each several times per step:
 
@@ -48,7 +48,7 @@ from shardwise.shares import num_ranks
 class ParameterStore:
     """The parameters and buffers of the generated modules on this rank.
 
-    `module` is the only one, or a mapping from parts to modules, or pairs of these.
+    `module` is a single module, or a mapping from parts to modules, or pairs of these.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ParameterStore:
         )
         self.entries = [self._entry(spec) for spec in specs]
         for entry in self.entries:
-            entry.parts = {part for part, result in modules if _slots(result, entry)}
+            entry.parts = {part for part, owner in modules if _slots(owner, entry)}
         self.groups = self._group()
         self._shards: dict[Entry, ShardParameter] = {}
         self.optimizers: dict[str, weakref.ref[torch.optim.Optimizer]] = {}
@@ -87,22 +87,22 @@ class ParameterStore:
         self.recorder = Recorder(mesh.rank, enabled=False)
         self.after_update: list[Callable[[], None]] = []
         self.replicas = Replicas(self, mesh)
-        self.uninitialized: dict[str, str] = {}  # tensors without values, and why
-        self.received_weights = False  # whether initial values went from one rank to others
-        self.elsewhere: frozenset[str] = frozenset()  # names that other pipeline stages hold
+        self.uninitialized: dict[str, str] = {}  # tensors without values, and the reasons
+        self.received_weights = False  # whether initial values were sent between ranks
+        self.elsewhere: frozenset[str] = frozenset()  # names that only other stages hold
         self.stand_ins: dict[str, nn.Parameter] = {}  # on meta, for parameters of other stages
         self.parameters_elsewhere: tuple[tuple[str, ...], ...] = ()  # with their aliases
-        for part, result in modules:
-            self.attach(result, part)
+        for part, owner in modules:
+            self.attach(owner, part)
 
     def _entry(self, spec: ParameterSpec) -> Entry:
         shape = local_shape(spec.shape, spec.splits, self.mesh.coordinates, self.mesh.axes)
         return Entry(spec, shape)
 
     def _group(self) -> list[FlatGroup]:
-        """Give every entry memory: alone, or with its like in flat groups.
+        """Allocate every entry, separately or in flat groups, and return the groups.
 
-        Gradients arrive from the last entry on, so groups are made in this order.
+        Gradients arrive from the last entry on, so groups are formed in this order.
         """
         flat: list[Entry] = []
         for entry in self.entries:
@@ -110,18 +110,18 @@ class ParameterStore:
                 flat.append(entry)
             else:
                 entry.allocate(self.device)
-        made = buckets(reversed(flat), group_key, lambda e: e.numel * e.dtype.itemsize)
+        groups = buckets(reversed(flat), group_key, lambda e: e.numel * e.dtype.itemsize)
         return [
-            FlatGroup(result[::-1], sync_axis(result[0], self.mesh), self.device)
-            for result in reversed(made)
+            FlatGroup(entries[::-1], sync_axis(entries[0], self.mesh), self.device)
+            for entries in reversed(groups)
         ]
 
     def _is_flat(self, entry: Entry) -> bool:
         spec, axis = entry.spec, sync_axis(entry, self.mesh)
         if entry.leaves_device and spec.zero < 3 and axis.size > 1:
             raise ProgramError(
-                f"{spec.name} is to be kept in host memory, but with zero {spec.zero} every one of "
-                f"the {axis.size} ranks of {axis.name} has all of it on its device",
+                f"{spec.name} cannot be offloaded to host memory: with zero {spec.zero} each of "
+                f"the {axis.size} ranks of {axis.name} needs all of it on its device",
                 hint='zero 3, or offload=("optimizer",)',
             )
         if spec.borrowed or not spec.shape:
@@ -129,17 +129,17 @@ class ParameterStore:
         return entry.leaves_device or (spec.zero > 0 and axis.size > 1)
 
     def unfreeze(self, spec: ParameterSpec) -> None:
-        """Begin to train a parameter that was frozen when the store was made.
+        """Begin to train a parameter that was frozen when the store was created.
 
-        It is stored whole on the ranks that sum its gradient, whatever the level of ZeRO, and stays
+        It is replicated on the ranks that sum its gradient, whatever the level of ZeRO, and stays
         so: each of them updates all of it.
         """
         entry = self.entry(spec.name)
         summed_over = math.prod(num_ranks(self.mesh.axes[name]) for name in spec.sync)
         if entry.group is not None and summed_over > 1:
             raise ProgramError(
-                f"{spec.name} was frozen when it was given to parallelize, and host memory "
-                "was reserved for it as for a frozen parameter, which several ranks cannot train",
+                f"{spec.name} was frozen when it was given to parallelize, and is offloaded as a "
+                "frozen parameter, which several ranks cannot train",
                 where=spec.name,
                 hint="parallelize with requires_grad=True, then freeze it before the first step",
             )
@@ -152,8 +152,8 @@ class ParameterStore:
     ) -> None:
         """Make a generated module use this memory; several may share it, also as one part.
 
-        `specs` are the module's own: a parameter that it also uses outside of the unit with which
-        it is stored stays gathered as long as the module runs.
+        `specs` are those of the module: a parameter that it uses outside of the unit with which it
+        is stored stays gathered while the module runs.
         """
         for entry in self.entries:
             if slots := _slots(module, entry):
@@ -165,55 +165,57 @@ class ParameterStore:
                 owner, last = locate(module, alias)
                 if last in owner._buffers:
                     owner._buffers[last] = self.buffers[name]
-        own = {spec.name: spec.unit for spec in specs}
+        used = {spec.name: spec.unit for spec in specs}
         spread = {
-            e.spec.unit for e in self.entries if own.get(e.spec.name, e.spec.unit) != e.spec.unit
+            e.spec.unit for e in self.entries if used.get(e.spec.name, e.spec.unit) != e.spec.unit
         }
         self.units.attach(module, part, spread)
 
     def detach(self, key: Hashable, modules: Iterable[nn.Module]) -> None:
         """Release generated modules that will not run again, and their program's state."""
-        gone = {id(inner) for module in modules for inner in module.modules()}
+        released = {id(inner) for module in modules for inner in module.modules()}
         for entry in self.entries:
-            entry.slots = [slot for slot in entry.slots if id(slot[0]) not in gone]
+            entry.slots = [slot for slot in entry.slots if id(slot[0]) not in released]
         self.reducer.forget(key)
         self.units.forget(key)
 
     def entry(self, name: str) -> Entry:
         """Return the parameter of this name or alias."""
-        result = self._by_name.get(name)
-        if result is None:
-            known = [*self._by_name, *self._aliases]
-            raise PlanMismatch(f"no parameter or buffer {name!r}{did_you_mean(name, known)}")
-        return result
+        if name not in self._by_name:
+            names = [*self._by_name, *self._aliases]
+            raise PlanMismatch(f"no parameter or buffer {name!r}{did_you_mean(name, names)}")
+        return self._by_name[name]
 
-    # --- what the user sees -------------------------------------------------------------
+    # --- parameters as users see them ---------------------------------------------------
 
     def parameter(self, entry: Entry) -> nn.Parameter:
-        """Return the parameter as `pm.parameters()` shows it, of full shape; always the same one.
+        """Return the parameter as `pm.parameters()` yields it, of full shape; always the same one.
 
-        A plain tensor where every rank has all of it and of its gradient; else one that knows that
-        it is a part.
+        It is a plain parameter if every rank has all of it and of its gradient, else a
+        `ShardParameter`.
         """
-        if self.is_whole(entry) and not entry.has_master_copy and entry.zero < 2:
+        if self.is_replicated(entry) and not entry.has_master_copy and entry.zero < 2:
             return entry.shown
         if entry not in self._shards:
             self._shards[entry] = ShardParameter.of(self, entry)
         return cast(nn.Parameter, self._shards[entry])
 
-    def is_whole(self, entry: Entry) -> bool:
-        """Return whether every rank of the model has all that its forward uses."""
-        cut = any(self.mesh.axes[split.axis] != 1 for split in entry.spec.splits)
-        return not cut and len(self.mesh.groups) == 1 and not entry.spec.borrowed
+    def is_replicated(self, entry: Entry) -> bool:
+        """Return whether every rank of the model has the full tensor during forward."""
+        return not self.is_split(entry) and len(self.mesh.groups) == 1 and not entry.spec.borrowed
+
+    def is_split(self, entry: Entry) -> bool:
+        """Return whether ranks use different parts of the parameter."""
+        return any(self.mesh.axes[split.axis] != 1 for split in entry.spec.splits)
 
     def names_by_tensor(self) -> dict[int, str]:
-        """Return the names of shown parameters and stand-ins, by id."""
-        result = {id(self.parameter(entry)): entry.spec.name for entry in self.entries}
-        return result | {id(stand_in): name for name, stand_in in self.stand_ins.items()}
+        """Return the names of `pm.parameters()`, by their ids."""
+        names = {id(self.parameter(entry)): entry.spec.name for entry in self.entries}
+        return names | {id(stand_in): name for name, stand_in in self.stand_ins.items()}
 
     @torch.no_grad()
     def value_changed(self, entry: Entry) -> None:
-        """Let the forward use stored values that the user has changed; all ranks call it."""
+        """Make the forward use stored values that the user has changed; all ranks call it."""
         if entry.group is not None:
             entry.group.refresh()
             if entry.has_master_copy and entry.zero < 3:
@@ -224,7 +226,7 @@ class ParameterStore:
     # --- full tensors in and out ---------------------------------------------------------
 
     def load_full(self, name: str, tensor: Tensor) -> None:
-        """Copy this rank's part of one full parameter or buffer; no reference is kept."""
+        """Copy this rank's part of one full parameter or buffer."""
         shape = self.full_shape(name)
         if tuple(tensor.shape) != shape:
             raise PlanMismatch(f"{name} has shape {tuple(tensor.shape)}, the plan is for {shape}")
@@ -232,7 +234,7 @@ class ParameterStore:
 
     @torch.no_grad()
     def load_rows(self, name: str, begin: int, rows: Tensor) -> None:
-        """Copy this rank's part of some rows of a full tensor, from row `begin` on.
+        """Copy this rank's part of consecutive rows of a full tensor, which start at row `begin`.
 
         A tensor without dims is one row.
         """
@@ -246,16 +248,17 @@ class ParameterStore:
             self._write(entry, 0, rows)
             return
         spec, mesh = entry.spec, self.mesh
-        others = take_local(
-            rows, [s for s in spec.splits if s.dim % rows.dim()], mesh.coordinates, mesh.axes
-        )
-        width, at = math.prod(others.shape[1:]), 0
+        # Rows are full along the first dim only: take this rank's part of the other dims.
+        inner_splits = [s for s in spec.splits if s.dim % rows.dim()]
+        local = take_local(rows, inner_splits, mesh.coordinates, mesh.axes)
+        width, offset = math.prod(local.shape[1:]), 0
         first_dim = local_runs(spec.shape, spec.splits, mesh.coordinates, mesh.axes)[0]
         for start, length in first_dim:
             low, high = max(start, begin), min(start + length, begin + len(rows))
             if low < high:
-                self._write(entry, (at + low - start) * width, others[low - begin : high - begin])
-            at += length
+                values = local[low - begin : high - begin]
+                self._write(entry, (offset + low - start) * width, values)
+            offset += length
         if entry.group is not None and entry.zero == 3:
             entry.group.refresh()
 
@@ -281,19 +284,19 @@ class ParameterStore:
         others = len(self.uninitialized) - 1
         raise WeightsError(
             f"{name} was on meta and has no value: {reason}"
-            + (f"; {others} more parameters and buffers have none" if others else ""),
+            + (f"; {others} more parameters and buffers have no value either" if others else ""),
             where=name,
             hint="parallelize(…, init=lambda: Model(config)) builds the model with its weights on "
             "rank 0, init=function initializes each module; or sw.load_checkpoint(path, pm) first",
         )
 
     def holds(self, name: str) -> bool:
-        """Return whether this rank stores some of this parameter or buffer."""
+        """Return whether this rank stores a part of this parameter or buffer."""
         return name in self._by_name or name in self._aliases
 
     @property
     def buffer_names(self) -> Mapping[str, str]:
-        """The buffers' names, their aliases among them, to the names they are kept under."""
+        """The names under which buffers are stored, by their names and aliases."""
         return self._aliases
 
     def full_shape(self, name: str) -> tuple[int, ...]:
@@ -325,40 +328,40 @@ class ParameterStore:
             entry.group.refresh()
 
     def local_of(self, entry: Entry, full: Tensor) -> Tensor:
-        """Return what the forward uses of a full tensor on this rank."""
+        """Return the part of a full tensor that the forward uses on this rank."""
         return take_local(full, entry.spec.splits, self.mesh.coordinates, self.mesh.axes)
 
     def piece_of(self, entry: Entry, full: Tensor) -> Tensor:
-        """Return what this rank's optimizer sees of a full tensor, shaped as `entry.piece`."""
-        local = take_local(full, entry.spec.splits, self.mesh.coordinates, self.mesh.axes)
+        """Return the part of a full tensor that this rank's optimizer updates, as `entry.piece`."""
+        local = self.local_of(entry, full)
         return local.reshape(-1)[slice(*entry.bounds)] if entry.group is not None else local
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy this rank's parts of a full model's state dict; every key must be there."""
         persistent = [s for s in self.buffer_specs if s.persistent]
-        wanted = {e.spec.name for e in self.entries} | {s.name for s in persistent}
-        missing = sorted(wanted - set(state))
+        names = {e.spec.name for e in self.entries} | {s.name for s in persistent}
+        missing = sorted(names - set(state))
         if missing:
-            raise PlanMismatch(f"the state has no {', '.join(missing)}")
+            raise PlanMismatch(f"the state dict lacks {', '.join(missing)}")
         for name, tensor in state.items():
             self.uninitialized.pop(name, None)
-            if name in self._by_name or name in self._aliases or name not in self.elsewhere:
+            if self.holds(name) or name not in self.elsewhere:
                 self.load_full(name, tensor)
 
     @torch.no_grad()
     def gather_full(self, entry: Entry, value: Tensor, *, piece: bool) -> Tensor:
         """Gather a full tensor from every rank's local tensor, or from its piece of it."""
-        home = value.device
+        device = value.device
         value = value.detach().to(self.device)
         if piece and entry.group is not None:
             sizes = entry.group.piece_sizes(entry)
             value = entry.group.axis.all_gather(value.contiguous(), sizes).wait()
-        return self._join_splits(entry, value.reshape(entry.local_shape)).to(home)
+        return self._join_splits(entry, value.reshape(entry.local_shape)).to(device)
 
     def _join_splits(self, entry: Entry, local: Tensor) -> Tensor:
         spec = entry.spec
-        cut = {split.axis for split in spec.splits}
-        axes = {n: size for n, size in self.mesh.axes.items() if n in cut and size != 1}
+        split_axes = {split.axis for split in spec.splits}
+        axes = {n: size for n, size in self.mesh.axes.items() if n in split_axes and size != 1}
         if not axes:
             return local.clone()
         all_axes = {**dict.fromkeys(self.mesh.axes, 1), **axes}
@@ -391,28 +394,30 @@ class ParameterStore:
 
     def gather_gradients(self) -> dict[str, Tensor | None]:
         """Return full gradients by parameter name, on every rank; None where there is none."""
-        own = [entry for entry in self.entries if not entry.spec.borrowed]
-        return {entry.spec.name: self._full_gradient(entry) for entry in own}
-
-    def _full_gradient(self, entry: Entry) -> Tensor | None:
-        grad = self.gradient(entry)
-        return None if grad is None else self.gather_full(entry, grad, piece=entry.zero >= 2)
+        gradients: dict[str, Tensor | None] = {}
+        for entry in self.entries:
+            if not entry.spec.borrowed:
+                grad = self.gradient(entry)
+                if grad is not None:
+                    grad = self.gather_full(entry, grad, piece=entry.zero >= 2)
+                gradients[entry.spec.name] = grad
+        return gradients
 
     # --- gradients -----------------------------------------------------------------------
 
     def gradient(self, entry: Entry) -> Tensor | None:
-        """Return what this rank holds of the gradient, as a plain tensor."""
+        """Return this rank's part of the gradient, as a plain tensor."""
         return (entry.piece if entry.zero >= 2 else entry.leaf).grad
 
     @torch.no_grad()
     def add_to_gradient(self, entry: Entry, local_grad: Tensor) -> None:
-        """Add to the synchronized gradient, of which this rank may keep a piece, between steps."""
+        """Add to the synchronized gradient, or to this rank's piece of it, between steps."""
         value = local_grad.to(entry.master)
         if entry.zero >= 2:
             value = value.reshape(-1)[slice(*entry.bounds)].to(entry.piece.device)
-        held = self.gradient(entry)
-        if held is not None:
-            held.add_(value)
+        grad = self.gradient(entry)
+        if grad is not None:
+            grad.add_(value)
             return
         if entry.zero >= 2:
             entry.piece.grad = value.clone()
@@ -420,14 +425,14 @@ class ParameterStore:
             entry.leaf.grad = value.clone().view(entry.local_shape)
 
     def take_gradient(self, entry: Entry) -> Tensor | None:
-        """Return a copy of what `gradient` gives, and forget it."""
+        """Remove the gradient and return a copy of it."""
         grad = self.gradient(entry)
-        entry.leaf.grad = entry.piece.grad = entry.shown.grad = None
+        entry.clear_gradient()
         return None if grad is None else grad.clone()
 
     def set_gradient(self, entry: Entry, grad: Tensor | None) -> None:
         """Replace the gradient by one in the form that `gradient` returns."""
-        entry.leaf.grad = entry.piece.grad = entry.shown.grad = None
+        entry.clear_gradient()
         if grad is None:
             return
         if entry.zero < 2:
@@ -436,9 +441,8 @@ class ParameterStore:
         (entry.piece if entry.zero >= 2 else entry.leaf).grad = grad
 
     def part_of_gradient(self, entry: Entry, full: Tensor) -> Tensor:
-        """Return what of a full gradient this rank holds, in the form that `gradient` gives."""
-        local = take_local(full, entry.spec.splits, self.mesh.coordinates, self.mesh.axes)
-        return local.reshape(-1)[slice(*entry.bounds)] if entry.zero >= 2 else local
+        """Return this rank's part of a full gradient, in the form that `gradient` returns."""
+        return (self.piece_of if entry.zero >= 2 else self.local_of)(entry, full)
 
     def link_gradients(self, entries: Iterable[Entry]) -> None:
         """Give an optimizer's pieces their part of the gradients."""
@@ -473,14 +477,14 @@ class ParameterStore:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by before backward, by the scaler and by the user."""
+        """The factor on the loss before backward: the scaler's times the user's."""
         return self._user_scale * (1.0 if self.scaler is None else self.scaler.scale)
 
     def zero_grad(self, set_to_none: bool = True, entries: Iterable[Entry] | None = None) -> None:
-        """Forget all gradients, or those of some entries, or set them to zero."""
+        """Remove the gradients of some entries, by default all, or set them to zero."""
         for entry in self.entries if entries is None else entries:
             if set_to_none:
-                entry.leaf.grad = entry.piece.grad = entry.shown.grad = None
+                entry.clear_gradient()
             elif (grad := self.gradient(entry)) is not None:
                 grad.zero_()
 
@@ -489,7 +493,7 @@ class ParameterStore:
         """Surround forward and backward of one batch; gradients are accumulated at the end.
 
         They are those of the loss times `scale`. Without windows of `forward` and `backward` in
-        it, it is one forward and one backward.
+        the body, it is one forward and one backward.
         """
         self._user_scale = scale
         self.reducer.begin(key, 1.0 if self.scaler is None else self.scaler.scale)
@@ -514,10 +518,10 @@ class ParameterStore:
 
     @contextlib.contextmanager
     def backward(self, part: Hashable = 0, *, last: bool) -> Iterator[None]:
-        """Surround the backward of one micro-batch of a part, or its weight gradients alone.
+        """Surround the backward of one micro-batch of a part, or only its weight gradients.
 
-        `last` says that no later one of this step adds to the part's gradients: they are then
-        summed over ranks.
+        `last` marks the last window of this step that adds to the part's gradients, in which they
+        are summed over ranks.
         """
         self.reducer.begin_window(part, last)
         self.units.begin_backward(part, last)
@@ -551,7 +555,7 @@ class ParameterStore:
             call()
 
     def load_with(self, load: Callable[[str], Tensor]) -> None:
-        """Fill everything, asking for one full tensor after the other."""
+        """Load everything, one full tensor after the other."""
         for entry in self.entries:
             self.load_full(entry.spec.name, load(entry.spec.name))
         for spec in self.buffer_specs:
@@ -559,11 +563,11 @@ class ParameterStore:
 
 
 def _slots(module: nn.Module, entry: Entry) -> list[tuple[nn.Module, str]]:
-    """Return where in the module the entry's parameter is, under any of its names."""
-    result: list[tuple[nn.Module, str]] = []
+    """Return the owners and names of the entry's parameter in the module, under all its names."""
+    slots: list[tuple[nn.Module, str]] = []
     for name in (entry.spec.name, *entry.spec.aliases):
         with contextlib.suppress(AttributeError):
             owner, last = locate(module, name)
             if last in owner._parameters:
-                result.append((owner, last))
-    return result
+                slots.append((owner, last))
+    return slots

@@ -127,7 +127,7 @@ def test_a_slow_rank_is_not_called_dead() -> None:
     ended = run("slow-1", 3)
     assert "went on" in ended[1].said
     for each in (ended[0], ended[2]):
-        assert "RankError: no rank died, but rank 1 did not come in time" in each.said
+        assert "RankError: no rank died, but rank 1 did not arrive in time" in each.said
 
 
 @pytest.mark.slow

@@ -300,7 +300,7 @@ def test_gradients_of_deferred_gradients_are_refused() -> None:
     x, weight = values(4, 5).requires_grad_(), values(3, 5).requires_grad_()
     with WeightQueue().deferring():
         out = rt.linear(x, weight).sum()
-    with pytest.raises(ProgramError, match="no gradients of their own"):
+    with pytest.raises(ProgramError, match="cannot be differentiated again"):
         torch.autograd.grad(out, x, create_graph=True)
 
 
@@ -318,7 +318,7 @@ def test_an_input_changed_before_the_run_is_refused() -> None:
     with queue.deferring():
         rt.linear(x, weight).sum().backward()
     x.add_(1)
-    with pytest.raises(ProgramError, match=r"\(3, 5\) was changed in place"):
+    with pytest.raises(ProgramError, match=r"\(3, 5\) was changed"):
         queue.run()
 
 

@@ -76,7 +76,7 @@ def test_parameters_are_on_the_device_for_the_time_of_use() -> None:
 
 def test_what_every_rank_needs_whole_cannot_leave_its_device() -> None:
     def run(mesh: ProcessMesh) -> None:
-        with pytest.raises(ProgramError, match=r"with zero 1 every one of the 2 ranks of dp"):
+        with pytest.raises(ProgramError, match="with zero 1 each of the 2 ranks of dp"):
             Module(mesh, 1, offload=PARAMETERS)
 
     on({"dp": 2}, run)

@@ -1,4 +1,4 @@
-"""Point-to-point messages of a step: routes, receives posted ahead, sends that nobody waits for.
+"""Point-to-point messages of a step: routes, receives posted ahead, sends in the background.
 
 A message is a `Transfer` of one micro-batch, forward (a value) or backward (its gradient).
 """
@@ -23,19 +23,19 @@ from shardwise.runtime.tracing import Recorder
 from shardwise.runtime.transport import Pending, Transport
 from shardwise.schedules import Action
 
-# A thread waits for sends, and the next action releases their memory. gloo's point-to-point works
-# cannot be polled, and waiting for them in the order of actions could block a rank that others wait
-# for. The memory is released in the thread that allocated it, because profilers miss other frees.
+# A thread waits for sends, and the next action releases their memory. Sends of gloo cannot be
+# polled, and waiting for them in the order of actions could block a rank that others wait for. The
+# memory is released in the thread that allocated it, because profilers miss other frees.
 
 
 _Done = Callable[[], None] | None
 
 
 class PendingSends:
-    """Waits for sends in the background; `finish` waits for all of them and raises what failed."""
+    """Wait for sends in the background; `finish` waits for all of them and raises their error."""
 
     def __init__(self) -> None:
-        self._held: deque[Sequence[Pending]] = deque()
+        self._sends: deque[Sequence[Pending]] = deque()
         self._released = 0
         self._waiter: _Waiter | None = None
 
@@ -48,14 +48,14 @@ class PendingSends:
         if self._waiter is None:
             self._waiter = _Waiter()
             self._waiter.start()
-        self._held.append(sends)
+        self._sends.append(sends)
         self._waiter.waiting.put((sends, done))
 
     def release(self) -> None:
-        """Let go of what has been sent."""
+        """Release the memory of completed sends."""
         if self._waiter is not None:
             while self._released < self._waiter.finished:
-                self._held.popleft()
+                self._sends.popleft()
                 self._released += 1
 
     def finish(self) -> None:
@@ -69,18 +69,18 @@ class PendingSends:
             raise waiter.error
 
     def abandon(self) -> None:
-        """Wait for nothing more, after an error; what is open ends with its time-out."""
+        """Stop waiting after an error; open sends end with their timeout."""
         if self._waiter is not None:
             self._waiter.waiting.put(None)
         self._forget()
 
     def _forget(self) -> None:
-        self._held.clear()
+        self._sends.clear()
         self._released, self._waiter = 0, None
 
 
 class _Waiter(threading.Thread):
-    """Waits for what is put into `waiting`, in order, until None; counts what it is done with."""
+    """Wait for the sends in the queue, in order, until None; count the finished ones."""
 
     def __init__(self) -> None:
         super().__init__(name="sends", daemon=True)
@@ -124,10 +124,10 @@ class Exchange:
         self.device, self.recorder = device, recorder
         self.into = _by_stage(spec.transfers, "target")
         self.out_of = _by_stage(spec.transfers, "source")
-        self.retirement = PendingSends()
+        self.sends = PendingSends()
         self._routes: dict[Message, Route] = {}
         self._arrivals: dict[Message, tuple[Arrival, int]] = {}
-        self._kept: dict[Message, Tensor] = {}
+        self._local: dict[Message, Tensor] = {}  # messages to this rank itself
         self._steps = 0
 
     def begin(self) -> None:
@@ -136,23 +136,23 @@ class Exchange:
 
     def finish(self) -> None:
         """Wait for all sends of a step."""
-        self.retirement.finish()
+        self.sends.finish()
 
     def abandon(self) -> None:
         """Forget a step that failed."""
         self._arrivals.clear()
-        self._kept.clear()
-        self.retirement.abandon()
+        self._local.clear()
+        self.sends.abandon()
 
     def post(self, actions: Sequence[Action], index: int) -> None:
-        """Post the receives of an action and of those after it; let go of sends that are done."""
-        self.retirement.release()
+        """Post the receives of an action and the next ones; release completed sends."""
+        self.sends.release()
         for action in actions[index : index + 1 + LOOKAHEAD]:
             if action.kind == "W":
                 continue
             back = action.kind != "F"
-            wanted = (self.out_of if back else self.into).get(action.stage, ())
-            for number, transfer in wanted:
+            transfers = (self.out_of if back else self.into).get(action.stage, ())
+            for number, transfer in transfers:
                 message = (number, action.microbatch, back)
                 if (back and not transfer.gradient) or message in self._arrivals:
                     continue
@@ -163,20 +163,20 @@ class Exchange:
         """Start to send; a message to this rank itself is stored."""
         route = self._route(message)
         if route.is_local:
-            self._kept[message] = tensor.detach()
+            self._local[message] = tensor.detach()
             return
         if any(piece.peer == self.rank for piece in route.sends):
-            self._kept[message] = route.own(tensor)
+            self._local[message] = route.own(tensor)
         start, done = time.perf_counter_ns(), None
         sends = route.send(self.transport, tensor, self._tag(message))
         if sends and self.recorder.enabled:
             done = functools.partial(self._record, "send", message, start)
-        self.retirement.add(sends, done)
+        self.sends.add(sends, done)
 
     def arrived(self, message: Message) -> Tensor:
         """Wait for a message and return it."""
         route = self._route(message)
-        own = self._kept.pop(message, None)
+        own = self._local.pop(message, None)
         if route.is_local:
             assert own is not None
             return own
@@ -189,12 +189,12 @@ class Exchange:
     def share(
         self,
         stage: int,
-        mine: Tensor | None,
+        tensor: Tensor | None,
         shape: tuple[int, ...],
         dtype: torch.dtype,
         number: int,
     ) -> Tensor:
-        """Return a full tensor of one stage on all ranks; `number` identifies it."""
+        """Return a full tensor of one stage on all ranks; `number` identifies the message."""
         tag = 2 * len(self.spec.transfers) * self.spec.num_microbatches + number
         holders = self.spec.stages[stage].ranks
         others = [r for ranks in self.spec.groups for r in ranks if r not in holders]
@@ -202,12 +202,12 @@ class Exchange:
             out = torch.empty(shape, dtype=dtype, device=self.device)
             source = holders[others.index(self.rank) % len(holders)]
             return self.transport.receive(out.view(-1), source, tag).wait().view(shape)
-        assert mine is not None
-        wire = mine.detach().to(dtype).reshape(-1).contiguous()
+        assert tensor is not None
+        flat = tensor.detach().to(dtype).reshape(-1).contiguous()
         for turn, other in enumerate(others):
             if holders[turn % len(holders)] == self.rank:
-                self.retirement.add([self.transport.send(wire, other, tag)])
-        return mine.detach()
+                self.sends.add([self.transport.send(flat, other, tag)])
+        return tensor.detach()
 
     def _route(self, message: Message) -> Route:
         if message not in self._routes:
@@ -217,8 +217,8 @@ class Exchange:
             pair = ((transfer.source, transfer.sent), (transfer.target, transfer.received))
             ends = []
             for stage, splits in reversed(pair) if back else pair:
-                at = self.spec.stages[stage]
-                ends.append(Holding(at.ranks, at.axes, transfer.shape, splits, place))
+                ranks, axes = self.spec.stages[stage].ranks, self.spec.stages[stage].axes
+                ends.append(Holding(ranks, axes, transfer.shape, splits, place))
             self._routes[message] = Route(self.rank, *ends)
         return self._routes[message]
 

@@ -1,8 +1,8 @@
 """Transfer values from the ranks of one stage to those of another, and keep tied parameters equal.
 
-Both sides hold the value in a layout of their own: sharded on some mesh axes, replicated on others.
-A rank receives each part that it lacks from one rank that holds it; where several do, receivers
-take turns among them. A gradient takes the same route back.
+Each side holds the value in a different layout: sharded on some mesh axes, replicated on others.
+A rank receives each part from one rank that holds it; if several do, receivers take turns among
+them. A gradient takes the same route back.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """How the ranks of a mesh hold a value; `place` is where all of them are in time."""
+    """The layout of a value on the ranks of a mesh; `place` is their micro-batch."""
 
     ranks: tuple[int, ...]
     axes: Mapping[str, AxisSize]
@@ -37,11 +37,11 @@ class Holding:
     place: Mapping[str, tuple[int, AxisSize]]  # axis -> index, size
 
     def runs(self, rank: int) -> tuple[Runs, ...]:
-        """Return what `rank` holds of every dim."""
+        """Return the ranges that `rank` holds of every dim."""
         return local_runs(self.shape, self.splits, *self._at(rank))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Return the shape of what `rank` holds."""
+        """Return the shape of the part that `rank` holds."""
         return local_shape(self.shape, self.splits, *self._at(rank))
 
     def _at(self, rank: int) -> tuple[dict[str, int], dict[str, AxisSize]]:
@@ -52,14 +52,14 @@ class Holding:
         return coords, sizes
 
 
-Box = tuple[tuple[int, int], ...]  # of every dim: where it begins in a local tensor, and its length
+Box = tuple[tuple[int, int], ...]  # start in a local tensor and length, for every dim
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What goes between this rank and `peer`: boxes of the local tensor, in one message.
+    """A message between this rank and `peer`: boxes of the local tensor.
 
-    Without boxes it is the whole local tensor.
+    Without boxes it is the full local tensor.
     """
 
     peer: int
@@ -72,7 +72,7 @@ class Piece:
         return torch.cat([_narrow(local, box).reshape(-1) for box in self.boxes])
 
     def put(self, local: Tensor, flat: Tensor) -> None:
-        """Write an arrived piece into its place."""
+        """Write a received piece into its place."""
         start = 0
         for box in self.boxes:
             target = _narrow(local, box)
@@ -92,7 +92,7 @@ def _narrow(local: Tensor, box: Box) -> Tensor:
 
 
 class Route:
-    """What this rank sends and receives when a value goes from one holding to another."""
+    """The messages of this rank when a value is transferred from one holding to another."""
 
     def __init__(self, rank: int, source: Holding, target: Holding) -> None:
         self.rank, self.target = rank, target
@@ -106,12 +106,12 @@ class Route:
 
     @property
     def is_local(self) -> bool:
-        """Whether this rank gives itself all that it needs, and nobody else anything."""
+        """Whether this rank has all that it needs, and sends nothing to other ranks."""
         full = [Piece(self.rank)]
         return self.receives == full and self.sends == full
 
     def send(self, transport: Transport, local: Tensor, tag: int) -> list[Pending]:
-        """Start to send what others need of this rank's part."""
+        """Start to send the pieces that other ranks need."""
         sent = []
         for piece in self.sends:
             if piece.peer != self.rank:
@@ -132,7 +132,7 @@ class Route:
         return Arrival(local, waiting, [p for p in self.receives if p.peer == self.rank])
 
     def own(self, local: Tensor) -> Tensor:
-        """Return what this rank sends itself, as one message."""
+        """Return this rank's pieces for itself, as one message."""
         own = [piece for piece in self.sends if piece.peer == self.rank]
         return torch.cat([piece.take(local.detach()) for piece in own])
 
@@ -146,7 +146,7 @@ class Arrival:
     own: list[Piece]
 
     def wait(self, own: Tensor | None = None) -> Tensor:
-        """Wait for all pieces and return the tensor; `own` is what this rank sent itself."""
+        """Wait for all pieces and return the tensor; `own` is this rank's message to itself."""
         for piece, pending in self.waiting:
             flat = pending.wait()
             if piece.boxes:
@@ -171,7 +171,8 @@ def _pieces(source: Holding, target: Holding, rank: int) -> list[Piece]:
     for remote, ranks in holders.items():
         peer = rank if rank in ranks else ranks[turn % len(ranks)]
         if remote == own:
-            return [Piece(peer)] if _count(own) else []
+            empty = any(not dim for dim in own)
+            return [] if empty else [Piece(peer)]
         boxes = _overlap(remote, own)[1]
         if boxes:
             pieces.append(Piece(peer, boxes))
@@ -179,7 +180,7 @@ def _pieces(source: Holding, target: Holding, rank: int) -> list[Piece]:
 
 
 def _mirrored(source: Holding, target: Holding, rank: int, peer: int) -> Piece:
-    """Return what `rank` sends to `peer`, in coordinates of what it holds."""
+    """Return the piece that `rank` sends to `peer`, in coordinates of its local tensor."""
     remote, own = target.runs(peer), source.runs(rank)
     if remote == own:
         return Piece(peer)
@@ -197,25 +198,18 @@ def _overlap(a: Sequence[Runs], b: Sequence[Runs]) -> tuple[tuple[Box, ...], tup
 
 
 def _common(a: Runs, b: Runs) -> list[tuple[int, int, int]]:
-    """Return (start in a, start in b, length) of what two lists of runs share."""
+    """Return (offset in a, offset in b, length) of the ranges that two lists of runs share."""
     result = []
-    here = 0
+    offset_a = 0
     for start, length in a:
-        there = 0
+        offset_b = 0
         for begin, size in b:
             low, high = max(start, begin), min(start + length, begin + size)
             if low < high:
-                result.append((here + low - start, there + low - begin, high - low))
-            there += size
-        here += length
+                result.append((offset_a + low - start, offset_b + low - begin, high - low))
+            offset_b += size
+        offset_a += length
     return result
-
-
-def _count(runs: Sequence[Runs]) -> int:
-    count = 1
-    for pieces in runs:
-        count *= sum(n for _, n in pieces)
-    return count
 
 
 # The first stage that uses a parameter owns it; the others hold replicas. After a backward they
@@ -227,7 +221,7 @@ _TAGS = 1 << 20  # above the tags of micro-batches
 
 
 class TiedParameters:
-    """Exchanges the gradients and values of parameters that live on several groups of ranks."""
+    """Exchange the gradients and values of parameters of several stages."""
 
     def __init__(self, spec: PipelineSpec, store: ParameterStore, rank: int) -> None:
         self.store, self.rank = store, rank
@@ -260,7 +254,7 @@ class TiedParameters:
 
     @torch.no_grad()
     def share_values(self) -> None:
-        """Give replicas the values of their owners; all ranks call it after an update."""
+        """Send the values of owners to replicas; all ranks call it after an update."""
 
         def value(entry: Entry, dtype: torch.dtype) -> Tensor:
             return self.store.local_value(entry).to(dtype).contiguous()
@@ -279,11 +273,8 @@ class TiedParameters:
         for tied, source, target, tag in links:
             if self.rank not in (*source.ranks, *target.ranks):
                 continue
-            route, entry, dtype = (
-                Route(self.rank, source, target),
-                store.entry(tied.name),
-                torch_dtype(tied.dtype),
-            )
+            route = Route(self.rank, source, target)
+            entry, dtype = store.entry(tied.name), torch_dtype(tied.dtype)
             if self.rank in source.ranks:
                 sends += route.send(store.mesh.transport, read(entry, dtype), tag)
             else:

@@ -21,10 +21,10 @@ calls its hooks once, as in a plain backward.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -67,22 +67,22 @@ class _Job:
         self._versions = grad._version, x._version
 
     def compute(self, wanted: Wanted) -> Gradients:
-        """Return the gradients, and release what they are computed from."""
+        """Return the gradients, and release the tensors they are computed from."""
         grad, x = self._grad, self._x
         assert grad is not None
         assert x is not None
         self._grad = self._x = None
         if (grad._version, x._version) != self._versions:
             raise ProgramError(
-                f"the input or the output's gradient of a weight of shape "
-                f"{tuple(self.weight.shape)} was changed in place before its gradient was computed",
-                hint="run the queue before buffers are used again",
+                f"the input or output gradient of an operator with a weight of shape "
+                f"{tuple(self.weight.shape)} was changed before the weight gradient was computed",
+                hint="run the queue before buffers are reused",
             )
         return self._operator.weight_gradients(grad, x, self.weight, self.bias, wanted)
 
 
 class _Later(torch.autograd.Function):
-    """A node whose backward is a job, so that autograd does all that follows."""
+    """A node whose backward is a job, so that autograd accumulates its results."""
 
     @staticmethod
     def forward(ctx: Any, job: _Job, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -95,48 +95,48 @@ class _Later(torch.autograd.Function):
 
 
 class WeightQueue:
-    """Weight gradients of one or several backward passes, in the order in which they came up."""
+    """Deferred weight gradients of one or several backward passes, in order."""
 
     def __init__(self) -> None:
         self._jobs: list[_Job] = []
 
     @property
     def num_waiting(self) -> int:
-        """How many calls' weight gradients are still to be computed."""
+        """The number of calls whose weight gradients are still to be computed."""
         return len(self._jobs)
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[WeightQueue]:
-        """Collect the weight gradients of what this thread computes here."""
-        before, _local.queue = getattr(_local, "queue", None), self
+        """Collect the weight gradients of this thread's computation in the body."""
+        outer, _local.queue = getattr(_local, "queue", None), self
         try:
             yield self
         finally:
-            _local.queue = before
+            _local.queue = outer
 
     def put(self, job: _Job) -> None:
-        """Let a weight gradient wait."""
+        """Defer a weight gradient."""
         self._jobs.append(job)
 
     def run(self) -> None:
-        """Compute what was collected, add it to the leaves' `.grad`, and call their hooks."""
+        """Compute the gradients, add them to the leaves' `.grad`, and call their hooks."""
         jobs, self._jobs = self._jobs, []
-        with torch.enable_grad():  # autograd takes the youngest node first
+        with torch.enable_grad():  # reversed, because autograd runs the newest node first
             ends = [_Later.apply(job, job.weight, job.bias) for job in reversed(jobs)]  # type: ignore[no-untyped-call]
-        ends = [end for end in ends if end.requires_grad]  # unless frozen in the meantime
+        ends = [end for end in ends if end.requires_grad]  # not frozen in the meantime
         if ends:
             torch.autograd.backward(ends, [torch.zeros_like(end) for end in ends])
 
     def clear(self) -> None:
-        """Forget what was collected, after an error."""
+        """Drop all deferred gradients, after an error."""
         self._jobs.clear()
 
 
 class _Deferrable(torch.autograd.Function):
     """An operator whose weight and bias autograd sees as `to_weight` and `to_bias`.
 
-    These are the weight and bias themselves, or with a queue an anchor, which makes backward
-    come here, and a bias that is no leaf.
+    These are the weight and bias themselves; or, with a queue, an anchor that makes autograd call
+    this backward, and the bias if it is not a leaf.
     """
 
     @staticmethod
@@ -151,7 +151,7 @@ class _Deferrable(torch.autograd.Function):
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.operator, ctx.queue, ctx.leaves = operator, queue, leaves
-        # The same with and without a queue: recomputation may not find it.
+        # The same tensors with and without a queue: recomputation may run without it.
         ctx.save_for_backward(x, leaves[0] if x.requires_grad else None)
         return operator.call(x, *leaves)
 
@@ -167,7 +167,7 @@ class _Deferrable(torch.autograd.Function):
             wanted = (weight_wanted, bias_wanted)
             return None, None, None, to_x, *operator.weight_gradients(grad, x, leaf, bias, wanted)
         if torch.is_grad_enabled():
-            raise ProgramError("deferred weight gradients have no gradients of their own")
+            raise ProgramError("deferred weight gradients cannot be differentiated again")
         ctx.queue.put(_Job(operator, grad, x, leaf, None if bias_wanted else bias))
         to_bias = None
         if bias_wanted:
@@ -244,7 +244,7 @@ class _Matmul:
         return to_weight, to_bias
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Embedding:
     padding_idx: int
 
@@ -263,7 +263,7 @@ class _Embedding:
         return to_weight, None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Conv:
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -272,18 +272,8 @@ class _Conv:
     output_padding: tuple[int, ...]
     groups: int
 
-    def _options(self) -> tuple[Any, ...]:
-        return (
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.transposed,
-            self.output_padding,
-            self.groups,
-        )
-
     def call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.convolution(x, weight, bias, *self._options())
+        return torch.convolution(x, weight, bias, *dataclasses.astuple(self))
 
     def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return cast(Tensor, self._backward(grad, x, weight, None, [True, False, False])[0])
@@ -299,7 +289,9 @@ class _Conv:
         self, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, mask: list[bool]
     ) -> Any:
         shape = None if bias is None else list(bias.shape)
-        return torch.ops.aten.convolution_backward(grad, x, weight, shape, *self._options(), mask)
+        return torch.ops.aten.convolution_backward(
+            grad, x, weight, shape, *dataclasses.astuple(self), mask
+        )
 
 
 _LINEAR, _MATMUL = _Linear(), _Matmul()
@@ -341,12 +333,6 @@ def conv(
     groups: int,
 ) -> Tensor:
     """Call `aten.convolution`, with a deferrable gradient of weight and bias."""
-    operator = _Conv(
-        tuple(stride),
-        tuple(padding),
-        tuple(dilation),
-        transposed,
-        tuple(output_padding),
-        groups,
-    )
+    sizes = tuple(stride), tuple(padding), tuple(dilation)
+    operator = _Conv(*sizes, transposed, tuple(output_padding), groups)
     return _call(operator, x, weight, bias)
