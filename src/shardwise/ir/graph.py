@@ -185,6 +185,17 @@ class Graph:
         return {out: node for node in self.nodes for out in node.outputs}
 
     @property
+    def ends(self) -> frozenset[str]:
+        """Return the loss and the new contents of buffers."""
+        names = (self.loss, *(buffer.mutation for buffer in self.buffers))
+        return frozenset(name for name in names if name is not None)
+
+    @property
+    def visible(self) -> frozenset[str]:
+        """Return the values that are visible outside: ends, outputs, and values sent to stages."""
+        return self.ends.union(self.sends, (ref.name for ref in iter_refs(self.outputs)))
+
+    @property
     def fingerprint(self) -> str:
         """Return a hex digest of everything that determines the computation; weights do not."""
         digest = hashlib.sha256(to_text(self, provenance=False).encode(errors="backslashreplace"))

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from shardwise.errors import InfeasiblePlan
-from shardwise.ir import Graph, Node, Ref, TensorType
+from shardwise.ir import Graph, Node, TensorType
 from shardwise.layouts.moves import (
     IMPOSSIBLE,
     PER_BYTE,
@@ -80,8 +80,7 @@ class Search:
         for index, node in enumerate(graph.nodes):
             for name in (*node.inputs, *node.outputs):
                 self.last[name] = max(index, self.last.get(name, -1))
-        self.ends = {graph.loss} if graph.loss else set()
-        self.ends |= {b.mutation for b in graph.buffers if b.mutation}
+        self.ends = graph.ends
         self.sends = set(graph.sends)
         self.live: list[str] = []
         self.allowed = Allowed(graph, facts, task, earlier)
@@ -370,7 +369,7 @@ def shard_tables(
 
     `named` maps a node to the mesh axes on which a plan fixes its choice.
     """
-    tables = constant_values(graph) - _visible(graph)
+    tables = constant_values(graph) - graph.visible
     producers = [node for node in reversed(graph.nodes) if tables.issuperset(node.outputs)]
     if not producers:
         return assignments
@@ -387,13 +386,6 @@ def shard_tables(
                 nodes[node.name] = _as_used(node, facts, nodes, users, assignment, others)
         result[index] = replace(assignment, nodes=nodes)
     return tuple(result)
-
-
-def _visible(graph: Graph) -> frozenset[str]:
-    """Return the values that are visible outside the graph."""
-    visible = {leaf.name for leaf in graph.outputs if isinstance(leaf, Ref)}
-    visible |= {b.mutation for b in graph.buffers if b.mutation} | set(graph.sends)
-    return frozenset(visible | ({graph.loss} if graph.loss else set()))
 
 
 def _as_used(

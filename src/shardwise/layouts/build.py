@@ -137,8 +137,7 @@ class _Builder:
         self.built.by_name = self.by_name
         self.built.parameters = self.pure.parameters
         self.producers = graph.producers
-        ends = {graph.loss, *(b.mutation for b in graph.buffers)}
-        self.ends = frozenset(name for name in ends if name is not None)
+        self.ends = graph.ends
 
     def run(self) -> Built:
         for names in families((n.name for n in self.graph.nodes), self.options.roots):

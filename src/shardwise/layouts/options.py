@@ -99,9 +99,7 @@ class Pure:
             if above is not None:
                 results = (n for n in node.outputs if n in self.carries)
                 self.ancestors |= dict.fromkeys(results, above)
-        visible = {graph.loss, *(b.mutation for b in graph.buffers), *graph.sends}
-        visible |= {getattr(leaf, "name", None) for leaf in graph.outputs}
-        self.visible = frozenset(name for name in visible if name is not None)
+        self.visible = graph.visible
         self.used = frozenset(n for node in graph.nodes if node.grad_enabled for n in node.inputs)
 
     def _above(self, node: Node) -> frozenset[str] | None:

@@ -266,7 +266,7 @@ def _value_kinds(graph: Graph, names: Mapping[str, str]) -> Iterator[tuple[str, 
         for value in dict.fromkeys(node.inputs):
             if node.name in names:
                 users.setdefault(value, set()).add(names[node.name])
-    ends = {graph.loss, *(b.mutation for b in graph.buffers)}
+    ends = graph.ends
     for node in graph.nodes:
         if node.name in names:
             for position, value in enumerate(node.outputs):

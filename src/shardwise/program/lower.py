@@ -121,8 +121,7 @@ def _differing_values(resolved: Resolved, assignment: Assignment) -> frozenset[s
         if same and inputs and node.grad_enabled and all(n in pure for n in inputs):
             pure |= {n for n in node.outputs if n in carries}
     differs = dict.fromkeys(pure, False)  # becomes True at the first differing use
-    equal: set[str | None] = {b.mutation for b in graph.buffers} | {graph.loss, *graph.sends}
-    equal |= {leaf.name for leaf in graph.outputs if isinstance(leaf, Ref)}
+    equal = set(graph.visible)
     for node in reversed(graph.nodes):
         candidate = assignment.nodes[node.name]
         through = isinstance(candidate.choice, Same) and all(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.dtypes import DTYPES, dtype_name
-from shardwise.ir import Graph, Input, Node, Ref, TensorType, iter_refs, map_refs
+from shardwise.ir import Graph, Input, Node, Ref, TensorType, map_refs
 from shardwise.ir.schema import bind
 from shardwise.layouts.microbatch_axis import MicrobatchAssignment
 from shardwise.sharding.factors import Facts, node_rule
@@ -82,8 +82,7 @@ def _live(graph: Graph, nodes: list[Node]) -> tuple[Node, ...]:
 
     Nodes whose results were not used in the first place stay.
     """
-    used = {b.mutation for b in graph.buffers} | {graph.loss}
-    used |= {ref.name for ref in iter_refs(graph.outputs)}
+    used = set(graph.visible)
     before = {name for node in graph.nodes for name in node.inputs}
     live = []
     for node in reversed(nodes):

@@ -35,9 +35,9 @@ def holdings(draw: st.DrawFn, first: int, shared: int) -> Holding:
     return Holding(tuple(range(start, start + count)), axes, SHAPE, tuple(splits), place)
 
 
-def part(holding: Holding, rank: int, whole: torch.Tensor) -> torch.Tensor:
+def part(holding: Holding, rank: int, full: torch.Tensor) -> torch.Tensor:
     coords = coordinates(holding.axes, holding.ranks.index(rank))
-    return take_local(whole, holding.splits, coords, holding.axes).contiguous()
+    return take_local(full, holding.splits, coords, holding.axes).contiguous()
 
 
 @settings(max_examples=60, deadline=None)
@@ -46,15 +46,15 @@ def test_every_rank_gets_its_part(data: st.DataObject) -> None:
     source = data.draw(holdings(0, 0))
     shared = data.draw(st.booleans())
     target = data.draw(holdings(len(source.ranks), shared))
-    whole = torch.arange(7 * 6 * 4).view(SHAPE)
+    full = torch.arange(7 * 6 * 4).view(SHAPE)
     dtype = data.draw(st.sampled_from([torch.int64, torch.float32, torch.bool]))
-    whole = (whole % 3 == 0) if dtype is torch.bool else whole.to(dtype)
+    full = (full % 3 == 0) if dtype is torch.bool else full.to(dtype)
     world = max(*source.ranks, *target.ranks) + 1
 
     def run(rank: int, transport: ThreadTransport) -> torch.Tensor | None:
         route, own = Route(rank, source, target), None
         if rank in source.ranks:
-            local = part(source, rank, whole)
+            local = part(source, rank, full)
             route.send(transport, local, 5)
             if any(piece.peer == rank for piece in route.sends):
                 own = route.own(local)
@@ -62,7 +62,7 @@ def test_every_rank_gets_its_part(data: st.DataObject) -> None:
             return None
         return route.receive(transport, dtype, torch.device("cpu"), 5).wait(own)
 
-    for rank, found in enumerate(run_threads(world, run, timeout_s=10)):
+    for rank, received in enumerate(run_threads(world, run, timeout_s=10)):
         if rank in target.ranks:
-            assert found is not None
-            assert torch.equal(found, part(target, rank, whole)), (source, target, rank)
+            assert received is not None
+            assert torch.equal(received, part(target, rank, full)), (source, target, rank)
