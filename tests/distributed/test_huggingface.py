@@ -1,4 +1,4 @@
-"""`ShardwiseTrainer` on ranks equals `transformers.Trainer` on one process with the whole batch."""
+"""`ShardwiseTrainer` on ranks equals `transformers.Trainer` in one process with the same batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check(
     plain: dict[str, Any] | None = None,
     **keywords: Any,
 ) -> None:
-    """Train on ranks and alone; a batch has 8 rows in both."""
+    """Compare training on ranks with training in one process; a batch has 8 rows in both."""
     replicas = {"ddp": ranks, "fsdp": ranks, "zero2": ranks, "hybrid": 2, "auto": ranks}.get(
         plan, 1
     )
@@ -40,12 +40,12 @@ def check(
         "per_device_eval_batch_size": 8 // replicas,
     }
     keywords = {"compute_metrics": hf.metrics, **keywords}
-    found = pool(ranks).run(
+    results = pool(ranks).run(
         hf.train, model, {**sizes, **(args or {})}, options, plan=plan, timeout=240, **keywords
     )
     expected = hf.train(model, {**(args or {}), **(plain or {})}, **keywords)
-    for one in found:
-        hf.assert_same(one, expected)
+    for result in results:
+        hf.assert_same(result, expected)
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_plans_equal_the_plain_trainer(
     ("ranks", "plan", "options"),
     [(2, "fsdp", {}), (2, "tensor", {}), (2, "pipeline", PIPELINE)],
 )
-def test_adapters_are_trained_and_the_rest_is_not(
+def test_only_adapters_are_trained(
     pool: Callable[[int], Pool], ranks: int, plan: str, options: dict[str, Any]
 ) -> None:
     check(pool, ranks, plan, options, model="lora")
@@ -101,7 +101,7 @@ def test_adapters_are_trained_and_the_rest_is_not(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("plan", "options"), [("fsdp", {}), ("pipeline", PIPELINE)])
 @pytest.mark.parametrize("case", ["smoothing", "own loss", "mean", "padded", "stream", "sgd"])
-def test_what_a_trainer_can_do(
+def test_features_of_the_trainer(
     pool: Callable[[int], Pool], plan: str, options: dict[str, Any], case: str
 ) -> None:
     settings: dict[str, dict[str, Any]] = {
@@ -131,29 +131,29 @@ SAVED = {
     ("model", "plan", "options"),
     [("gpt2", "pipeline", PIPELINE), ("gpt2", "fsdp", {}), ("lora", "tensor", {})],
 )
-def test_a_run_goes_on_exactly_from_the_middle_of_an_epoch(
+def test_a_run_resumes_exactly_from_the_middle_of_an_epoch(
     pool: Callable[[int], Pool], tmp_path: Path, model: str, plan: str, options: dict[str, Any]
 ) -> None:
     rows = 4 if plan == "fsdp" else 8
     sizes = {"per_device_train_batch_size": rows, "per_device_eval_batch_size": rows}
     args = {**SAVED, "output_dir": str(tmp_path), **sizes}
-    whole = pool(2).run(hf.train, model, args, options, plan=plan, timeout=240)[0]
+    uninterrupted = pool(2).run(hf.train, model, args, options, plan=plan, timeout=240)[0]
     middle = str(tmp_path / "checkpoint-2")
-    again = pool(2).run(hf.train, model, args, options, plan=plan, resume=middle, timeout=240)[0]
-    assert again["losses"] == whole["losses"]
-    assert again["norms"] == whole["norms"]
-    assert again["best"] == whole["best"]
-    torch.testing.assert_close(again["parameters"], whole["parameters"], rtol=0, atol=0)
+    resumed = pool(2).run(hf.train, model, args, options, plan=plan, resume=middle, timeout=240)[0]
+    assert resumed["losses"] == uninterrupted["losses"]
+    assert resumed["norms"] == uninterrupted["norms"]
+    assert resumed["best"] == uninterrupted["best"]
+    torch.testing.assert_close(resumed["parameters"], uninterrupted["parameters"], rtol=0, atol=0)
 
-    # Under another plan and number of ranks, with as many rows in a batch.
+    # Under another plan and number of ranks, with the same batch size.
     other = {**args, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
-    found = hf.train(model, other, plan="ddp", resume=middle)
-    hf.assert_same(found, whole)
+    result = hf.train(model, other, plan="ddp", resume=middle)
+    hf.assert_same(result, uninterrupted)
     assert_opens(tmp_path / "checkpoint-2", model)
 
 
 def assert_opens(folder: Path, model: str) -> None:
-    """A checkpoint is a folder that its library opens; of adapters, it has these alone."""
+    """Open a checkpoint with its library; one of adapters has only these."""
     names = {path.name for path in folder.iterdir()}
     if model == "lora":
         from peft import PeftModel
@@ -168,7 +168,7 @@ def assert_opens(folder: Path, model: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_model_on_meta_starts_from_a_folder(pool: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_a_meta_model_starts_from_a_folder(pool: Callable[[int], Pool], tmp_path: Path) -> None:
     hf.gpt2().save_pretrained(tmp_path / "start")
     args = {"per_device_train_batch_size": 4, "output_dir": str(tmp_path / "out")}
     results = pool(2).run(hf.train_on_meta, str(tmp_path / "start"), args, timeout=240)
@@ -178,7 +178,7 @@ def test_a_model_on_meta_starts_from_a_folder(pool: Callable[[int], Pool], tmp_p
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_other_batches_than_those_of_the_checkpoint_are_refused(tmp_path: Path) -> None:
+def test_another_batch_size_than_that_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
     args = {**SAVED, "output_dir": str(tmp_path), "max_steps": 1, "per_device_train_batch_size": 4}
     hf.train("classifier", args, plan="ddp")
     with pytest.raises(BatchError, match="batches of 4 rows, these have 2"):

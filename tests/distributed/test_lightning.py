@@ -1,4 +1,4 @@
-"""Lightning under every kind of plan: N ranks equal plain Lightning on one, in float64."""
+"""Lightning under every kind of plan equals plain Lightning in one process, in float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.pool import Pool
 
 pytestmark = pytest.mark.distributed
 OPTIONS = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
-TWO = [
+TWO_RANKS = [
     ("ddp", {}),
     ("fsdp", {}),
     ("tensor", {}),
@@ -24,7 +24,7 @@ TWO = [
 ]
 
 
-def several(plans: list[tuple[str, dict[str, Any]]]) -> list[Run]:
+def fit_plans(plans: list[tuple[str, dict[str, Any]]]) -> list[Run]:
     return [
         fit(ShardwiseStrategy({"name": name, "args": options}), **OPTIONS)
         for name, options in plans
@@ -34,12 +34,12 @@ def several(plans: list[tuple[str, dict[str, Any]]]) -> list[Run]:
 @pytest.mark.slow
 def test_two_ranks_equal_plain_lightning(pool: Callable[[int], Pool]) -> None:
     expected = fit(**OPTIONS)
-    for runs in pool(2).run(several, TWO, timeout=110):
+    for runs in pool(2).run(fit_plans, TWO_RANKS, timeout=110):
         for run in runs:
             assert_same(run, expected)
 
 
-def one_row_left(plans: list[tuple[str, dict[str, Any]]]) -> list[Run]:
+def fit_with_one_last_row(plans: list[tuple[str, dict[str, Any]]]) -> list[Run]:
     return [
         fit(ShardwiseStrategy({"name": name, "args": options}), rows=25) for name, options in plans
     ]
@@ -48,7 +48,7 @@ def one_row_left(plans: list[tuple[str, dict[str, Any]]]) -> list[Run]:
 @pytest.mark.slow
 def test_the_last_batch_of_an_epoch_may_have_one_row(pool: Callable[[int], Pool]) -> None:
     expected = fit(rows=25)
-    for runs in pool(2).run(one_row_left, TWO, timeout=240):
+    for runs in pool(2).run(fit_with_one_last_row, TWO_RANKS, timeout=240):
         for run in runs:
             assert_same(run, expected)
 
@@ -61,12 +61,12 @@ def test_three_dimensions_equal_plain_lightning(pool: Callable[[int], Pool]) -> 
         ("zero2", {}),
         ("auto", {}),
     ]
-    for runs in pool(8).run(several, plans, timeout=600):
+    for runs in pool(8).run(fit_plans, plans, timeout=600):
         for run in runs:
             assert_same(run, expected)
 
 
-def dropping() -> Classifier:
+def with_dropout() -> Classifier:
     return Classifier(dropout=0.3)
 
 
@@ -74,9 +74,9 @@ def stop_and_go(folder: Path, first: str, then: str) -> tuple[Run, Run]:
     save = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
     options = {"num_microbatches": 2} if first == "pipeline" else {}
     strategy = ShardwiseStrategy({"name": first, "args": options})
-    whole = fit(strategy, dropping, callbacks=[save], enable_checkpointing=True)
-    rest = fit(ShardwiseStrategy(then), dropping, ckpt_path=folder / "step=3.ckpt")
-    return whole, rest
+    uninterrupted = fit(strategy, with_dropout, callbacks=[save], enable_checkpointing=True)
+    resumed = fit(ShardwiseStrategy(then), with_dropout, ckpt_path=folder / "step=3.ckpt")
+    return uninterrupted, resumed
 
 
 @pytest.mark.slow
@@ -84,35 +84,36 @@ def stop_and_go(folder: Path, first: str, then: str) -> tuple[Run, Run]:
     ("first", "then"),
     [("tensor", "tensor"), pytest.param("pipeline", "fsdp", marks=pytest.mark.slow)],
 )
-def test_stopping_changes_nothing(
+def test_resuming_equals_an_uninterrupted_run(
     pool: Callable[[int], Pool], tmp_path: Path, first: str, then: str
 ) -> None:
-    for whole, rest in pool(2).run(stop_and_go, tmp_path, first, then, timeout=110):
+    for uninterrupted, resumed in pool(2).run(stop_and_go, tmp_path, first, then, timeout=110):
         if first == then:
-            assert rest.losses == whole.losses[3:]
-            assert all(torch.equal(rest.state[name], whole.state[name]) for name in whole.state)
-        torch.testing.assert_close(rest.losses, whole.losses[3:], rtol=1e-10, atol=1e-10)
+            assert resumed.losses == uninterrupted.losses[3:]
+            assert all(
+                torch.equal(resumed.state[name], uninterrupted.state[name])
+                for name in uninterrupted.state
+            )
+        torch.testing.assert_close(resumed.losses, uninterrupted.losses[3:], rtol=1e-10, atol=1e-10)
 
 
-def other_weights(folder: Path) -> Run:
+def fit_unseeded() -> Run:
     def make() -> Classifier:
-        torch.manual_seed(torch.distributed.get_rank())  # nobody seeded
+        torch.manual_seed(torch.distributed.get_rank())  # as without a seed
         return Classifier()
 
     return fit(ShardwiseStrategy("ddp"), make, max_steps=2)
 
 
 @pytest.mark.slow
-def test_ranks_begin_with_the_weights_and_shuffles_of_rank_0(
-    pool: Callable[[int], Pool], tmp_path: Path
-) -> None:
-    one, two = pool(2).run(other_weights, tmp_path, timeout=110)
-    assert one.losses == two.losses
-    assert all(torch.equal(one.state[name], two.state[name]) for name in one.state)
+def test_ranks_start_with_the_weights_and_order_of_rank_0(pool: Callable[[int], Pool]) -> None:
+    first, second = pool(2).run(fit_unseeded, timeout=110)
+    assert first.losses == second.losses
+    assert all(torch.equal(first.state[name], second.state[name]) for name in first.state)
 
 
 class Scaled(Classifier):
-    """Its step reads an attribute, and hooks change an activation and a gradient."""
+    """A classifier whose step reads an attribute; hooks change an activation and a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +134,7 @@ def doubled(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class Changes(Callback):  # type: ignore[misc]
-    """Anneals the attribute, freezes and unfreezes a weight, and adds a hook to another."""
+    """Anneal the attribute, freeze and unfreeze a weight, and add a hook to another."""
 
     def on_train_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -144,7 +145,7 @@ class Changes(Callback):  # type: ignore[misc]
             module.head.weight.register_hook(doubled)
 
 
-def changing(plans: list[tuple[str, dict[str, Any]]]) -> list[Run]:
+def fit_with_changes(plans: list[tuple[str, dict[str, Any]]]) -> list[Run]:
     changes: dict[str, Any] = {"rows": 61, "max_epochs": 1}
     return [
         fit(
@@ -160,6 +161,6 @@ def changing(plans: list[tuple[str, dict[str, Any]]]) -> list[Run]:
 @pytest.mark.slow
 def test_callbacks_may_change_attributes_flags_and_hooks(pool: Callable[[int], Pool]) -> None:
     expected = fit("auto", Scaled, callbacks=[Changes()], rows=61, max_epochs=1)
-    for runs in pool(2).run(changing, [*TWO, ("zero2", {})], timeout=240):
+    for runs in pool(2).run(fit_with_changes, [*TWO_RANKS, ("zero2", {})], timeout=240):
         for run in runs:
             assert_same(run, expected)

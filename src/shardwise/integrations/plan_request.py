@@ -1,4 +1,4 @@
-"""The `plan` argument of `ShardwiseStrategy` and `ShardwiseTrainer`: that of `sw.Trainer`."""
+"""The `plan` argument of `ShardwiseStrategy` and `ShardwiseTrainer`, as in `sw.Trainer`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from shardwise.training.planning import check_plan_name, make_planned
 
 __all__ = ["PlanLike", "PlanRequest"]
 
-
 PlanLike = str | Path | Mapping[str, Any] | Plan | Callable[..., Plan]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """A plan as users ask for it, checked before any process starts.
+    """A plan as users request it, checked before any process starts.
 
-    `plan` is "auto", the name of a strategy, a plan's file, `{"name": …, "args": {…}}` for a
+    `plan` is "auto", the name of a strategy, a plan file, `{"name": …, "args": {…}}` for a
     strategy with options, a `Plan`, or a function of graph and cluster.
     """
 
@@ -47,19 +46,19 @@ class PlanRequest:
 
     @property
     def is_named(self) -> bool:
-        """Whether a plan is still to be made, by the planner or a named strategy."""
+        """Return whether the planner or a named strategy makes the plan."""
         plan = self._config.plan
         return isinstance(plan, PlanConfig) and not plan.name.endswith(".json")
 
     @property
     def is_auto(self) -> bool:
-        """Whether the planner chooses, so that the batch must be known before the plan."""
+        """Return whether the planner makes the plan, which needs a batch of the final size."""
         plan = self._config.plan
         return isinstance(plan, PlanConfig) and plan.name == "auto"
 
     @property
     def text(self) -> str | None:
-        """Identify the request in a checkpoint; None where the plan itself was given."""
+        """Return what identifies the request in a checkpoint; None if the plan itself was given."""
         plan = self._config.plan
         return f"{plan.name} {sorted(plan.args.items())} {self.cluster}" if self.is_named else None
 
@@ -85,18 +84,18 @@ class PlanRequest:
         device: torch.device,
         precision: str | None = None,
     ) -> Plan:
-        """Make the plan for this model and batch, in the precision of the trainer if it has one."""
+        """Make the plan for this model and batch, in the trainer's precision if it has one."""
         config, precision = self._config, precision or self.precision
         if isinstance(config.plan, PlanConfig):
             args = dict(config.plan.args)
-            own = args.pop("precision", None)
-            if own is not None and precision not in (None, own):
+            plan_precision = args.pop("precision", None)
+            if plan_precision is not None and precision not in (None, plan_precision):
                 raise PlanError(
-                    f"the plan's precision is {own!r}, the trainer's {precision!r}",
+                    f"the plan's precision is {plan_precision!r}, the trainer's {precision!r}",
                     hint="set it once, in the trainer or in the plan",
                 )
             config = replace(config, plan=replace(config.plan, args=args))
-            precision = own or precision
+            precision = plan_precision or precision
         config = replace(config, precision=precision)
         return make_planned(
             config, model, batch, None, ranks=ranks, device=device.type, base=None

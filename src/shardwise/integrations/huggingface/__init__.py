@@ -1,7 +1,6 @@
 """`ShardwiseTrainer`: `transformers.Trainer` on any plan.
 
-Enters: what `transformers.Trainer` takes, and a plan. Leaves: the same training on every number of
-ranks, with its checkpoints as folders that `from_pretrained` opens.
+It trains the same on any number of ranks, and its checkpoints are folders for `from_pretrained`.
 """
 
 from __future__ import annotations

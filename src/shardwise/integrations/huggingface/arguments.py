@@ -1,8 +1,7 @@
-"""The training arguments as one device with the whole batch would have them.
+"""Make the trainer's arguments and accelerator behave as on one device with the global batch.
 
-Every rank reads all batches whole; the plan says which part of the work is
-whose. So nothing of the trainer's own data parallelism, seeds by rank or gathering takes place, and
-only what is written and printed is left to rank 0.
+Every rank reads all batches in full; the plan divides the work. The trainer's own data parallelism,
+seeds by rank and gathering are therefore switched off, and only rank 0 writes and prints.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ _OWN_PARALLELISM = {
 
 
 def rank() -> int:
-    """This process's rank."""
+    """Return the rank of this process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def num_ranks() -> int:
-    """The number of processes."""
+    """Return the number of processes."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 class OneDevice(TrainingArguments):  # type: ignore[misc]
-    """Mixed into the class of the arguments: all ranks together are one device."""
+    """A mixin for the class of the arguments: all ranks together are one device."""
 
     @property
     def world_size(self) -> int:
@@ -64,8 +63,8 @@ class OneDevice(TrainingArguments):  # type: ignore[misc]
 
     @property
     def n_gpu(self) -> int:
-        found: int = super().n_gpu
-        return min(1, found)
+        num_gpus: int = super().n_gpu
+        return min(1, num_gpus)
 
     @property
     def parallel_mode(self) -> ParallelMode:
@@ -73,7 +72,7 @@ class OneDevice(TrainingArguments):  # type: ignore[misc]
 
     @property
     def place_model_on_device(self) -> bool:
-        return False  # the user's model stays where it is; its parts go to the devices
+        return False  # only the shards go to the devices
 
     @property
     def should_save(self) -> bool:
@@ -84,20 +83,20 @@ class OneDevice(TrainingArguments):  # type: ignore[misc]
         return rank() == 0
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy, or a saved file, has the class that the user knows."""
-        made = (type(self).__mro__[2], object, None)
-        return copyreg._reconstructor, made, dict(self.__dict__)  # type: ignore[attr-defined]
+        """Copy and pickle as an object of the user's class."""
+        args = (type(self).__mro__[2], object, None)
+        return copyreg._reconstructor, args, dict(self.__dict__)  # type: ignore[attr-defined]
 
 
 def one_device(args: TrainingArguments) -> TrainingArguments:
-    """A copy of the arguments that describes one device."""
-    for name, instead in _OWN_PARALLELISM.items():
+    """Return a copy of the arguments that describes one device."""
+    for name, alternative in _OWN_PARALLELISM.items():
         if getattr(args, name, None):
             raise PlanError(
-                f"TrainingArguments({name}={getattr(args, name)!r}) and a plan exclude each other",
-                hint=f"ShardwiseTrainer(…) with {instead}",
+                f"TrainingArguments({name}={getattr(args, name)!r}) cannot be combined with a plan",
+                hint=f"ShardwiseTrainer(…) with {alternative}",
             )
-    _ = args.device  # starts the process group, where torchrun started this process
+    _ = args.device  # starts the process group if torchrun started this process
     kind = type(args)
     view = copy.copy(args)
     view.__class__ = type(kind.__name__, (OneDevice, kind), {})
@@ -105,27 +104,26 @@ def one_device(args: TrainingArguments) -> TrainingArguments:
 
 
 def scale_batches(args: TrainingArguments, replicas: int) -> None:
-    """Make the batch sizes those of all replicas together."""
+    """Multiply the batch sizes by the number of replicas."""
     args.per_device_train_batch_size *= replicas
     args.per_device_eval_batch_size *= replicas
 
 
 def replicas_of(plan: Plan) -> int:
-    """Return how many groups of ranks have samples of their own, as `accelerate` counts them."""
+    """Return the number of groups of ranks with different samples, as `accelerate` does."""
     return max(
         math.prod(stage.mesh.axis_size(a) for a in stage.mesh.names if plan.roles[a] == "batch")
         for stage in plan.all_stages
     )
 
 
-# The accelerator of a trainer whose ranks all do the same.
-
+# ------------------------------------------------------------ the accelerator
 
 Shard = Callable[[torch.optim.Optimizer], ShardedOptimizer]
 
 
 class OneProcess(Accelerator):  # type: ignore[misc]
-    """All ranks as one process; `parallel` is the module they train, once there is one."""
+    """An accelerator for which all ranks are one process; `parallel` is the trained module."""
 
     parallel: ParallelModule | None
     shard: Shard
@@ -133,7 +131,7 @@ class OneProcess(Accelerator):  # type: ignore[misc]
 
     @classmethod
     def take_over(cls, accelerator: Accelerator, shard: Shard) -> None:
-        """Turn an accelerator into one of this class."""
+        """Change the class of an accelerator to this one."""
         accelerator.__class__ = cls
         accelerator.parallel, accelerator.shard = None, shard
         accelerator.skipped_steps = 0
@@ -164,9 +162,9 @@ class OneProcess(Accelerator):  # type: ignore[misc]
         return rank() == 0
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
-        """Loaders as for one process, optimizers sharded, the rest as it is."""
-        made = tuple(map(self._prepared, objects))
-        return made[0] if len(made) == 1 else made
+        """Prepare loaders as for one process, shard optimizers, and return others unchanged."""
+        prepared = tuple(map(self._prepared, objects))
+        return prepared[0] if len(prepared) == 1 else prepared
 
     def _prepared(self, value: Any) -> Any:
         if isinstance(value, DataLoader):
@@ -176,25 +174,25 @@ class OneProcess(Accelerator):  # type: ignore[misc]
         return value
 
     def gather(self, tensor: Any) -> Any:
-        """Every rank has the whole already."""
+        """Return the tensor, which every rank has in full."""
         return tensor
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As on one process: only what the last batch repeats is cut off."""
+        """Gather as in one process, which only removes padding of the last batch."""
         return super().gather_for_metrics(input_data)
 
     def pad_across_processes(self, tensor: Any, **options: Any) -> Any:
-        """All ranks have the same shape."""
+        """Return the tensor, whose shape is the same on all ranks."""
         return tensor
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
-        """The norm of the whole model's gradient, over all ranks."""
+        """Clip by the norm of the full model's gradient, over all ranks."""
         assert self.parallel is not None
         return clip_grad_norm_(self.parallel, max_norm, norm_type)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step overflowed, which a schedule of learning rates passes over."""
+        """Return whether the last step overflowed, so that learning-rate schedules skip it."""
         optimizer = getattr(self, "optimizer", None)
         now = optimizer.skipped_steps if isinstance(optimizer, ShardedOptimizer) else 0
         before, self.skipped_steps = self.skipped_steps, now

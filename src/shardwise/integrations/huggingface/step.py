@@ -1,4 +1,4 @@
-"""The trainer's step as a model of its own, and the parallel module as the trainer calls it."""
+"""Adapt models, optimizers, weights and state between a trainer and its parallel module."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from shardwise.training.state import load_random_state, random_state
 
 COUNT = "num_items_in_batch"
 STEPS = "gradient_accumulation_steps"
-WANTED = "shardwise_wants"
+KIND = "shardwise_kind"
 
 LossOf = Callable[[nn.Module, dict[str, Any], Any], Any]
 
 
 def loss_batch(inputs: Mapping[str, Any], items: Any, steps: int | None) -> dict[str, Any]:
-    """What the step's forward takes for the loss of `inputs`.
+    """Return the batch with which the step's forward returns the loss of `inputs`.
 
-    The count of items and the number of accumulated batches are tensors, since they change from
+    The count of items and the number of accumulated batches are tensors because they change from
     step to step.
     """
-    batch = {**inputs, WANTED: "loss"}
+    batch = {**inputs, KIND: "loss"}
     if items is not None:
         batch[COUNT] = torch.as_tensor(items)
     if steps is not None:
@@ -41,18 +41,18 @@ def loss_batch(inputs: Mapping[str, Any], items: Any, steps: int | None) -> dict
 
 
 def as_step(model: nn.Module, loss_of: LossOf) -> nn.Module:
-    """A twin of `model`, with its class's name, whose forward is the step.
+    """Return a twin of `model`, with the same class name, whose forward is the step.
 
-    Both have the same attributes, also those that are set later. Names of modules and parameters
-    stay as they are, so plans and checkpoints are the model's.
+    Both share their attributes, also those that are set later, and names of modules and parameters,
+    so that plans and checkpoints are those of the model.
     """
     kind = type(model)
 
     def forward(self: nn.Module, **batch: Any) -> Any:
-        wanted = batch.pop(WANTED)
-        self.__class__ = kind  # inside, the trainer sees the model itself
+        kind_of_step = batch.pop(KIND)
+        self.__class__ = kind  # the trainer's loss must see the model itself
         try:
-            if wanted == "outputs":
+            if kind_of_step == "outputs":
                 return self(**batch)
             items, steps = batch.pop(COUNT, None), batch.pop(STEPS, None)
             loss = loss_of(self, batch, items)
@@ -67,77 +67,77 @@ def as_step(model: nn.Module, loss_of: LossOf) -> nn.Module:
 
 
 class ParallelModel(nn.Module):
-    """This rank's part of the model, in the place of the wrapped model of a trainer."""
+    """This rank's part of the model, which a trainer uses as its wrapped model."""
 
     def __init__(self, parallel: ParallelModule, model: nn.Module) -> None:
         super().__init__()
         self.parallel = parallel
-        self._whole = (model,)  # in a tuple it is no submodule
+        self._model = (model,)  # a tuple keeps it from becoming a submodule
         self.config = getattr(model, "config", None)
         inner = getattr(getattr(model, "base_model", None), "model", None)  # of a PeftModel
         self._name = type(inner if hasattr(model, "peft_config") else model).__name__
 
     def forward(self, **inputs: Any) -> Any:
-        """The model's outputs on the whole batch, in eval mode, on every rank."""
-        return self.parallel.eval_step({**inputs, WANTED: "outputs"})
+        """Return the model's outputs for the full batch, in eval mode, on every rank."""
+        return self.parallel.eval_step({**inputs, KIND: "outputs"})
 
     def train(self, mode: bool = True) -> ParallelModel:
-        """Set the mode, the user's model's as well: it is used again after the training."""
-        self.whole.train(mode)
+        """Set the mode, also of the user's model, which is used after training."""
+        self.user_model.train(mode)
         return super().train(mode)
 
     @property
-    def whole(self) -> nn.Module:
-        """The user's model."""
-        return self._whole[0]
+    def user_model(self) -> nn.Module:
+        """Return the user's model."""
+        return self._model[0]
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's local tensors under the original names."""
+        """Yield this rank's local tensors under the original names."""
         return self.parallel.named_parameters(prefix, recurse, remove_duplicate)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         self.parallel.zero_grad(set_to_none)
 
     def _get_name(self) -> str:
         return self._name
 
 
-# A torch optimizer of the whole model as one of this rank's part.
+# ------------------------------------------------------------ the optimizer
 
 
 def shard_optimizer(
-    made: torch.optim.Optimizer, model: nn.Module, parallel: ParallelModule
+    user_optimizer: torch.optim.Optimizer, model: nn.Module, parallel: ParallelModule
 ) -> ShardedOptimizer:
-    """The same optimizer on the pieces that this rank owns."""
-    if made.state:
+    """Return the same optimizer on the shards that this rank owns."""
+    if user_optimizer.state:
         raise OptimizerError(
-            "the optimizer has state of earlier steps, which cannot be taken over",
-            hint="give a new one, or resume from a checkpoint",
+            "the optimizer has state of earlier steps, which cannot be sharded",
+            hint="pass a new one, or resume from a checkpoint",
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = [_group(group, names) for group in made.param_groups]
-    _require_all(model, [name for group in groups for name in group["params"]])
+    groups = [_group(group, names) for group in user_optimizer.param_groups]
+    _require_all_trained(model, {name for group in groups for name in group["params"]})
     for group in groups:
         group["params"] = [glob.escape(name) for name in group["params"]]
-    kind = type(made)
+    kind = type(user_optimizer)
     known = inspect.signature(kind.__init__).parameters
-    options = {key: value for key, value in made.defaults.items() if key in known}
+    options = {key: value for key, value in user_optimizer.defaults.items() if key in known}
     return optimizer(parallel, kind, groups, rest=False, **options)
 
 
-def stand_in(model: nn.Module) -> nn.Module:
-    """A model on meta with one number for every parameter, of which an optimizer can be made."""
-    twin = skeleton(model)
-    made: dict[int, nn.Parameter] = {}
-    for module in twin.modules():
+def one_element_model(model: nn.Module) -> nn.Module:
+    """Copy a meta model with one element per parameter, from which an optimizer can be made."""
+    result = skeleton(model)
+    parameters: dict[int, nn.Parameter] = {}
+    for module in result.modules():
         for name, old in module._parameters.items():
             if old is not None:
-                like = nn.Parameter(torch.zeros(1), requires_grad=old.requires_grad)
-                module._parameters[name] = made.setdefault(id(old), like)
-    return twin
+                new = nn.Parameter(torch.zeros(1), requires_grad=old.requires_grad)
+                module._parameters[name] = parameters.setdefault(id(old), new)
+    return result
 
 
 def _group(group: dict[str, Any], names: dict[int, str]) -> dict[str, Any]:
@@ -146,47 +146,47 @@ def _group(group: dict[str, Any], names: dict[int, str]) -> dict[str, Any]:
         raise OptimizerError(
             f"the optimizer has {len(unknown)} parameters that are not the model's, the first of "
             f"shape {unknown[0]}",
-            hint="make it of model.parameters(), of the model that the trainer is given",
+            hint="make it from the parameters of the trainer's model",
         )
     trained = [names[id(p)] for p in group["params"] if p.requires_grad]
     return {**group, "params": trained}
 
 
-def _require_all(model: nn.Module, found: list[str]) -> None:
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    missing = sorted({*trained} - {*found})
+def _require_all_trained(model: nn.Module, optimized: set[str]) -> None:
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    missing = sorted(trained - optimized)
     if missing:
         raise OptimizerError(
-            f"the optimizer lacks {len(missing)} of {len(trained)} parameters that are trained, "
-            f"{missing[0]} for one",
-            hint="requires_grad_(False) on what is not to be trained",
+            f"the optimizer lacks {len(missing)} of {len(trained)} trained parameters, "
+            f"such as {missing[0]}",
+            hint="requires_grad_(False) for parameters that are not to be trained",
         )
 
 
-# Weights between the user's model, which is whole, and this rank's part of it.
-#
-# One tensor is whole at a time.
+# ------------------------------------------------------------ weights
+
+# Only one full tensor exists at a time.
 
 
 def on_meta(model: nn.Module) -> bool:
-    """Whether the model has parameters without data."""
+    """Return whether the model has meta parameters."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 @torch.no_grad()
 def pull(parallel: ParallelModule, model: nn.Module) -> None:
-    """Give the user's model what was trained; all ranks call it. On meta it stays as it is."""
+    """Copy trained weights to the user's model, unless it is on meta; all ranks call it."""
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
-    # Frozen parameters are as the model has them, unless they came from another rank.
-    for name, found in full_tensors(parallel, frozen=parallel.store.received_weights):
+    # The model already has its frozen parameters, unless they came from another rank.
+    for name, tensor in full_tensors(parallel, frozen=parallel.store.received_weights):
         if not tensors[name].is_meta:
-            tensors[name].copy_(found)
+            tensors[name].copy_(tensor)
     parallel.copies += 1
 
 
 @torch.no_grad()
 def push(model: nn.Module, parallel: ParallelModule) -> None:
-    """Take this rank's part of the user's model."""
+    """Copy this rank's part of the user's model."""
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
     store = parallel.store
     for name in (*(e.spec.name for e in store.entries), *store.buffers):
@@ -194,15 +194,14 @@ def push(model: nn.Module, parallel: ParallelModule) -> None:
             store.load_full(name, tensors[name].detach())
 
 
-# What a trainer needs beside the weights to go on exactly: as JSON, next to the optimizer's state.
+# ------------------------------------------------------------ other state of a trainer
 
-
-FOLDER = "shardwise"  # inside of each checkpoint-N
+FOLDER = "shardwise"  # inside each checkpoint-N
 
 
 @contextlib.contextmanager
 def preserved_random() -> Iterator[None]:
-    """What happens inside draws no numbers that others would have drawn."""
+    """Restore the random generators afterwards."""
     state = random_state()
     try:
         yield
@@ -212,7 +211,7 @@ def preserved_random() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchanged_config(model: nn.Module) -> Iterator[None]:
-    """Leave the config as it was: `save_pretrained` sets its dtype, on the rank that writes alone.
+    """Restore the model's config afterwards: `save_pretrained` sets its dtype, only on rank 0.
 
     Captured steps may depend on it, and ranks would no longer agree on their programs.
     """
@@ -227,7 +226,7 @@ def unchanged_config(model: nn.Module) -> Iterator[None]:
 
 
 def schedule_state(schedule: Any) -> Any:
-    """The state of a learning-rate schedule, as JSON carries it."""
+    """Return the state of a learning-rate schedule as JSON."""
     state = schedule.state_dict()
     try:
         return json.loads(json.dumps(state, default=_number))
@@ -241,30 +240,30 @@ def schedule_state(schedule: Any) -> Any:
 def _number(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
-    raise TypeError(f"it has a {type(value).__name__}")
+    raise TypeError(f"it contains a {type(value).__name__}")
 
 
-def is_ours(folder: str | Path) -> bool:
-    """Whether a trainer's checkpoint has the state that Shardwise saves."""
+def has_shardwise_state(folder: str | Path) -> bool:
+    """Return whether a trainer's checkpoint has the state that Shardwise saves."""
     return Path(folder, FOLDER, "checkpoint.json").is_file()
 
 
-def require_batch_size(saved: Any, here: int, folder: str) -> None:
-    """Refuse to go on with other batches: steps would no longer say which samples were seen."""
-    if isinstance(saved, int) and saved != here:
+def require_batch_size(saved: Any, current: int, folder: str) -> None:
+    """Refuse to resume with another batch size: steps would no longer identify the samples."""
+    if isinstance(saved, int) and saved != current:
         raise BatchError(
-            f"{folder} was trained with batches of {saved} rows, these have {here}",
-            hint="per_device_train_batch_size times the replicas as before; or replicas=…",
+            f"{folder} was trained with batches of {saved} rows, these have {current}",
+            hint="the same per_device_train_batch_size times replicas; or replicas=…",
         )
 
 
 def newest_complete(folder: str | Path) -> Path | None:
-    """The newest `checkpoint-N` that was written to its end."""
-    found = {
+    """Return the newest complete `checkpoint-N`."""
+    checkpoints = {
         int(path.name.removeprefix("checkpoint-")): path
         for path in Path(folder).glob("checkpoint-*")
         if path.name.removeprefix("checkpoint-").isdigit()
         and (path / "trainer_state.json").is_file()
-        and is_ours(path)
+        and has_shardwise_state(path)
     }
-    return found[max(found)] if found else None
+    return checkpoints[max(checkpoints)] if checkpoints else None

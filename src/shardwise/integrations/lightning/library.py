@@ -1,7 +1,7 @@
-"""The names of Lightning that the strategy uses, from the package that the user imports.
+"""Import Lightning from the package that the user has, and start its processes.
 
-`lightning.pytorch` and `pytorch_lightning` are two installations of the same code whose classes do
-not know each other. A program that has imported only the latter gets strategies of the latter.
+`lightning.pytorch` and `pytorch_lightning` are two installations of the same code with distinct
+classes. A program that has imported only the latter gets strategies of the latter.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 
 
 def _packages() -> tuple[str, str]:
-    """The roots of PyTorch Lightning and of Fabric."""
+    """Return the root packages of PyTorch Lightning and of Fabric."""
     unified = importlib.util.find_spec("lightning") is not None
     separate = importlib.util.find_spec("pytorch_lightning") is not None
     if not unified and not separate:
@@ -54,7 +54,6 @@ def _packages() -> tuple[str, str]:
 
 
 PACKAGE, FABRIC = _packages()
-
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.distributed import (
@@ -119,11 +118,14 @@ def set_rank_zero(rank: int) -> None:
         importlib.import_module(name).rank_zero_only.rank = rank
 
 
-# The processes of a training, started by torchrun, a cluster's scheduler or Lightning itself.
+# ------------------------------------------------------------ processes
 
 
 class Processes(ParallelStrategy):
-    """One process for each device, as Lightning's DDPStrategy has them."""
+    """One process per device, as in Lightning's DDPStrategy.
+
+    torchrun, a cluster's scheduler or Lightning itself starts them.
+    """
 
     def __init__(
         self,
@@ -139,7 +141,7 @@ class Processes(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning need not split data or join logged values: every rank has the whole batch."""
+        """Return False: Lightning must not split data or combine logs of ranks."""
         return False
 
     @property
@@ -205,26 +207,26 @@ class Processes(ParallelStrategy):
             dist.barrier(device_ids=device)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """One rank's object on all, as Lightning and its callbacks ask for it."""
+        """Return one rank's object on all ranks, for Lightning and its callbacks."""
         if not (dist.is_available() and dist.is_initialized()):
             return obj
-        held = [obj]
-        dist.broadcast_object_list(held, src)
-        return held[0]
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The tensor reduced over all ranks."""
+        """Reduce a tensor over all ranks."""
         if isinstance(tensor, Tensor):
             return reduce_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
 
-    def same_weights(self, module: nn.Module) -> None:
-        """Rank 0's weights everywhere, should the ranks have begun with others."""
+    def broadcast_weights(self, module: nn.Module) -> None:
+        """Copy the weights of rank 0 to all ranks, which may have initialized others."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.is_meta:
                 continue
-            near = tensor.detach().to(self.root_device).contiguous()
-            dist.broadcast(near, 0)
-            tensor.data.copy_(near)
+            value = tensor.detach().to(self.root_device).contiguous()
+            dist.broadcast(value, 0)
+            tensor.data.copy_(value)

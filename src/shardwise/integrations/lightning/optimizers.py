@@ -1,8 +1,8 @@
-"""The user's optimizer on this rank's part of the model.
+"""Run the user's optimizer on this rank's shards, and Lightning's precision on compiled steps.
 
-`configure_optimizers` makes an optimizer of the module's own parameters before there is a plan.
-When training starts, that same object is given this rank's pieces instead, so that learning-rate
-schedulers, which hold it, stay as they are.
+`configure_optimizers` returns an optimizer of the module's own parameters before there is a plan.
+When training starts, that same object is given this rank's shards instead, so that learning-rate
+schedulers, which refer to it, remain valid.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ __all__ = [
     "GroupNames",
     "StepOptimizer",
     "StepPrecision",
-    "adopt",
-    "only_optimizer",
-    "several_optimizers",
+    "num_optimizers_error",
+    "shard_optimizer",
+    "single_optimizer",
 ]
 
 
-def only_optimizer(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """The one optimizer of a training, or why there cannot be another."""
+def single_optimizer(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """Return the only optimizer, or raise an error if it is missing or unsupported."""
     if not optimizers or isinstance(optimizers[0], MockOptimizer):
-        raise several_optimizers("no optimizer")
+        raise num_optimizers_error("no optimizer")
     if isinstance(optimizers[0], torch.optim.LBFGS):
         raise OptimizerError(
-            "LBFGS evaluates the model several times in a step", hint="AdamW, SGD or another"
+            "LBFGS evaluates the model several times per step", hint="AdamW, SGD or another"
         )
     return optimizers[0]
 
 
-def several_optimizers(how_many: str) -> OptimizerError:
-    """What is said of none or several."""
+def num_optimizers_error(number: str) -> OptimizerError:
+    """Return the error about no or several optimizers."""
     return OptimizerError(
-        f"configure_optimizers returns {how_many}; a compiled step has one",
+        f"configure_optimizers returns {number}; a compiled step needs exactly one",
         hint="one optimizer with parameter groups: AdamW([{'params': …, 'lr': …}, …])",
     )
 
@@ -69,14 +69,15 @@ class GroupNames:
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer, module: nn.Module) -> GroupNames:
+        """Return the names of an optimizer's groups, whose tensors must be the module's."""
         known = {id(p): name for name, p in module.named_parameters()}
         groups = []
         for index, group in enumerate(optimizer.param_groups):
-            strange = [tuple(p.shape) for p in group["params"] if id(p) not in known]
-            if strange:
+            unknown = [tuple(p.shape) for p in group["params"] if id(p) not in known]
+            if unknown:
                 raise OptimizerError(
-                    f"group {index} of the optimizer has tensors that are no parameters of "
-                    f"{type(module).__name__}: shapes {strange[:3]}",
+                    f"group {index} of the optimizer has tensors that are not parameters of "
+                    f"{type(module).__name__}: shapes {unknown[:3]}",
                     hint="make them parameters: self.name = nn.Parameter(…)",
                 )
             groups.append(tuple(known[id(p)] for p in group["params"]))
@@ -85,11 +86,11 @@ class GroupNames:
 
     @property
     def optimized(self) -> tuple[tuple[str, ...], ...]:
-        """Those of each group that are trained."""
+        """Return the trained parameters of each group."""
         return tuple(tuple(n for n in group if n in self.trained) for group in self.names)
 
     def numbered(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A state by names as plain torch has it: by the parameters' numbers."""
+        """Convert a state by names to that of plain torch, by the parameters' numbers."""
         numbers = {n: i for i, n in enumerate(name for group in self.names for name in group)}
         groups = [
             {**options, "params": [numbers[name] for name in names]}
@@ -99,7 +100,7 @@ class GroupNames:
         return {"state": values, "param_groups": groups}
 
     def named(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The inverse of `numbered`; refuses the state of another optimizer."""
+        """Invert `numbered`; refuse the state of another optimizer."""
         saved = [len(group["params"]) for group in state["param_groups"]]
         if saved != [len(group) for group in self.names]:
             raise OptimizerError(
@@ -109,12 +110,12 @@ class GroupNames:
             )
         names = {
             number: name
-            for group, mine in zip(state["param_groups"], self.names, strict=True)
-            for number, name in zip(group["params"], mine, strict=True)
+            for group, group_names in zip(state["param_groups"], self.names, strict=True)
+            for number, name in zip(group["params"], group_names, strict=True)
         }
         groups = [
-            {**options, "params": list(mine)}
-            for options, mine in zip(state["param_groups"], self.names, strict=True)
+            {**options, "params": list(group_names)}
+            for options, group_names in zip(state["param_groups"], self.names, strict=True)
         ]
         return {
             "state": {names[number]: values for number, values in state["state"].items()},
@@ -125,105 +126,105 @@ class GroupNames:
 class StepOptimizer(ShardedOptimizer):
     """A sharded optimizer in Lightning's order of calls: step, zero_grad, backward.
 
-    A step here has made its gradients when Lightning asks to forget the earlier ones; while they
-    are `fresh`, `zero_grad` is a request that has been met.
+    A compiled step has already computed its gradients when Lightning calls `zero_grad`, which must
+    not clear them: it does nothing while `has_new_gradients`.
     """
 
-    fresh = False
+    has_new_gradients = False
 
     def __eq__(self, other: object) -> bool:
-        """Schedulers hold the user's own optimizer, which is the inner one."""
+        """Equal the user's own optimizer, the inner one, to which schedulers refer."""
         return self is other or self.inner is other
 
     def __hash__(self) -> int:
         return hash(self.inner)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients but those of the step under way."""
-        if not self.fresh:
+        """Clear all gradients but those of the current step."""
+        if not self.has_new_gradients:
             super().zero_grad(set_to_none)
 
 
-def adopt(
+def shard_optimizer(
     optimizer: torch.optim.Optimizer,
     names: GroupNames,
     pm: rt.ParallelModule,
     elementwise: bool | None = None,
 ) -> StepOptimizer:
-    """The user's optimizer, from now on of this rank's pieces."""
+    """Give the user's optimizer this rank's shards."""
     kind = type(optimizer)
 
-    def with_pieces(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        own_groups = optimizer.param_groups
-        for own, new in zip(own_groups, groups, strict=False):
-            own["params"] = new["params"]
-        assert not any(rest["params"] for rest in groups[len(own_groups) :])  # all have a group
+    def with_shards(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        user_groups = optimizer.param_groups
+        for user_group, group in zip(user_groups, groups, strict=False):
+            user_group["params"] = group["params"]
+        assert not any(group["params"] for group in groups[len(user_groups) :])
         optimizer.state = defaultdict(dict)
         return optimizer
 
-    with_pieces.__name__ = kind.__name__
+    with_shards.__name__ = kind.__name__
     groups = [{"params": [glob.escape(name) for name in group]} for group in names.names]
-    known = kind in ELEMENTWISE if elementwise is None else elementwise
-    made = rt.optimizer(pm, with_pieces, groups, elementwise=known, rest=False)
-    return StepOptimizer(pm.store, made.inner, made._entries[: len(groups)])
+    elementwise = kind in ELEMENTWISE if elementwise is None else elementwise
+    sharded = rt.optimizer(pm, with_shards, groups, elementwise=elementwise, rest=False)
+    return StepOptimizer(pm.store, sharded.inner, sharded._entries[: len(groups)])
 
 
-# The trainer's number types, as the plan's; clipping and loss scaling over all ranks.
+# ------------------------------------------------------------ precision
 
 
 class StepPrecision(Precision):
-    """What Lightning calls around a step; the step itself is compiled in these types."""
+    """The trainer's precision, in which steps are compiled; clips gradients over all ranks."""
 
-    def __init__(self, given: Precision, strategy: ShardwiseStrategy) -> None:
+    def __init__(self, plugin: Precision, strategy: ShardwiseStrategy) -> None:
         super().__init__()
-        if type(given) not in (Precision, DoublePrecision, HalfPrecision, MixedPrecision):
+        if type(plugin) not in (Precision, DoublePrecision, HalfPrecision, MixedPrecision):
             raise PlanError(
-                f"{type(given).__name__} is not supported",
+                f"{type(plugin).__name__} is not supported",
                 hint='"32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"',
             )
-        self.given, self._strategy = given, strategy
-        self.precision = given.precision
+        self.plugin, self._strategy = plugin, strategy
+        self.precision = plugin.precision
 
     @property
-    def of_plan(self) -> str | None:
-        """The types that the plan must have; None where the module's own say it all."""
-        if not isinstance(self.given, MixedPrecision):
+    def plan_precision(self) -> str | None:
+        """Return the precision of the plan, or None if it is that of the module."""
+        if not isinstance(self.plugin, MixedPrecision):
             return None
         return "fp16-autocast" if self.precision == "16-mixed" else "bf16-autocast"
 
     def compiling_context(self) -> AbstractContextManager[Any]:
-        """Around a compiled step: the default type of new tensors, but no autocast."""
-        plain = Precision() if isinstance(self.given, MixedPrecision) else self.given
+        """Set the default dtype of new tensors for a compiled step, without autocast."""
+        plain = Precision() if isinstance(self.plugin, MixedPrecision) else self.plugin
         return plain.forward_context()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return self.given.convert_module(module)
+        return self.plugin.convert_module(module)
 
     def convert_input(self, data: Any) -> Any:
-        return self.given.convert_input(data)
+        return self.plugin.convert_input(data)
 
     def convert_output(self, data: Any) -> Any:
-        return self.given.convert_output(data)
+        return self.plugin.convert_output(data)
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        return self.given.tensor_init_context()
+        return self.plugin.tensor_init_context()
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        return self.given.module_init_context()
+        return self.plugin.module_init_context()
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        return self.given.forward_context()
+        return self.plugin.forward_context()
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """By the norm of the whole model's gradient."""
+        """Clip by the norm of the full model's gradient."""
         self._strategy.clip_by_norm(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        """Element by element."""
+        """Clip every element."""
         self._strategy.clip_by_value(float(clip_val))
 
     def state_dict(self) -> dict[str, Any]:
-        return self._strategy.moment()
+        return self._strategy.resume_state()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._strategy.continue_from(state_dict)
+        self._strategy.load_resume_state(state_dict)

@@ -1,14 +1,16 @@
-"""A LightningModule's step as a model that can be captured.
+"""Make a step of a LightningModule a model that can be captured.
 
-`step_model(module)` is a twin of the module with the same parameters under the same names, whose
-`forward` is one of its steps. Inside it, logging and metrics are recorded on a tape, and what
-changes from step to step without being a tensor of the batch (the index of the batch, the trainer)
-is refused, because a captured step would keep its first value.
+`step_model(module)` is a twin of the module, with the same parameters under the same names, whose
+`forward` is one of its steps. Inside it, logging and metrics are recorded on a tape, and values
+that change from step to step without being a tensor of the batch (the index of the batch, the
+trainer) are refused, because a captured step would keep their first value.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -33,38 +35,36 @@ __all__ = [
     "Tape",
     "follow",
     "growth",
-    "own_values",
     "replay",
     "require_supported",
     "snapshot",
     "step_batch",
     "step_model",
     "training_arguments",
+    "unsynced_metrics",
 ]
 
+# ------------------------------------------------------------ Python state that a step changes
 
-# Plain attributes that a captured step changes: lists that grow, and what is refused.
-#
-# `self.outputs.append(loss)` is done again after every run. Any other change of Python state would
-# happen once, when the step is captured, and never again; so it is an error.
+# `self.outputs.append(loss)` is repeated after every run. Any other change of Python state would
+# happen once, when the step is captured, and never again; it is therefore an error.
 
-
-_OWN = ("_parameters", "_buffers", "_modules", "forward", "training")
+_SKIPPED = ("_parameters", "_buffers", "_modules", "forward", "training")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 Path = tuple[Any, ...]
 
 
 def snapshot(module: nn.Module) -> dict[Path, Any]:
-    """What can be seen to change: containers and plain values, by their path."""
-    found: dict[Path, Any] = {}
+    """Return the containers and plain values whose changes can be detected, by their path."""
+    values: dict[Path, Any] = {}
     for name, value in vars(module).items():
-        if name not in _OWN and not isinstance(value, torch.Tensor | nn.Module):
-            found.update(_walk((name,), value))
-    return found
+        if name not in _SKIPPED and not isinstance(value, torch.Tensor | nn.Module):
+            values.update(_walk((name,), value))
+    return values
 
 
 def growth(before: Mapping[Path, Any], module: nn.Module) -> Iterator[tuple[Path, list[Any]]]:
-    """Paths of lists and the items that were appended to them."""
+    """Yield the paths of lists, and the items that were appended to them."""
     after = snapshot(module)
     for path, new in after.items():
         old = before.get(path)
@@ -106,18 +106,18 @@ def _same(old: Any, new: Any) -> bool:
 
 
 def _changed(path: Path) -> CaptureError:
-    place = f"self.{path[0]}" + "".join(f"[{key!r}]" for key in path[1:])
+    attribute = f"self.{path[0]}" + "".join(f"[{key!r}]" for key in path[1:])
     return CaptureError(
-        f"the step changes {place}; it is captured once, and would not change it again",
+        f"the step changes {attribute}; a captured step would not change it again",
         hint="change it in on_train_batch_end, append to a list, or use register_buffer",
     )
 
 
-# What a step does besides computing: `self.log`, metrics, lists that grow.
-#
-# A step is captured once and then runs as a compiled program, so calls that leave it are recorded
-# while it is captured, with the tensors they were given as further outputs of the program, and done
-# again after every run with that run's values.
+# ------------------------------------------------------------ the tape: logging and metrics
+
+# A step is captured once and then runs as a compiled program. Calls with effects outside of it
+# (`self.log`, metrics, lists that grow) are recorded during the capture, their tensors become
+# further outputs of the program, and the calls are repeated after every run with its values.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,23 +135,23 @@ class ModuleRef:
 
 
 class Deferred:
-    """What a recorded call will return: it can be given to `self.log` and to other such calls."""
+    """The future result of a recorded call, to be passed to `self.log` and other such calls."""
 
-    def __init__(self, slot: int, what: str) -> None:
-        self.slot, self.what = slot, what
+    def __init__(self, slot: int, source: str) -> None:
+        self.slot, self.source = slot, source
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         raise CaptureError(
-            f"the step uses the value of {self.what}, which is known after the step alone",
-            hint="give it to self.log or self.log_dict, or compute it from tensors in the step",
+            f"the step uses the value of {self.source}, which is known only after the step",
+            hint="pass it to self.log or self.log_dict, or compute it from tensors in the step",
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """A call of a method of the module at `path`, or the growth of a list that is there."""
+    """A method call on the module at `path`, or items appended to the list there."""
 
     path: tuple[Any, ...]
     method: str
@@ -162,14 +162,14 @@ class Effect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """The effects of one captured step in order, and what it returned."""
+    """The effects of one captured step, in order, and its return value."""
 
     effects: tuple[Effect, ...]
     returned: Any
     num_tensors: int
 
     def result(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """What the step returned, with the tensors of one run."""
+        """Return the step's return value, with the tensors of one run."""
         return pytree.tree_map(
             lambda leaf: tensors[leaf.index] if isinstance(leaf, TensorRef) else leaf, self.returned
         )
@@ -189,17 +189,17 @@ class Tape:
         return self
 
     def begin(self, module: nn.Module) -> None:
-        """Forget what was recorded: a step of this module begins."""
+        """Start to record a step of this module."""
         self.recording = None
         self.tensors, self._effects, self._slots = [], [], 0
-        self._paths = {id(found): path for path, found in module.named_modules()}
+        self._paths = {id(child): path for path, child in module.named_modules()}
 
     def add(
-        self, path: tuple[Any, ...], method: str, args: Any, kwargs: Any, what: str = ""
+        self, path: tuple[Any, ...], method: str, args: Any, kwargs: Any, source: str = ""
     ) -> Deferred | None:
-        """Record a call; `what` names its value, if it has one."""
+        """Record a call; `source` describes where its result comes from, if it has one."""
         slot = None
-        if what:
+        if source:
             slot, self._slots = self._slots, self._slots + 1
         self._effects.append(
             Effect(
@@ -210,10 +210,10 @@ class Tape:
                 slot=slot,
             )
         )
-        return None if slot is None else Deferred(slot, what)
+        return None if slot is None else Deferred(slot, source)
 
     def end(self, returned: Any) -> None:
-        """The step is over and has returned this."""
+        """Finish the recording of a step that has returned this value."""
         frozen = self._frozen(returned)
         self.recording = Recording(
             effects=tuple(self._effects), returned=frozen, num_tensors=len(self.tensors)
@@ -224,8 +224,8 @@ class Tape:
 
     def _reference(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            for index, known in enumerate(self.tensors):
-                if known is leaf:
+            for index, tensor in enumerate(self.tensors):
+                if tensor is leaf:
                     return TensorRef(index=index)
             self.tensors.append(leaf)
             return TensorRef(index=len(self.tensors) - 1)
@@ -234,7 +234,7 @@ class Tape:
             if path is None:
                 kind = type(leaf).__name__
                 raise CaptureError(
-                    f"the step uses a {kind} that is no attribute of the module",
+                    f"the step uses a {kind} that is not an attribute of the module",
                     hint=f"self.{kind.lower()} = {kind}(…) in __init__",
                 )
             return ModuleRef(path=path)
@@ -242,7 +242,7 @@ class Tape:
 
 
 def replay(recording: Recording, module: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
-    """Do on `module` what the captured step did, with the tensors of one run."""
+    """Repeat the effects of a captured step on `module`, with the tensors of one run."""
     slots: dict[int, Any] = {}
 
     def value(leaf: Any) -> Any:
@@ -258,59 +258,56 @@ def replay(recording: Recording, module: nn.Module, tensors: Sequence[torch.Tens
         args = [pytree.tree_map(value, arg) for arg in effect.args]
         kwargs = {name: pytree.tree_map(value, arg) for name, arg in effect.kwargs}
         if effect.method == "extend":
-            _item(module, effect.path).extend(*args)
+            items = functools.reduce(
+                operator.getitem, effect.path[1:], getattr(module, effect.path[0])
+            )
+            items.extend(*args)
             continue
         target = module.get_submodule(effect.path[0])
-        found = getattr(target, effect.method)(*args, **kwargs)
+        result = getattr(target, effect.method)(*args, **kwargs)
         if effect.slot is not None:
-            slots[effect.slot] = found
+            slots[effect.slot] = result
 
 
-def _item(module: nn.Module, path: tuple[Any, ...]) -> Any:
-    found = getattr(module, path[0])
-    for key in path[1:]:
-        found = found[key]
-    return found
+# ------------------------------------------------------------ the twin of a module
 
 
 _METRIC_CALLS = ("forward", "update", "compute", "reset")
-_MOMENT = (
-    "is known to the trainer alone and changes from step to step; a captured step would keep its "
-    "first value"
+_CHANGES = (
+    "changes from step to step outside of the batch; a captured step would keep its first value"
 )
 
 
 def step_model(
     module: LightningModule, tape: Tape | None = None, device: torch.device | str = "cpu"
 ) -> nn.Module:
-    """The module with a step as its `forward`; takes what `step_batch` gives.
+    """Return the module with a step as its `forward`, which takes batches of `step_batch`.
 
-    Parameters and submodules are those of `module`, not copies.
+    It shares parameters and submodules with `module`.
     """
-    base = type(module)
-    twin: nn.Module = object.__new__(_twin_class(base))
-    vars(twin).update(_tape=tape or Tape(), _place=torch.device(device))
+    twin: nn.Module = object.__new__(_twin_class(type(module)))
+    vars(twin).update(_tape=tape or Tape(), _twin_device=torch.device(device))
     follow(twin, module)
     return twin
 
 
 def follow(twin: nn.Module, module: LightningModule) -> None:
-    """Give the twin the module's present attributes."""
+    """Update the twin's attributes from the module."""
     vars(twin).update(vars(module), _trainer=None)
 
 
 def step_batch(step: str, batch: Any, num_arguments: int = 1, dataloader: int = 0) -> Any:
-    """A batch of `step_model`: the step's name ("training"), and the user's batch.
+    """Return a batch of `step_model`: the step's name ("training") and the user's batch.
 
-    `num_arguments` is how many of `batch_idx` and `dataloader_idx` the step takes, too.
+    `num_arguments` counts the further arguments of the step: `batch_idx`, `dataloader_idx`.
     """
     if isinstance(batch, Mapping) and not isinstance(batch, dict):
-        batch = dict(batch)  # transformers' BatchEncoding, for one
+        batch = dict(batch)  # such as transformers' BatchEncoding
     return {"batch": batch, "step": step, "num_arguments": num_arguments, "dataloader": dataloader}
 
 
 def training_arguments(module: LightningModule) -> int:
-    """How many arguments `training_step` takes besides the batch, as Lightning counts them."""
+    """Return the number of arguments of `training_step` besides the batch, as Lightning does."""
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise CaptureError(
             f"{type(module).__name__}.training_step takes dataloader_iter",
@@ -320,28 +317,28 @@ def training_arguments(module: LightningModule) -> int:
 
 
 def require_supported(module: LightningModule) -> None:
-    """Refuse what a compiled step would silently leave out."""
+    """Refuse features that a compiled step would silently ignore."""
     name = type(module).__name__
     if not module.automatic_optimization:
         raise OptimizerError(
-            f"{name} has automatic_optimization=False; a compiled step has its own backward",
+            f"{name} has automatic_optimization=False, but a compiled step has its own backward",
             hint="return the loss from training_step, and one optimizer from configure_optimizers",
         )
     if is_overridden("backward", module):
         raise OptimizerError(
             f"{name}.backward would not be called: a compiled step has its own",
-            hint="return from training_step the loss whose gradients are wanted",
+            hint="return the loss to differentiate from training_step",
         )
 
 
 class BatchIndex(int):
-    """Stands for `batch_idx` while a step is captured: it may be ignored, not used."""
+    """A placeholder for `batch_idx` in a captured step, which must not use it."""
 
     def _refuse(self, *args: Any) -> NoReturn:
         raise CaptureError(
-            f"the step uses batch_idx, which {_MOMENT}",
-            hint="use it in on_train_batch_end(self, outputs, batch, batch_idx), or put what "
-            "depends on it into the batch",
+            f"the step uses batch_idx, which {_CHANGES}",
+            hint="use it in on_train_batch_end(self, outputs, batch, batch_idx), or put values "
+            "that depend on it into the batch",
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = _refuse
@@ -351,16 +348,16 @@ class BatchIndex(int):
     __hash__ = int.__hash__
 
 
-class _TrainerInside:
-    """Stands for `self.trainer` while a step is captured."""
+class _TrainerPlaceholder:
+    """A placeholder for `self.trainer` in a captured step."""
 
     def __getattr__(self, name: str) -> NoReturn:
         _refuse_trainer(f"self.trainer.{name}")
 
 
-def _refuse_trainer(what: str) -> NoReturn:
+def _refuse_trainer(attribute: str) -> NoReturn:
     raise CaptureError(
-        f"the step uses {what}, which {_MOMENT}",
+        f"the step uses {attribute}, which {_CHANGES}",
         hint="use it in a hook such as on_train_batch_end, or make it a buffer or part of the "
         "batch (on_before_batch_transfer)",
     )
@@ -371,30 +368,23 @@ def _is_metric(module: nn.Module) -> bool:
 
 
 def _twin_class(base: type[Any]) -> type[Any]:
-    """A subclass of the user's class whose `forward` is a step."""
-    own = {
-        name: value
-        for name, value in vars(_Twin).items()
-        if name not in ("__dict__", "__weakref__")
-    }
-    return type(
-        base.__name__,
-        (base,),
-        {**own, "forward": _Twin.run_step, "_base": base, "__module__": base.__module__},
-    )
+    """Return a subclass of the user's class whose `forward` is a step."""
+    members = {n: v for n, v in vars(_Twin).items() if n not in ("__dict__", "__weakref__")}
+    members |= {"forward": _Twin.run_step, "_base": base, "__module__": base.__module__}
+    return type(base.__name__, (base,), members)
 
 
 class _Twin:
     """The members of a twin's class; `self` is a LightningModule."""
 
-    carries_growth = True  # lists that grow in a step are in its recording
-    carries_state_of = staticmethod(_is_metric)  # calls of metrics are in it, too
-    captured_for_every_size = True  # a tape may hold sizes: self.log(…, batch_size=len(x))
+    carries_growth = True  # the recording includes lists that grow in a step
+    carries_state_of = staticmethod(_is_metric)  # it also includes calls of metrics
+    captured_for_every_size = True  # a tape may contain sizes: self.log(…, batch_size=len(x))
     _base: type[Any]
     _tape: Tape
-    _place: torch.device
+    _twin_device: torch.device
 
-    def run_step(  # not named `forward`: the place of a node is the user's innermost forward
+    def run_step(  # not named `forward`: nodes are attributed to the user's innermost forward
         self: Any, batch: Any, step: str, num_arguments: int = 1, dataloader: int = 0
     ) -> dict[str, Any]:
         tape: Tape = self._tape
@@ -402,15 +392,15 @@ class _Twin:
         before = snapshot(self)
         method = getattr(self, f"{step}_step")
         arguments = (BatchIndex(), dataloader)[:num_arguments]
-        with _inside(self):
+        with _recording_calls(self):
             returned = method(batch, *arguments)
         for path, items in growth(before, self):
             tape.add(path, "extend", [items], {})
         tape.end(returned)
-        found: dict[str, Any] = {"tensors": tuple(tape.tensors)}
+        result: dict[str, Any] = {"tensors": tuple(tape.tensors)}
         if step == "training":
-            found["loss"] = returned["loss"] if isinstance(returned, Mapping) else returned
-        return found
+            result["loss"] = returned["loss"] if isinstance(returned, Mapping) else returned
+        return result
 
     def log(self: Any, *args: Any, **kwargs: Any) -> None:
         self._tape.add(("",), "log", args, kwargs)
@@ -423,12 +413,12 @@ class _Twin:
 
     @property
     def device(self: Any) -> torch.device:
-        place: torch.device = self._place
-        return place
+        device: torch.device = self._twin_device
+        return device
 
     @property
     def trainer(self: Any) -> Any:
-        return _TrainerInside()
+        return _TrainerPlaceholder()
 
     @property
     def global_step(self: Any) -> int:
@@ -448,42 +438,42 @@ class _Twin:
 
 
 @contextlib.contextmanager
-def _inside(twin: Any) -> Iterator[None]:
-    """`self(x)` is the user's own forward, and calls of metrics are recorded."""
+def _recording_calls(twin: Any) -> Iterator[None]:
+    """Make `self(x)` the user's own forward, and record the calls of metrics."""
     vars(twin)["forward"] = types.MethodType(twin._base.forward, twin)
-    metrics = [(path, found) for path, found in twin.named_modules() if _is_metric(found)]
-    for path, metric in metrics:
-        for name in _METRIC_CALLS:
-            vars(metric)[name] = _Recorded(twin._tape, path, name)
+    for path, metric in twin.named_modules():
+        if _is_metric(metric):
+            for name in _METRIC_CALLS:
+                source = f"self.{path}" if name in ("forward", "compute") else ""
+                vars(metric)[name] = _RecordedMethod(twin._tape, path, name, source)
     try:
         yield
     finally:
         del vars(twin)["forward"]
 
 
-class _Recorded:
+@dataclass(frozen=True, slots=True)
+class _RecordedMethod:
     """A metric's method that is called after the step instead."""
 
-    def __init__(self, tape: Tape, path: str, name: str) -> None:
-        self.tape, self.path, self.name = tape, path, name
+    tape: Tape
+    path: str
+    name: str
+    source: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Deferred | None:
-        what = f"self.{self.path}" if self.name in ("forward", "compute") else ""
-        return self.tape.add((self.path,), self.name, args, kwargs, what)
+        return self.tape.add((self.path,), self.name, args, kwargs, self.source)
 
 
-# torchmetrics of a module: each rank has the whole batch's values, so none are joined.
-
-
-def own_values(module: nn.Module, until: ExitStack) -> None:
-    """Count every sample once: a metric's state is the same on all ranks."""
-    for found in module.modules():
-        metric: Any = found
+def unsynced_metrics(module: nn.Module, until: ExitStack) -> None:
+    """Keep torchmetrics from combining ranks, as all see the full batch, until a stack closes."""
+    for child in module.modules():
+        metric: Any = child
         if hasattr(metric, "sync_on_compute") and hasattr(metric, "_to_sync"):
-            until.callback(_set, metric, metric.sync_on_compute, metric.dist_sync_on_step)
-            _set(metric, False, False)
+            until.callback(_set_sync, metric, metric.sync_on_compute, metric.dist_sync_on_step)
+            _set_sync(metric, False, False)
 
 
-def _set(metric: Any, on_compute: bool, on_step: bool) -> None:
+def _set_sync(metric: Any, on_compute: bool, on_step: bool) -> None:
     metric.sync_on_compute = metric._to_sync = on_compute
     metric.dist_sync_on_step = on_step

@@ -1,7 +1,7 @@
 """`Trainer(strategy=ShardwiseStrategy("fsdp"))`: Lightning's loops around compiled steps.
 
-Lightning's order is kept: `training_step` runs forward and backward of the compiled step and then
-does what the user's step logged; `backward` is left with the hooks around it.
+The order of Lightning's calls is kept: `training_step` runs forward and backward of the compiled
+step and then repeats what the user's step logged; `backward` only runs the hooks around it.
 """
 
 from __future__ import annotations
@@ -31,32 +31,31 @@ from shardwise.integrations.lightning.optimizers import (
     GroupNames,
     StepOptimizer,
     StepPrecision,
-    adopt,
-    only_optimizer,
-    several_optimizers,
+    num_optimizers_error,
+    shard_optimizer,
+    single_optimizer,
 )
 from shardwise.integrations.lightning.step import (
-    own_values,
     require_supported,
     step_batch,
     training_arguments,
+    unsynced_metrics,
 )
-from shardwise.integrations.lightning.training import Training, WholeBatches
+from shardwise.integrations.lightning.training import GlobalBatches, Training
 from shardwise.integrations.plan_request import PlanLike, PlanRequest
 from shardwise.plans import Plan
 
 __all__ = ["ShardwiseStrategy"]
 
-
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-_NOT_SO_HERE = (
-    r"It is recommended to use `self\.log",  # every rank has the whole batch's values
-    r".*your dataloader is not resumable",  # its place is saved with the moment
+_WRONG_WARNINGS = (
+    r"It is recommended to use `self\.log",  # every rank has the values of the full batch
+    r".*your dataloader is not resumable",  # its position is saved
 )
 
 
 def _in_dtype(init: Init, dtype: torch.dtype) -> Init:
-    """Return `init` as it runs outside of the trainer, whose precision may set a default dtype."""
+    """Make `init` run under a default dtype, which the trainer's precision may have changed."""
 
     @functools.wraps(init)
     def run(*module: Any) -> Any:
@@ -73,14 +72,14 @@ def _in_dtype(init: Init, dtype: torch.dtype) -> Init:
 class ShardwiseStrategy(Processes):
     """Run a LightningModule's steps under a Shardwise plan.
 
-    `plan` is as in `sw.Trainer`: "auto", the name of a strategy of `sw.strategies`, a plan's file,
+    `plan` is as in `sw.Trainer`: "auto", the name of a strategy of `sw.strategies`, a plan file,
     `{"name": "pipeline", "args": {"pp": 2, "num_microbatches": 4}}`, a `Plan`, or a function of
     graph and cluster.
 
     A batch of the DataLoader is the global batch of all ranks. `evaluate="whole"` runs validation
     during `fit` as plain Python with gathered weights, for steps that cannot be captured.
     `elementwise=True` declares that a custom optimizer class may update shards of parameters.
-    `init` gives weights to a module on meta, as in `sw.parallelize`.
+    `init` initializes a module on the meta device, as in `sw.parallelize`.
     """
 
     strategy_name = "shardwise"
@@ -112,13 +111,13 @@ class ShardwiseStrategy(Processes):
         self.plan: Plan | None = None
         self._training: Training | None = None
         self._names: GroupNames | None = None
-        self._saved: Mapping[str, Any] | None = None  # of the optimizer, until there is a plan
-        self._moment: Mapping[str, Any] = {}
-        self._places: list[Mapping[str, Any]] = []  # where loaders of training are to begin
+        self._saved: Mapping[str, Any] | None = None  # optimizer state, until there is a plan
+        self._resume_state: Mapping[str, Any] = {}
+        self._positions: list[Mapping[str, Any]] = []  # at which training loaders start
         self._open, self._validating = contextlib.ExitStack(), contextlib.ExitStack()
         self._failed = False
 
-    # --- Lightning's setup ---------------------------------------------------------------
+    # ------------------------------------------------------------ setup
 
     @property
     def precision_plugin(self) -> Precision:
@@ -131,7 +130,7 @@ class ShardwiseStrategy(Processes):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Once the module has its number types, so that nothing is rounded."""
+        """Return True: the module must have its final dtypes, so that nothing is rounded."""
         return True
 
     @property
@@ -140,62 +139,62 @@ class ShardwiseStrategy(Processes):
         return self.lightning_module
 
     def connect(self, model: LightningModule) -> None:
-        """Begin anew with a module."""
+        """Start again with a new module."""
         super().connect(model)
         self._reset()
 
     def setup(self, trainer: Any) -> None:
-        """Make the optimizer; the parallel module waits for the first batch."""
+        """Make the optimizer; the parallel module is made with the first batch."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        for message in _NOT_SO_HERE:
+        for message in _WRONG_WARNINGS:
             warnings.filterwarnings("ignore", message)
         module = self._module
         require_supported(module)
         self._step_precision.convert_module(module)
-        self.same_weights(module)
-        own_values(module, self._open)
+        self.broadcast_weights(module)
+        unsynced_metrics(module, self._open)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         else:
             self.model_to_device()
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """The user's one optimizer, of the module's own parameters."""
+        """Make the user's optimizer of the module's own parameters."""
         try:
             optimizers, configs = init_optimizers(self._module)
         except RuntimeError as error:
-            if "multiple optimizers" in str(error):  # Lightning would offer manual optimization
-                raise several_optimizers("several optimizers") from error
+            if "multiple optimizers" in str(error):  # Lightning suggests manual optimization
+                raise num_optimizers_error("several optimizers") from error
             raise
-        self._names = GroupNames.of(only_optimizer(optimizers), self._module)
+        self._names = GroupNames.of(single_optimizer(optimizers), self._module)
         self.optimizers, self.lr_scheduler_configs = optimizers, configs
 
     def model_to_device(self) -> None:
-        """Before there is a plan, and without training, every rank runs the whole module."""
+        """Move the full module, which every rank runs while there is no plan."""
         if any(p.is_meta for p in self._module.parameters()):
             raise CaptureError(
-                f"{type(self._module).__name__} has parameters on meta, which only training fills",
+                f"{type(self._module).__name__} has meta parameters, which only fit initializes",
                 hint="Trainer(num_sanity_val_steps=0); a module with weights for validate and test",
             )
         self._module.to(self.root_device)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Whole batches on every rank, from where a training that is resumed stopped."""
-        loader = WholeBatches(dataloader, self.root_device, self._batches_taken)
-        if self._places and self._module.trainer.training:
-            loader.go_on_from(self._places.pop(0))
+        """Return a loader of global batches, which a resumed training continues."""
+        loader = GlobalBatches(dataloader, self.root_device, self._epoch_progress)
+        if self._positions and self._module.trainer.training:
+            loader.resume_from(self._positions.pop(0))
         return loader
 
-    def _batches_taken(self) -> tuple[int, bool]:
-        """Batches of this epoch that were trained on, and whether the epoch is over."""
+    def _epoch_progress(self) -> tuple[int, bool]:
+        """Return the number of batches trained in this epoch, and whether it is complete."""
         progress = self._module.trainer.fit_loop.epoch_loop.batch_progress
         return progress.current.ready, bool(progress.is_last_batch)
 
-    # --- training ------------------------------------------------------------------------
+    # ------------------------------------------------------------ training
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """With the first batch there can be a plan."""
+        """Make the plan with the first batch."""
         if self._training is None:
             self._start(step_batch("training", batch, training_arguments(self._module)))
 
@@ -210,7 +209,7 @@ class ShardwiseStrategy(Processes):
             saved = self._saved_plan()
             if saved is not None and saved.num_ranks == ranks:
                 return saved
-            return self.request.make(model, batch, ranks, device, precision.of_plan)
+            return self.request.make(model, batch, ranks, device, precision.plan_precision)
 
         init = None if self._init is None else _in_dtype(self._init, torch.get_default_dtype())
         with torch.random.fork_rng(devices=[]), precision.compiling_context():
@@ -225,45 +224,47 @@ class ShardwiseStrategy(Processes):
         pm = training.parallel
         loaders = {f"loader {i}": loader for i, loader in enumerate(self._training_loaders())}
         rt.require_same_lengths(pm.mesh, loaders, pm.store.device)
-        optimizer = adopt(only_optimizer(self.optimizers), self._names, pm, self._elementwise)
+        optimizer = shard_optimizer(
+            single_optimizer(self.optimizers), self._names, pm, self._elementwise
+        )
         self._training, self.optimizers = training, [optimizer]
         if self._saved is not None:
             optimizer.load_state_dict(self._names.named(self._saved))
             self._saved = None
-        self._set_moment(pm)
+        self._restore(pm)
 
     def _saved_plan(self) -> Plan | None:
-        """That of the training which is resumed, if it was asked for in the same words.
+        """Return the plan of the resumed training, if it was requested in the same way.
 
-        The batch that a training is resumed with may be a small one, and lead to another plan.
+        The first batch after a resume may be a small one, which could lead to another plan.
         """
-        asked = self.request.text
-        if asked is None or self._moment.get("asked") != asked:
+        request = self.request.text
+        if request is None or self._resume_state.get("asked") != request:
             return None
-        return Plan.from_json(self._moment["plan"])
+        return Plan.from_json(self._resume_state["plan"])
 
     @property
     def parallel_module(self) -> rt.ParallelModule:
-        """This rank's part of the module, once training has begun."""
+        """Return this rank's part of the module, once training has started."""
         return self._running.parallel
 
     @property
     def _running(self) -> Training:
         if self._training is None:
-            raise OptimizerError("training has not begun: the plan waits for the first batch")
+            raise OptimizerError("training has not started: the plan is made with the first batch")
         return self._training
 
     def training_step(self, batch: Any, *arguments: Any) -> Any:
-        """Forward and backward of the compiled step, and what the user's step logs."""
+        """Run forward and backward of the compiled step, and what the user's step logs."""
         trainer = self._module.trainer
         optimizer = self._step_optimizer()
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
-            optimizer.fresh = False
+            optimizer.has_new_gradients = False
             optimizer.zero_grad()
         with self._step_precision.compiling_context():
-            found = self._running.train(step_batch("training", batch, len(arguments)))
-        optimizer.fresh = True
-        return found
+            result = self._running.train(step_batch("training", batch, len(arguments)))
+        optimizer.has_new_gradients = True
+        return result
 
     def _step_optimizer(self) -> StepOptimizer:
         optimizer = self.optimizers[0]
@@ -271,81 +272,81 @@ class ShardwiseStrategy(Processes):
         return optimizer
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The hooks of a backward that has been; accumulated gradients become their mean."""
+        """Run the hooks of backward, which is already done; average accumulated gradients."""
         trainer, plugin = self._module.trainer, self._step_precision
         closure_loss = plugin.pre_backward(closure_loss, self._module)
-        self._step_optimizer().fresh = False
+        self._step_optimizer().has_new_gradients = False
         batches = trainer.accumulate_grad_batches
         if batches > 1 and not trainer.fit_loop._should_accumulate():
             self._running.scale_gradients(1.0 / batches)
         return plugin.post_backward(closure_loss, self._module)
 
     def clip_by_norm(self, limit: float) -> None:
-        """By the norm of the whole model's gradient."""
+        """Clip by the norm of the full model's gradient."""
         rt.clip_grad_norm_(self.parallel_module, limit)
 
     def clip_by_value(self, limit: float) -> None:
-        """Element by element."""
+        """Clip every element."""
         self._running.clip_by_value(limit)
 
-    # --- evaluation ----------------------------------------------------------------------
+    # ------------------------------------------------------------ evaluation
 
     def validation_step(self, *args: Any) -> Any:
-        """A compiled step during training, else the module's own."""
+        """Run a compiled step during training, otherwise the module's own."""
         return self._evaluation("validation", *args)
 
     def test_step(self, *args: Any) -> Any:
-        """As `validation_step`."""
+        """Run as `validation_step`."""
         return self._evaluation("test", *args)
 
     def predict_step(self, *args: Any) -> Any:
-        """As `validation_step`."""
+        """Run as `validation_step`."""
         return self._evaluation("predict", *args)
 
     def _evaluation(self, step: str, batch: Any, *arguments: Any) -> Any:
         if self._training is None or self._evaluate == "whole":
             with self._step_precision.forward_context():
                 return getattr(self._module, f"{step}_step")(batch, *arguments)
-        which = arguments[1] if len(arguments) > 1 else 0
+        dataloader = arguments[1] if len(arguments) > 1 else 0
         with self._step_precision.compiling_context():
-            return self._training.evaluate(step_batch(step, batch, len(arguments), which))
+            return self._training.evaluate(step_batch(step, batch, len(arguments), dataloader))
 
     def on_validation_start(self) -> None:
-        """Weights for validation as plain Python."""
+        """Gather the weights for validation as plain Python."""
         if self._training is None:
             self.model_to_device()
         elif self._evaluate == "whole":
-            self._validating.enter_context(self._training.whole())
+            self._validating.enter_context(self._training.gathered())
 
     def on_validation_end(self) -> None:
-        """Give them back."""
+        """Release the weights."""
         self._validating.close()
 
     @contextlib.contextmanager
     def whole_module(self) -> Iterator[LightningModule]:
-        """The module with all its weights, for a sample or a look; all ranks enter it together."""
+        """Yield the module with all its weights, for instance to sample; all ranks enter."""
         if self._training is None:
             yield self._module
             return
-        with self._training.whole() as module:
+        with self._training.gathered() as module:
             yield module
 
-    # --- checkpoints ---------------------------------------------------------------------
+    # ------------------------------------------------------------ checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole tensors under the module's own names; all ranks call it."""
+        """Return full tensors under the module's own names; all ranks call it."""
         if self._training is None:
             return self._module.state_dict()
         return self._training.state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """As plain Lightning has it: whole tensors by the parameters' numbers."""
+        """Return the state as in plain Lightning: full tensors by the parameters' numbers."""
         if self._training is None or self._names is None:
             return dict(self._saved) if self._saved is not None else optimizer.state_dict()
         return self._names.numbered(self._step_optimizer().state_dict())
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Into the parallel module if there is one, else into the module."""
+        """Load into the parallel module if there is one, otherwise into the module."""
         state = checkpoint["state_dict"]
         if self._training is not None:
             self._training.parallel.load_state_dict(state)
@@ -354,23 +355,23 @@ class ShardwiseStrategy(Processes):
         self._module.load_state_dict(state, strict=strict, assign=meta)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """The state that plain Lightning, or a training under any plan, saved."""
+        """Load a state that plain Lightning, or a training under any plan, has saved."""
         assert self._names is not None
         saved = checkpoint["optimizer_states"][0]
         if self._training is not None:
             self._step_optimizer().load_state_dict(self._names.named(saved))
             return
-        self._names.named(saved)  # refuses what does not fit before any work is done
+        self._names.named(saved)  # raises if it does not fit, before anything is computed
         self._saved = saved
         for group, options in zip(
             self.optimizers[0].param_groups, saved["param_groups"], strict=True
         ):
             group.update({key: value for key, value in options.items() if key != "params"})
 
-    def moment(self) -> dict[str, Any]:
-        """What random numbers and loss scaling go on from."""
+    def resume_state(self) -> dict[str, Any]:
+        """Return the plan, random numbers, loss scale and data positions for a checkpoint."""
         if self._training is None:
-            return dict(self._moment)
+            return dict(self._resume_state)
         pm = self._training.parallel
         scaler = pm.store.scaler
         return {
@@ -378,31 +379,31 @@ class ShardwiseStrategy(Processes):
             "plan": None if self.plan is None else self.plan.to_json(),
             "random_step": pm.rng.step,
             "loss_scale": None if scaler is None else scaler.state_dict(),
-            "data": [loader.place() for loader in self._training_loaders()],
+            "data": [loader.position() for loader in self._training_loaders()],
         }
 
-    def _training_loaders(self) -> list[WholeBatches]:
+    def _training_loaders(self) -> list[GlobalBatches]:
         combined = self._module.trainer.fit_loop._combined_loader
-        found = combined.flattened if combined is not None else []
-        return [loader for loader in found if isinstance(loader, WholeBatches)]
+        loaders = combined.flattened if combined is not None else []
+        return [loader for loader in loaders if isinstance(loader, GlobalBatches)]
 
-    def continue_from(self, moment: Mapping[str, Any]) -> None:
-        """Go on from what `moment` gave."""
-        self._moment = dict(moment)
-        self._places = list(moment.get("data", ()))
+    def load_resume_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `resume_state` returned."""
+        self._resume_state = dict(state)
+        self._positions = list(state.get("data", ()))
         if self._training is not None:
-            self._set_moment(self._training.parallel)
+            self._restore(self._training.parallel)
 
-    def _set_moment(self, pm: rt.ParallelModule) -> None:
-        pm.rng.step = int(self._moment.get("random_step", pm.rng.step))
-        scale = self._moment.get("loss_scale")
+    def _restore(self, pm: rt.ParallelModule) -> None:
+        pm.rng.step = int(self._resume_state.get("random_step", pm.rng.step))
+        scale = self._resume_state.get("loss_scale")
         if scale is not None and pm.store.scaler is not None:
             pm.store.scaler.load_state_dict(scale)
 
-    # --- the end -------------------------------------------------------------------------
+    # ------------------------------------------------------------ teardown
 
     def on_exception(self, exception: BaseException) -> None:
-        """After a failure the other ranks may be gone: nothing is gathered."""
+        """Gather nothing at teardown: the other ranks may be gone."""
         self._failed = True
 
     def teardown(self) -> None:
@@ -412,7 +413,7 @@ class ShardwiseStrategy(Processes):
             training.weights.restore(training.parallel.gather_state_dict())
         self._open.close()
         if self._failed and any(p.is_meta for p in self._module.parameters()):
-            self._lightning_module = None  # there are no weights to move
+            self._lightning_module = None  # it has no weights to move
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:

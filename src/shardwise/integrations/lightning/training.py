@@ -1,7 +1,7 @@
-"""One training of a LightningModule: its parallel module, and the steps that ran.
+"""Train a LightningModule in parallel: its parallel module, and its steps.
 
-While it lasts, the parameters are in the parallel module. The LightningModule's own are on meta,
-so that code which would read stale weights fails; `whole` fills them in for a while.
+During training, the parameters are in the parallel module. Those of the LightningModule are meta
+tensors, so that code which would read stale weights fails; `gathered` fills them in temporarily.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwise.integrations.lightning.library import LightningModule, seed_worke
 from shardwise.integrations.lightning.step import Recording, Tape, follow, replay, step_model
 from shardwise.plans import Plan
 
-__all__ = ["Training", "WholeBatches"]
+__all__ = ["GlobalBatches", "Training"]
 
 
 class Training:
@@ -52,7 +52,7 @@ class Training:
         init: Init | None,
         timeout_s: float,
     ) -> Plan:
-        """Plan, and take the weights; parameters that no optimizer has are not trained."""
+        """Make the plan and take the weights; parameters without an optimizer are not trained."""
         with _frozen(self.module, optimized):
             plan = make_plan(self.model)
             self.pm = parallelize(
@@ -64,20 +64,20 @@ class Training:
                 init=init,
                 timeout_s=timeout_s,
             )
-            self.pm.flags.ignore_originals()  # the module's own flags are back after this
-        self._remember(self._key(batch, training=True))
+            self.pm.flags.ignore_originals()  # the module's own flags are restored after this
+        self._store_recording(self._key(batch, training=True))
         self.weights.release()
         return plan
 
     @property
     def parallel(self) -> rt.ParallelModule:
         if self.pm is None:
-            raise ProgramError("training has not started: its first batch is yet to come")
+            raise ProgramError("training has not started: it has not seen a batch")
         return self.pm
 
     def train(self, batch: Any) -> Any:
-        """Forward and backward; what `training_step` returns, after what it logs."""
-        self._take_flags()
+        """Run forward and backward, repeat the step's effects, and return its result."""
+        self._update_flags()
         key = self._key(batch, training=True)
         loss, out = self._run(key, lambda: self.parallel.train_step(batch, outputs=True))
         returned = self._finish(key, out["tensors"])
@@ -86,23 +86,23 @@ class Training:
         return loss
 
     def evaluate(self, batch: Any) -> Any:
-        """A step in eval mode: what it returns, after what it logs."""
+        """Run a step in eval mode, repeat its effects, and return its result."""
         key = self._key(batch, training=False)
         out = self._run(key, lambda: self.parallel.eval_step(batch))
         return self._finish(key, out["tensors"])
 
     def _key(self, batch: Any, *, training: bool) -> Any:
-        """What a recording belongs to; the module's attributes are those of now."""
+        """Return the key of a recording, and update the twin from the module."""
         follow(self.model, self.module)
         return (training, rt.signature(batch), self.parallel.world())
 
     def _run(self, key: Any, call: Any) -> Any:
         self.tape.recording = None
-        found = call()
-        self._remember(key)
-        return found
+        result = call()
+        self._store_recording(key)
+        return result
 
-    def _remember(self, key: Any) -> None:
+    def _store_recording(self, key: Any) -> None:
         if self.tape.recording is not None:
             self._recordings[key] = self.tape.recording
 
@@ -111,14 +111,14 @@ class Training:
         replay(recording, self.module, tensors)
         return recording.result(tensors)
 
-    def _take_flags(self) -> None:
-        """Train what the module says by now is trained."""
+    def _update_flags(self) -> None:
+        """Train the parameters that the module's flags now select."""
         flags = _flags(self.module)
         changed = set(flags) ^ set(self._flags)
         modes = sorted(name for kind, name in changed if kind == "train")
         if modes:
             raise CaptureError(
-                f"train() of a part of the module was changed during training: {modes[:3]}",
+                f"the train mode of submodules changed during training: {modes[:3]}",
                 hint="set it before trainer.fit, and resume from a checkpoint to change it",
             )
         for kind, name in sorted(changed):
@@ -126,13 +126,13 @@ class Training:
         self._flags = flags
 
     def state_dict(self) -> dict[str, Any]:
-        """The module's own state dict, with whole tensors; all ranks call it."""
+        """Return the module's state dict with full tensors; all ranks call it."""
         with torch.no_grad():
             return {**self.module.state_dict(), **self.parallel.gather_state_dict()}
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[LightningModule]:
-        """The module with all its weights, to look at or to run; all ranks enter it."""
+    def gathered(self) -> Iterator[LightningModule]:
+        """Yield the module with all its weights, to inspect or run; all ranks enter together."""
         self.weights.restore(self.parallel.gather_state_dict())
         try:
             yield self.module
@@ -145,7 +145,7 @@ class Training:
             grad.mul_(factor)
 
     def clip_by_value(self, limit: float) -> None:
-        """Bring every element of the gradient into [-limit, limit]."""
+        """Clip every element of the gradients to [-limit, limit]."""
         for grad in self._gradients():
             grad.clamp_(-limit, limit)
 
@@ -159,41 +159,40 @@ class Training:
 
 
 class Weights:
-    """The parameters and saved buffers of a module, which can be away and come back."""
+    """The parameters and saved buffers of a module, whose memory can be released and restored."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._home: list[tuple[dict[str, Any], str, str, Tensor]] = []
-        self._was_meta = any(p.is_meta for p in module.parameters())
+        self._slots: list[tuple[dict[str, Any], str, str, Tensor]] = []
 
     def release(self) -> None:
-        """Put stand-ins on meta in their places, and free their memory."""
-        stand_ins: dict[int, Tensor] = {}
-        self._home = list(_places(self.module))
-        for place, key, _, tensor in self._home:
-            if id(tensor) not in stand_ins:
+        """Replace the tensors by meta tensors, and free their memory."""
+        placeholders: dict[int, Tensor] = {}
+        self._slots = list(_tensor_slots(self.module))
+        for owner, key, _, tensor in self._slots:
+            if id(tensor) not in placeholders:
                 meta = torch.empty_like(tensor, device="meta", requires_grad=False)
                 if isinstance(tensor, nn.Parameter):
                     meta = nn.Parameter(meta, tensor.requires_grad)
                     share_hooks(tensor, meta)
-                stand_ins[id(tensor)] = meta
-            place[key] = stand_ins[id(tensor)]
-        for _, _, _, tensor in self._home:
+                placeholders[id(tensor)] = meta
+            owner[key] = placeholders[id(tensor)]
+        for _, _, _, tensor in self._slots:
             tensor.grad = None
             if not tensor.is_meta:
                 tensor.data = tensor.data.new_empty(0)
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Put the tensors back where they were, with these values."""
-        seen: dict[int, Tensor] = {}
-        for place, key, name, tensor in self._home:
-            if id(tensor) not in seen:
-                seen[id(tensor)] = _filled(tensor, state[name])
-            place[key] = seen[id(tensor)]
+        """Put the tensors back, with these values."""
+        filled: dict[int, Tensor] = {}
+        for owner, key, name, tensor in self._slots:
+            if id(tensor) not in filled:
+                filled[id(tensor)] = _filled(tensor, state[name])
+            owner[key] = filled[id(tensor)]
 
 
 def _filled(tensor: Tensor, value: Tensor) -> Tensor:
-    """The same tensor with a value; a new one where it never had memory."""
+    """Return the tensor with a value, or a new tensor if it never had memory."""
     if not tensor.is_meta:
         tensor.data = value.to(tensor.device, tensor.dtype, copy=True)
         return tensor
@@ -202,22 +201,22 @@ def _filled(tensor: Tensor, value: Tensor) -> Tensor:
     return value.to(tensor.dtype, copy=True)
 
 
-def _places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, str, Tensor]]:
-    """Parameters and saved buffers: the dict they are in, the key there, the full name."""
-    for path, found in module.named_modules(remove_duplicate=False):
+def _tensor_slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, str, Tensor]]:
+    """Yield parameters and saved buffers with the dict that has them, its key, and the name."""
+    for path, child in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
-        for key, parameter in found._parameters.items():
+        for key, parameter in child._parameters.items():
             if parameter is not None:
-                yield found._parameters, key, prefix + key, parameter
-        for key, buffer in found._buffers.items():
-            if buffer is not None and key not in found._non_persistent_buffers_set:
-                yield found._buffers, key, prefix + key, buffer
+                yield child._parameters, key, prefix + key, parameter
+        for key, buffer in child._buffers.items():
+            if buffer is not None and key not in child._non_persistent_buffers_set:
+                yield child._buffers, key, prefix + key, buffer
 
 
 @contextlib.contextmanager
-def _frozen(module: nn.Module, kept: frozenset[str]) -> Iterator[None]:
-    """Without gradients for what no optimizer would use them for."""
-    changed = [p for n, p in module.named_parameters() if p.requires_grad and n not in kept]
+def _frozen(module: nn.Module, optimized: frozenset[str]) -> Iterator[None]:
+    """Freeze the parameters that no optimizer has."""
+    changed = [p for n, p in module.named_parameters() if p.requires_grad and n not in optimized]
     for parameter in changed:
         parameter.requires_grad_(False)
     try:
@@ -228,34 +227,34 @@ def _frozen(module: nn.Module, kept: frozenset[str]) -> Iterator[None]:
 
 
 def _flags(module: nn.Module) -> tuple[tuple[str, str], ...]:
-    """What of a module is trained, and what is in which mode."""
+    """Return the trained parameters of a module, and its submodules in training mode."""
     trained = tuple(("trained", name) for name, p in module.named_parameters() if p.requires_grad)
     return trained + tuple(("train", name) for name, m in module.named_modules() if m.training)
 
 
-# Whole batches, the same on every rank, from a place in the data that can be saved.
-#
-# A batch of the user's DataLoader is the batch of all ranks together. Every rank reads it, with the
-# random state of rank 0 when an epoch begins, so that all shuffle alike. Where an epoch stands and
-# the random state it began with are part of checkpoints: resuming goes on with the next batch.
+# ------------------------------------------------------------ data
+
+# A batch of the user's DataLoader is the global batch. Every rank reads it, with the random state
+# that rank 0 had at the start of the epoch, so that all shuffle the same way. Checkpoints have the
+# position in the epoch and that random state: a resumed run continues with the next batch.
 
 
-class WholeBatches:
-    """The user's loader, iterated alike on every rank.
+class GlobalBatches:
+    """The user's loader, with the same batches on every rank.
 
-    `taken` says how many batches of the epoch were trained on, and whether that were all.
+    `progress` returns the number of batches trained in the epoch, and whether it is complete.
     """
 
     def __init__(
-        self, loader: Any, device: torch.device, taken: Callable[[], tuple[int, bool]]
+        self, loader: Any, device: torch.device, progress: Callable[[], tuple[int, bool]]
     ) -> None:
-        self._loader, self._device, self._taken = loader, device, taken
+        self._loader, self._device, self._progress = loader, device, progress
         self._begin: torch.Tensor | None = None
         self._resume: Mapping[str, Any] | None = None
         self._position = 0
-        _require_whole(loader)
-        seeded = int(os.environ.get("PL_SEED_WORKERS", 0))
-        if seeded and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
+        _refuse_distributed_sampler(loader)
+        seeds_workers = int(os.environ.get("PL_SEED_WORKERS", 0))
+        if seeds_workers and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
             loader.worker_init_fn = partial(seed_worker, rank=0)
 
     def __getattr__(self, name: str) -> Any:
@@ -264,7 +263,7 @@ class WholeBatches:
         return getattr(self._loader, name)
 
     @property
-    def _iterator(self) -> Any:  # Lightning ends its workers at the end of a training
+    def _iterator(self) -> Any:  # through which Lightning ends workers
         return getattr(self._loader, "_iterator", None)
 
     @_iterator.setter
@@ -280,7 +279,7 @@ class WholeBatches:
         if resume is not None:
             skipped = int(resume["position"])
             torch.set_rng_state(resume["begin"] if skipped else resume["now"])
-        _same_random_state(self._device)
+        _share_random_state(self._device)
         self._begin = torch.get_rng_state()
         self._position = 0
         return self._batches(iter(self._loader), skipped, resume)
@@ -296,39 +295,38 @@ class WholeBatches:
             self._position += 1
             yield batch
 
-    def place(self) -> dict[str, Any]:
-        """Where the epoch stands; an epoch that is over is the beginning of the next."""
+    def position(self) -> dict[str, Any]:
+        """Return the position in the epoch; a complete epoch is the start of the next."""
         now = torch.get_rng_state()
-        taken, over = self._taken()
-        if over or self._begin is None or _knows_its_place(self._loader):
+        num_trained, is_complete = self._progress()
+        # Lightning saves the state of loaders that have one, such as StatefulDataLoader.
+        is_stateful = hasattr(self._loader, "state_dict") and hasattr(
+            self._loader, "load_state_dict"
+        )
+        if is_complete or self._begin is None or is_stateful:
             return {"position": 0, "begin": now, "now": now}
-        return {"position": min(self._position, taken), "begin": self._begin, "now": now}
+        return {"position": min(self._position, num_trained), "begin": self._begin, "now": now}
 
-    def go_on_from(self, place: Mapping[str, Any]) -> None:
-        """Begin there when next iterated."""
-        self._resume = place
-
-
-def _knows_its_place(loader: Any) -> bool:
-    """Whether Lightning saves the loader's own place, as of torchdata's StatefulDataLoader."""
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    def resume_from(self, position: Mapping[str, Any]) -> None:
+        """Start at a position when iterated next."""
+        self._resume = position
 
 
-def _require_whole(loader: Any) -> None:
+def _refuse_distributed_sampler(loader: Any) -> None:
     sampler = getattr(loader, "sampler", None)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         raise BatchError(
-            f"a DistributedSampler gives rank {sampler.rank} one of {sampler.num_replicas} parts "
-            "of the data, and a batch here is the whole batch of all ranks",
-            hint="DataLoader(dataset, batch_size=<of all ranks together>, shuffle=True)",
+            f"a DistributedSampler yields one of {sampler.num_replicas} parts of the data on rank "
+            f"{sampler.rank}, but a batch here is the global batch of all ranks",
+            hint="DataLoader(dataset, batch_size=<global batch size>, shuffle=True)",
         )
 
 
-def _same_random_state(device: torch.device) -> None:
-    """Rank 0's state of torch's generator on all ranks."""
+def _share_random_state(device: torch.device) -> None:
+    """Copy the state of torch's generator from rank 0 to all ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     state = torch.get_rng_state()
-    near = state.to(device) if dist.get_backend() == "nccl" else state
-    dist.broadcast(near, 0)
-    torch.set_rng_state(near.cpu())
+    state = state.to(device) if dist.get_backend() == "nccl" else state
+    dist.broadcast(state, 0)
+    torch.set_rng_state(state.cpu())

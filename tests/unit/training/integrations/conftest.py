@@ -1,4 +1,4 @@
-"""What other libraries leave in the process that runs the tests: variables, a process group."""
+"""Undo what other libraries leave behind: environment variables and a process group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 @pytest.fixture(autouse=True)
-def _as_it_was() -> Iterator[None]:
+def _restored_process() -> Iterator[None]:
     before = dict(os.environ)
     yield
     os.environ.clear()

@@ -1,4 +1,4 @@
-"""Lightning's loops around compiled steps, on one process: the same as plain Lightning."""
+"""Lightning with compiled steps in one process equals plain Lightning."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.support.lightning import Classifier, Run, assert_same, fit, loader, t
 
 @pytest.fixture(scope="module")
 def plain() -> Run:
-    """Plain Lightning on one process."""
+    """Return a run of plain Lightning in one process."""
     return fit()
 
 
 def test_a_training_equals_plain_lightning(plain: Run) -> None:
-    found = fit(ShardwiseStrategy("ddp"))
-    assert_same(found, plain)
-    assert set(found.metrics[0]) >= {
+    run = fit(ShardwiseStrategy("ddp"))
+    assert_same(run, plain)
+    assert set(run.metrics[0]) >= {
         "train_loss_epoch",
         "hits",
         "accuracy",
@@ -38,7 +38,7 @@ def test_a_training_equals_plain_lightning(plain: Run) -> None:
     }
 
 
-def test_a_module_on_meta_gets_its_weights_from_init() -> None:
+def test_init_initializes_a_meta_module() -> None:
     def seeded() -> Classifier:
         torch.manual_seed(5)
         return Classifier()
@@ -68,60 +68,64 @@ def test_clipping_and_accumulation_equal_plain_lightning(options: dict[str, Any]
 @pytest.mark.parametrize(
     "precision", ["bf16-mixed", pytest.param("bf16-true", marks=pytest.mark.slow)]
 )
-def test_number_types_are_the_trainers(precision: str) -> None:
-    found = fit(ShardwiseStrategy("ddp"), precision=precision)
-    assert_same(found, fit(precision=precision), 2e-2)
-    kind = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    assert found.state["head.weight"].dtype is kind
+def test_dtypes_are_those_of_the_trainer(precision: str) -> None:
+    run = fit(ShardwiseStrategy("ddp"), precision=precision)
+    assert_same(run, fit(precision=precision), 2e-2)
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    assert run.state["head.weight"].dtype is dtype
 
 
-def test_a_checkpoint_is_plain_lightnings_and_resumes_exactly(tmp_path: Path) -> None:
+def test_checkpoints_have_lightnings_format_and_resume_exactly(tmp_path: Path) -> None:
     def saving(folder: str) -> dict[str, Any]:
         every = ModelCheckpoint(tmp_path / folder, "{step}", every_n_train_steps=2, save_top_k=-1)
         return {"callbacks": [every], "enable_checkpointing": True}
 
-    whole = fit(ShardwiseStrategy("zero1"), **saving("ours"))
-    path = tmp_path / "ours/step=2.ckpt"  # in the middle of an epoch that is shuffled
-    rest = fit(ShardwiseStrategy("fsdp"), ckpt_path=path)
-    assert rest.losses == whole.losses[2:]
-    assert rest.rates == whole.rates[2:]
-    assert all(torch.equal(rest.state[name], whole.state[name]) for name in whole.state)
+    uninterrupted = fit(ShardwiseStrategy("zero1"), **saving("shardwise"))
+    path = tmp_path / "shardwise/step=2.ckpt"  # in the middle of a shuffled epoch
+    resumed = fit(ShardwiseStrategy("fsdp"), ckpt_path=path)
+    assert resumed.losses == uninterrupted.losses[2:]
+    assert resumed.rates == uninterrupted.rates[2:]
+    assert all(
+        torch.equal(resumed.state[name], uninterrupted.state[name]) for name in uninterrupted.state
+    )
 
     saved = torch.load(path, weights_only=True)
     assert list(saved["state_dict"]) == list(Classifier().state_dict())
     loaded = Classifier.load_from_checkpoint(path)
     assert loaded.hparams.width == 8
-    end = tmp_path / "ours/step=4.ckpt"  # plain Lightning begins the next epoch with a new shuffle
+    end = (
+        tmp_path / "shardwise/step=4.ckpt"
+    )  # at the end of an epoch, where plain Lightning shuffles anew
     fit(**saving("plain"))
-    theirs = torch.load(tmp_path / "plain/step=4.ckpt", weights_only=True)
-    ours = torch.load(end, weights_only=True)
-    _assert_same_tree(ours["optimizer_states"], theirs["optimizer_states"])
-    _assert_same_tree(ours["lr_schedulers"], theirs["lr_schedulers"])
+    plain = torch.load(tmp_path / "plain/step=4.ckpt", weights_only=True)
+    sharded = torch.load(end, weights_only=True)
+    _assert_same_tree(sharded["optimizer_states"], plain["optimizer_states"])
+    _assert_same_tree(sharded["lr_schedulers"], plain["lr_schedulers"])
     assert len(fit(ckpt_path=end).losses) == 4
     assert len(fit(ShardwiseStrategy("ddp"), ckpt_path=tmp_path / "plain/step=4.ckpt").losses) == 4
 
 
-def _assert_same_tree(found: Any, expected: Any) -> None:
+def _assert_same_tree(actual: Any, expected: Any) -> None:
     if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
+        assert actual.keys() == expected.keys()
         for key in expected:
-            _assert_same_tree(found[key], expected[key])
+            _assert_same_tree(actual[key], expected[key])
     elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected)
-        for mine, theirs in zip(found, expected, strict=True):
-            _assert_same_tree(mine, theirs)
+        assert len(actual) == len(expected)
+        for item, expected_item in zip(actual, expected, strict=True):
+            _assert_same_tree(item, expected_item)
     elif isinstance(expected, torch.Tensor | float):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
     else:
-        assert found == expected
+        assert actual == expected
 
 
-def test_loggers_callbacks_and_evaluation_go_on_as_ever(tmp_path: Path) -> None:
+def test_loggers_callbacks_and_evaluation_equal_plain_lightning(tmp_path: Path) -> None:
     def run(strategy: Any, folder: str) -> tuple[str, Any, Any, int]:
         L.seed_everything(5, verbose=False)
         log = CSVLogger(tmp_path, name=folder, version="0")
         stop = EarlyStopping("val_loss", min_delta=10.0, patience=1)
-        made, _ = trainer(
+        lightning_trainer, _ = trainer(
             strategy,
             logger=log,
             callbacks=[LearningRateMonitor(), stop],
@@ -129,13 +133,13 @@ def test_loggers_callbacks_and_evaluation_go_on_as_ever(tmp_path: Path) -> None:
             log_every_n_steps=1,
         )
         module = Classifier()
-        made.fit(module, loader(), loader(10, shuffle=False))
-        tested = made.test(module, loader(10, shuffle=False), verbose=False)
-        predicted = made.predict(module, loader(10, shuffle=False))
+        lightning_trainer.fit(module, loader(), loader(10, shuffle=False))
+        tested = lightning_trainer.test(module, loader(10, shuffle=False), verbose=False)
+        predicted = lightning_trainer.predict(module, loader(10, shuffle=False))
         text = (tmp_path / folder / "0/metrics.csv").read_text()
-        return text, tested, torch.cat(predicted), made.current_epoch
+        return text, tested, torch.cat(predicted), lightning_trainer.current_epoch
 
-    text, tested, predicted, epochs = run(ShardwiseStrategy("ddp"), "ours")
+    text, tested, predicted, epochs = run(ShardwiseStrategy("ddp"), "shardwise")
     expected = run("auto", "plain")
     assert epochs == expected[3] == 2
     assert text.splitlines()[0] == expected[0].splitlines()[0]
@@ -145,38 +149,38 @@ def test_loggers_callbacks_and_evaluation_go_on_as_ever(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_validation_as_plain_python_sees_the_trained_weights(plain: Run) -> None:
+def test_uncaptured_validation_has_the_trained_weights(plain: Run) -> None:
     class Prints(Classifier):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             super().validation_step(batch, batch_idx)
             assert self.trainer.validating or self.trainer.sanity_checking
             self.log("row", float(self(batch[0])[0, 0].item()))
 
-    found = fit(ShardwiseStrategy("ddp", evaluate="whole"), Prints)
-    for mine, theirs in zip(found.metrics, plain.metrics, strict=True):
-        assert mine["val_loss"] == pytest.approx(theirs["val_loss"], abs=1e-10)
+    run = fit(ShardwiseStrategy("ddp", evaluate="whole"), Prints)
+    for metrics, expected in zip(run.metrics, plain.metrics, strict=True):
+        assert metrics["val_loss"] == pytest.approx(expected["val_loss"], abs=1e-10)
     with pytest.raises(CaptureError, match=r"self\.trainer\.validating"):
         fit(ShardwiseStrategy("ddp"), Prints)
 
 
-def test_weights_are_whole_when_asked_for_and_absent_otherwise() -> None:
-    class Looks(L.Callback):
+def test_weights_are_gathered_on_request_and_absent_otherwise() -> None:
+    class Inspect(L.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
             assert all(p.is_meta for p in module.parameters())
-            with trainer.strategy.whole_module() as whole:
-                assert not any(p.is_meta for p in whole.parameters())
-                assert whole(torch.zeros(1, 6, dtype=torch.float64)).shape == (1, 5)
+            with trainer.strategy.whole_module() as gathered:
+                assert not any(p.is_meta for p in gathered.parameters())
+                assert gathered(torch.zeros(1, 6, dtype=torch.float64)).shape == (1, 5)
             assert all(p.is_meta for p in module.parameters())
 
     module = Classifier()
-    same = next(module.parameters())
-    fit(ShardwiseStrategy("ddp"), lambda: module, callbacks=[Looks()], max_steps=1)
-    assert next(module.parameters()) is same
-    assert same.shape == (8, 6)
+    parameter = next(module.parameters())
+    fit(ShardwiseStrategy("ddp"), lambda: module, callbacks=[Inspect()], max_steps=1)
+    assert next(module.parameters()) is parameter
+    assert parameter.shape == (8, 6)
 
 
 class Wrong(Classifier):
-    """A classifier with one fault."""
+    """A classifier with an unsupported feature."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()
@@ -209,7 +213,7 @@ class Wrong(Classifier):
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind", "words"),
+    ("fault", "kind", "message"),
     [
         ("manual", OptimizerError, "automatic_optimization=False"),
         ("several", OptimizerError, "several optimizers"),
@@ -222,27 +226,27 @@ class Wrong(Classifier):
         ("lr", CaptureError, "self.trainer.strategy"),
     ],
 )
-def test_what_a_compiled_step_would_get_wrong_is_refused(
-    fault: str, kind: type[Exception], words: str
+def test_features_that_a_compiled_step_cannot_have_are_refused(
+    fault: str, kind: type[Exception], message: str
 ) -> None:
-    with pytest.raises(kind, match=words):
+    with pytest.raises(kind, match=message):
         fit(ShardwiseStrategy("ddp"), lambda: Wrong(fault), num_sanity_val_steps=0)
 
 
-def test_wrong_names_and_samplers_are_refused() -> None:
+def test_unknown_strategies_and_distributed_samplers_are_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean 'fsdp'"):
         ShardwiseStrategy("fsdpp")
-    made, _ = trainer(ShardwiseStrategy("ddp"), max_steps=1)
+    lightning_trainer, _ = trainer(ShardwiseStrategy("ddp"), max_steps=1)
     data = loader().dataset
     part = DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0))
     with pytest.raises(BatchError, match="DistributedSampler"):
-        made.fit(Classifier(), part)
+        lightning_trainer.fit(Classifier(), part)
 
 
 @pytest.mark.slow
 def test_freezing_and_unfreezing_in_callbacks_equal_plain_lightning() -> None:
     class Freezes(L.Callback):
-        """The embedding rests for some steps; the head begins to be trained later."""
+        """Freeze the embedding for some steps, and the head's bias at first."""
 
         def on_train_start(self, trainer: Any, module: Any) -> None:
             module.head.bias.requires_grad_(False)
@@ -252,35 +256,35 @@ def test_freezing_and_unfreezing_in_callbacks_equal_plain_lightning() -> None:
             module.head.bias.requires_grad_(trainer.global_step >= 3)
 
     options: dict[str, Any] = {"max_steps": 6}
-    found = fit(ShardwiseStrategy("ddp"), callbacks=[Freezes()], **options)
-    assert_same(found, fit(callbacks=[Freezes()], **options))
+    run = fit(ShardwiseStrategy("ddp"), callbacks=[Freezes()], **options)
+    assert_same(run, fit(callbacks=[Freezes()], **options))
 
 
 @pytest.mark.slow
-def test_parameters_without_an_optimizer_stay_as_they_are() -> None:
+def test_parameters_without_an_optimizer_do_not_change() -> None:
     class Head(Classifier):
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.head.parameters(), 0.1)
 
-    options = {"gradient_clip_val": 0.1, "max_steps": 3}  # the norm is that of the head alone
+    options = {"gradient_clip_val": 0.1, "max_steps": 3}  # the norm is that of the head only
     assert_same(fit(ShardwiseStrategy("ddp"), Head, **options), fit("auto", Head, **options))
 
 
-def test_a_plan_can_be_made_beforehand(tmp_path: Path, plain: Run) -> None:
+def test_a_plan_can_be_made_in_advance(tmp_path: Path, plain: Run) -> None:
     module = Classifier().double()
     x, y = next(iter(loader()))
     graph = sw.capture(step_model(module), step_batch("training", [x.double(), y]))
     assert [p.name for p in graph.parameters] == [name for name, _ in module.named_parameters()]
-    made = sw.strategies.zero1(graph, sw.Cluster.local(1))
-    made.save(tmp_path / "plan.json")
+    plan = sw.strategies.zero1(graph, sw.Cluster.local(1))
+    plan.save(tmp_path / "plan.json")
     assert_same(fit(ShardwiseStrategy(tmp_path / "plan.json")), plain)
 
 
-def test_a_module_on_meta_is_filled_when_training_begins() -> None:
+def test_a_meta_module_is_initialized_when_training_starts() -> None:
     class Large(Classifier):
         def configure_model(self) -> None:
             with torch.device("meta"):
                 self.head = nn.Linear(8, 5)
 
-    found = fit(ShardwiseStrategy("fsdp"), Large, num_sanity_val_steps=0, max_steps=1)
-    assert found.state["head.weight"].isfinite().all()
+    run = fit(ShardwiseStrategy("fsdp"), Large, num_sanity_val_steps=0, max_steps=1)
+    assert run.state["head.weight"].isfinite().all()
