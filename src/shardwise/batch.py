@@ -48,7 +48,7 @@ class Call:
     def arguments(
         self, batch: Any, model: torch.nn.Module | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return `args, kwargs` of the model's call; with a model, only what its forward takes.
+        """Return `args, kwargs` of the call; with a model, only those that its forward takes.
 
         A loss function reads the full batch, so targets need not be inputs of the model.
         """
@@ -77,7 +77,7 @@ def _named(model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_batch(batch: Any) -> Call:
-    """Flatten a batch: a dict of keyword arguments, a tuple or list of positional ones, or one."""
+    """Flatten a batch: a dict of keyword arguments, a sequence of positional ones, or a tensor."""
     register_dataclasses(batch)
     tree: Any
     if isinstance(batch, Mapping):

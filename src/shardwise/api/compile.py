@@ -76,7 +76,9 @@ def capture(
     ['aten.linear.default', 'aten.mean.default']
     """
     if plan is not None and precision is not None:
-        raise PlanError("both plan= and precision= are given", hint="a plan has its own precision")
+        raise PlanError(
+            "plan= and precision= exclude each other", hint="a plan has its own precision"
+        )
     if plan is None and precision is None:
         return capture_once(model, batch, loss_fn, step=step, training=training, device=device)
     if plan is None:
@@ -149,7 +151,7 @@ def _cast_batch(batch: Any, dtype: torch.dtype) -> Any:
 
 
 def microbatch(batch: Any, plan: Plan, index: int) -> Any:
-    """Return one of the equal micro-batches of a batch, each of which is a separate batch."""
+    """Return micro-batch `index` of a batch whose micro-batches are separate, equal batches."""
     call = read_batch(batch)
     parts = []
     for path, tensor in call.tensors:
@@ -218,8 +220,8 @@ class _Compiled:
     ) -> MemoryUse:
         """Run a step of `rank` on tensors without data, and return its peak memory.
 
-        `optimizer` is a class or the name of one of torch's, with its `options`. `device` may be
-        "cuda" where there is a GPU: some operators allocate differently there.
+        `optimizer` is a class, or the name of one of torch's, with its `options`. `device` may be
+        "cuda" on a machine with a GPU: some operators allocate differently there.
         """
         from shardwise.api.memory import rank_memory
 

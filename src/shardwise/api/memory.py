@@ -294,7 +294,7 @@ def _train_two_steps(
     options: Mapping[str, Any],
     tracker: MemoryTracker,
 ) -> None:
-    """Train for two steps, of which the tracker records the second."""
+    """Train for two steps; the tracker records the second."""
     run = SingleRank(
         program,
         rank,

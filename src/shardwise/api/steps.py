@@ -244,7 +244,7 @@ def _compare(name: str, owner: str, step: str, one: str, other: str) -> None:
 def fix_layouts(
     plan: Plan, programs: Mapping[str, Program | PipelineProgram], owners: Mapping[str, str]
 ) -> Plan:
-    """Return the plan with the layout of every parameter fixed to that of its owner's program."""
+    """Return the plan with every parameter in the layout of its owner's program."""
     entries = {
         name: ParameterEntry(layout=layout)
         for step, program in programs.items()
@@ -277,7 +277,7 @@ def _layouts(program: Program | PipelineProgram, plan: Plan) -> dict[str, dict[s
 def stored_specs(
     specs: Sequence[rt.ParameterSpec], plan: Plan, axes: Mapping[str, AxisSize]
 ) -> list[rt.ParameterSpec]:
-    """Return how parameters are stored for all programs, given the specs of the first.
+    """Return the specs of parameters as stored for all programs, from those of the first.
 
     A parameter that the first batch does not use, or uses equally on every rank (one row), is still
     partitioned over the batch axes if the plan says so.

@@ -67,8 +67,8 @@ def verify(
     edits by hand, with the plan in the folder unless `plan` is given.
 
     A model that draws random numbers is compared with its captured graph on one device under the
-    same draws (`rng="exact"`). A plan whose micro-batches are batches of their own is compared with
-    one device that accumulates over the same micro-batches. Dtypes of the plan are ignored. Trees
+    same draws (`rng="exact"`). A plan whose micro-batches are separate batches is compared with one
+    device that accumulates over the same micro-batches. Dtypes of the plan are ignored. Trees
     of the plan's collectives are checked, and the run adds in their order.
 
     A model without weights (meta tensors), or one that needs more than `max_bytes` (by default the
@@ -167,7 +167,7 @@ class _Model:
         self.call, self.draws = read_batch(batch), draws(graph)
 
     def step(self, batch: Any) -> Reference:
-        """Run a training step; micro-batches that are batches of their own are accumulated."""
+        """Run a training step; accumulate over micro-batches that are separate batches."""
         plan = self.plan
         first, *more = [batch]
         if plan.per_microbatch and plan.num_microbatches > 1:

@@ -87,7 +87,7 @@ def load_weights(
     missing = [source.name for source in sources if source.owner is None]
     if init is not None and not missing:
         raise WeightsError(
-            "init was given, but the model has all of its weights",
+            "init is not needed: the model already has all of its weights",
             hint='leave init out, or build the model under torch.device("meta")',
         )
     if not missing:
@@ -116,8 +116,8 @@ def constant_checksums(graph: Graph) -> dict[str, str]:
         user = next((node for node in graph.nodes if constant.value in node.inputs), None)
         where = user.origin if user is not None else "its outputs"
         shape = tuple(constant.data.shape)
-        what = f"a tensor of shape {shape} that forward reads at {where} and that is not a buffer"
-        key = f"{what} (self.register_buffer would share rank 0's)"
+        tensor = f"a tensor of shape {shape} that forward reads at {where} and that is not a buffer"
+        key = f"{tensor} (self.register_buffer would share rank 0's)"
         checksums[key] = str(int(rt.checksum(constant.data)))
     return checksums
 
@@ -177,7 +177,7 @@ def _check_built(name: str, built: Tensor | None, expected: Tensor) -> None:
 
 
 def _describe(name: str, tensor: Tensor, store: rt.ParameterStore) -> list[int]:
-    """Return what other ranks must know: dtype (-1: no data), checksum, NaNs, is it stored here."""
+    """Return what ranks compare: dtype (-1: no data), checksum, NaNs, whether it is stored."""
     is_stored = int(store.holds(name))
     if tensor.is_meta:
         return [-1, 0, 0, is_stored]

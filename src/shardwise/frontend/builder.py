@@ -94,7 +94,6 @@ _DETACHED = {
 class Builder:
     """Append calls and track aliases, types and differentiability."""
 
-    device: torch.device
     nodes: list[Node] = field(default_factory=list)  # with preliminary names
     types: dict[str, TensorType] = field(default_factory=dict)
     differentiable: set[str] = field(default_factory=set)

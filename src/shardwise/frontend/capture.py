@@ -121,7 +121,7 @@ class Traced:
         kind = self.device.type
         ambient = (kind, torch.get_autocast_dtype(kind), True)
         autocast = ambient if torch.is_autocast_enabled(kind) else None
-        builder = Builder(device=self.device, region=replace(REGION, autocast=autocast))
+        builder = Builder(region=replace(REGION, autocast=autocast))
         roots = sources.declare(builder)
         inputs = _placeholders(program, builder, sources, roots)
         results = Converter(builder, self.recorder).run(program.graph_module, inputs)

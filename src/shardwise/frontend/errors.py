@@ -128,7 +128,7 @@ def _strip_root(path: str) -> str:
 
 # ---------------------------------------------------------------- known causes
 
-_LOADER = "compute it when the batch is made and pass it in, padded to a fixed size"
+_LOADER = "compute it in the data loader and pass it in the batch, padded to a fixed size"
 _WHERE = "torch.where(condition, a, b), which computes both"
 EXPERTS = 'config._experts_implementation = "batched_mm"'
 
@@ -166,7 +166,7 @@ _OPERATORS = (  # operators whose result has a size that depends on the data
     ),
     Cure(
         r"ctc_loss",
-        "the CTC loss works in memory whose size depends on the lengths in the batch",
+        "the CTC loss allocates memory by the lengths in the batch",
         "wrap it in torch.library.custom_op with a fake and a gradient; "
         "docs/guides/custom_ops.md shows how",
     ),
@@ -186,18 +186,18 @@ _CAUSES = (
     ),
     Cure(
         r"functorch|torch\.func",
-        "forward takes derivatives itself (torch.func), which a graph of the step cannot hold",
+        "forward takes derivatives itself (torch.func), which a captured graph cannot contain",
         "write the derivative out with torch operations",
     ),
     Cure(
         r"higher-order operator (cond|while_loop|scan|map|associative_scan)",
-        "the operator chooses what runs by a tensor's value, and cannot be split",
+        "the operator chooses its code by a tensor's value, and cannot be sharded",
         f"{_WHERE}; a loop with a fixed number of iterations; or a Python value of the "
         "configuration",
     ),
     Cure(
         r"higher-order operator",
-        "the operator runs code of its own, which has no rule for how it may be split",
+        "the operator runs nested code, for which there is no sharding rule",
         "call the operations themselves, or wrap them in torch.library.custom_op",
     ),
     Cure(
@@ -213,7 +213,7 @@ _CAUSES = (
     ),
     Cure(
         r"_nested_tensor|NestedTensor|nested_tensor",
-        "nested tensors have rows of unequal sizes, which no rule splits",
+        "nested tensors have rows of unequal sizes, which no rule can shard",
         "a padded tensor and a mask: torch.nn.utils.rnn.pad_sequence",
     ),
     Cure(
@@ -223,7 +223,7 @@ _CAUSES = (
     ),
     Cure(
         r"were assigned during export",
-        "forward assigns a tensor to an attribute, which would be kept for the next step",
+        "forward assigns a tensor to an attribute, which would carry it to the next step",
         'self.register_buffer("name", tensor) makes it part of the state',
     ),
     Cure(
@@ -293,13 +293,13 @@ def explained(model_name: str) -> Iterator[None]:
 
 
 def describe_failure(error: BaseException) -> tuple[str | None, str]:
-    """Return the user's line that raised an error, if there is one, and the start of its text."""
+    """Return the user's line that raised an error, if any, and the start of the error's text."""
     frame = _user_frame(error)
     return None if frame is None else str(frame), _first(f"{type(error).__name__}: {error}")
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and those that it was raised from."""
+    """Yield an error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

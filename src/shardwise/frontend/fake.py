@@ -29,13 +29,13 @@ def skeleton(model: nn.Module) -> nn.Module:
 
 
 def fake_copy(model: nn.Module, device: torch.device, mode: FakeTensorMode) -> nn.Module:
-    """Return a structural copy whose tensors are fake ones of the logical `device`."""
+    """Return a structural copy with fake tensors on the logical `device`."""
     with mode:
         return _copy_structure(model, lambda t: _empty_like(t, device))
 
 
 def fake_tensor(tensor: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> torch.Tensor:
-    """Return a fake tensor for one tensor of the batch, of its own even if the tensor is shared."""
+    """Return a new fake tensor for one tensor of the batch, even if the batch has it twice."""
     with mode:
         return _empty_like(tensor, device).requires_grad_(tensor.requires_grad)
 
@@ -109,7 +109,7 @@ def _plain_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _share_what_cannot_be_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy like `deepcopy`, but share attributes that cannot be copied with the original."""
+    """Copy as `deepcopy` does, but share attributes that cannot be copied."""
     if id(module) in memo:
         done: nn.Module = memo[id(module)]
         return done

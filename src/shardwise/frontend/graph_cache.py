@@ -86,7 +86,7 @@ def cache_folder() -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class CachedCapture:
-    """The cache file of one capture, and what the code of its step may read."""
+    """The cache file of one capture, and the state that its code may read."""
 
     file: Path
     reach: Reach
@@ -131,7 +131,7 @@ class CachedCapture:
 
 @dataclass(slots=True)
 class _Capture:
-    """A capture that is observed: its result, and what it reads from outside of Python."""
+    """The result of an observed capture, and what it read from outside of Python."""
 
     graph: Graph | None = None
     reads: Reads = field(default_factory=Reads)
@@ -337,7 +337,7 @@ def _require_pure(reach: Reach) -> None:
     """Raise if code may use state of Python, the system or a library that is not described."""
     for cls in reach.classes:
         if type(cls).__module__.partition(".")[0] not in _METACLASSES:
-            raise NotStorable(f"{cls.__name__} has a metaclass of its own")
+            raise NotStorable(f"{cls.__name__} has a metaclass")
     for code, loads in reach.loads.items():
         if "site-packages" in code.co_filename:  # of a library below, or called by one
             continue
@@ -563,7 +563,7 @@ class Describe:
         native = [c for c in type(value).__mro__ if _is_native(c)]
         known = (*_CONTAINERS, *_NUMBERS, deque, types.MappingProxyType, object)
         if any(c not in known for c in native):
-            raise NotStorable(f"a {type(value).__name__} may have state that cannot be seen")
+            raise NotStorable(f"a {type(value).__name__} may have hidden state")
         # Methods of Python's and torch's classes are not followed: they may read any attribute.
         followed = is_user_code(_file_of(type(value))) or isinstance(value, ContextDecorator)
         attributes = attributes_of(value)
@@ -650,7 +650,7 @@ def _contents(cell: types.CellType) -> Any:
 def _tensor(value: torch.Tensor) -> list[str]:
     plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
     if not plain or not has_data(value) or value.nbytes > MAX_ARRAY_BYTES:
-        raise NotStorable("a tensor that is large, without data, or of a type of its own")
+        raise NotStorable("a tensor that is large, without data, or of a subclass")
     about = (value.dtype, value.device, tuple(value.shape), value.stride(), value.requires_grad)
     return ["tensor", *map(str, about), _sha(tensor_bytes(value))]
 

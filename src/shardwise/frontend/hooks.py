@@ -356,7 +356,7 @@ def _put_behind(tensor: torch.Tensor, result: torch.Tensor) -> None:
     tracer = mode.tracer
     slot = get_proxy_slot(result, tracer)
     before, after = get_proxy_slot(tensor, tracer).proxy.node, slot.proxy.node
-    call: Any = after.args[0]  # `after` is an item of what the call returned
+    call: Any = after.args[0]  # `after` is an item of the call's result
     before.append(call)
     call.append(after)
     for user in list(before.users):

@@ -100,11 +100,13 @@ Objective = LossFn | StepFunction | None
 
 
 def as_module(model: Model) -> nn.Module:
-    """Return the model; several named ones become one module, `modules.G` and `modules["G"]`."""
+    """Return the model; a mapping becomes one module, with `modules.G` and `modules["G"]`."""
     if not isinstance(model, Mapping) or isinstance(model, nn.Module):
         return model
     if not model:
-        raise CaptureError("no modules were given", hint='{"G": generator, "D": discriminator}')
+        raise CaptureError(
+            "the mapping of modules is empty", hint='{"G": generator, "D": discriminator}'
+        )
     for name, module in model.items():
         if not isinstance(module, nn.Module):
             raise CaptureError(f"{name!r} must be an nn.Module, not a {type(module).__name__}")
@@ -119,7 +121,7 @@ def as_module(model: Model) -> nn.Module:
 
 
 def objective(loss_fn: Objective, step: StepFn | None) -> Objective:
-    """Return the loss function or the step, whichever is given; both are an error."""
+    """Return the loss function or the step; passing both is an error."""
     if step is None:
         return loss_fn
     if loss_fn is not None:
@@ -134,10 +136,10 @@ def objective(loss_fn: Objective, step: StepFn | None) -> Objective:
 
 
 def check_objective(chosen: Objective) -> None:
-    """Raise unless the objective can be called, as far as its signature tells."""
+    """Raise if the signature of the objective shows that it cannot be called."""
     if isinstance(chosen, nn.Module) and any(p.requires_grad for p in chosen.parameters()):
         raise CaptureError(
-            "loss_fn has parameters of its own, which nothing would train",
+            "loss_fn has parameters, which nothing would train",
             hint="make it a submodule of the model and return the loss from forward",
         )
     if chosen is not None and not isinstance(chosen, StepFunction):

@@ -462,10 +462,10 @@ class Change:
             return []
         return [t for t in pytree.tree_leaves(self.after) if isinstance(t, FakeTensor)]
 
-    def refusal(self, what: str) -> CaptureError:
+    def refusal(self, reason: str) -> CaptureError:
         """Return an error with the attribute, the line that changes it, and a hint."""
         return CaptureError(
-            f"forward changes the attribute {self.name}, which it also reads: {what}",
+            f"forward changes the attribute {self.name}, which it also reads: {reason}",
             where=str(self.frame) if self.frame else None,
             hint=_HINT.format(name=self.place[1]),
         )

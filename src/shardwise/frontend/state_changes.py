@@ -53,7 +53,7 @@ class NotComputed:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # protocols such as copying ask whether there is such a method
+        if name.startswith("__"):  # protocols such as copying look for special methods
             raise AttributeError(name)
         self._refuse()
 
@@ -88,7 +88,7 @@ class PythonState:
     def __init__(self, model: nn.Module, registered: Callable[[], int]) -> None:
         """Watch `model`; `registered` counts the hooks that are registered on any tensor."""
         self.reads = Reads()
-        self._is_mapping = isinstance(model, nn.ModuleDict)  # made here: the user has its children
+        self._is_mapping = isinstance(model, nn.ModuleDict)  # the user has its children only
         self._modules = {path: weakref.ref(m) for path, m in model.named_modules()}
         self._children = {
             (path, name): weakref.ref(child)

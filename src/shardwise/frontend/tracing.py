@@ -132,8 +132,8 @@ def refusing_derivatives() -> contextlib.AbstractContextManager[None]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         frame = running_frame()
         raise CaptureError(
-            "forward takes derivatives itself (torch.autograd.grad or backward), which a graph of "
-            "the step cannot hold",
+            "forward takes derivatives itself (torch.autograd.grad or backward), which a captured "
+            "graph cannot contain",
             where=None if frame is None else str(frame),
             hint="write the derivative out with torch operations; a penalty on gradients also "
             "works on differences: (critic(a) - critic(b)).abs() / (a - b).flatten(1).norm(dim=1)",
@@ -205,7 +205,7 @@ class Draw(_Lazy):
 
     def __float__(self) -> float:
         raise CaptureError(
-            "forward makes a Python number of a random draw; the graph would freeze it",
+            "forward turns a random draw into a Python number; the graph would freeze it",
             hint=_KEEP_TENSOR,
         )
 
@@ -397,7 +397,7 @@ class _Unknown(Exception):
 
 
 def _evaluate(node: fx.Node, done: dict[fx.Node, Any], budget: list[int]) -> Any:
-    """Run a node and those that it depends on, as long as the budget of nodes lasts."""
+    """Run a node and its dependencies, at most `budget[0]` nodes."""
     if node in done:
         return done[node]
     budget[0] -= 1

@@ -15,13 +15,13 @@ from typing import Any
 
 from shardwise.ir.graph import Graph, Node, Ref, iter_refs, map_refs
 
-# Text of whatever a plan or a user fixed for a block, given its path and its nodes. Blocks with
+# Return the constraints on a block, given its path and its nodes, as text. Blocks with
 # different constraints are not folded together.
 ConstraintKey = Callable[[str, Sequence[Node]], str]
 
 BLOCKS_PER_KIND = 2  # one shows what enters the first block, two show what passes between them
 MAX_DEPTH = 3  # numbered modules inside numbered modules
-MIN_BLOCK_NODES = 6  # smaller modules are not worth a class or a gather of their own
+MIN_BLOCK_NODES = 6  # smaller modules are not worth a separate class or gather
 
 _NUMBER = re.compile(r"0|[1-9][0-9]*")  # as lists count; "007" is a name
 
@@ -70,7 +70,7 @@ def assign_blocks(ops: Sequence[str], modules: Iterable[str], depth: int = 1) ->
     blocks = [block_path(module, depth) for module in modules]
     ordered = sorted(block_spans(blocks).items(), key=lambda item: item[1])
     if any(b not in (None, path) for path, span in ordered for b in blocks[slice(*span)]):
-        return blocks  # blocks are interleaved: nothing says whose the code between them is
+        return blocks  # blocks are interleaved: the code between them belongs to none in particular
     if all(None not in blocks[slice(*span)] for _, span in ordered):
         return blocks
     tail: list[str] = []
@@ -100,7 +100,7 @@ def block_spans(blocks: Sequence[str | None]) -> dict[str, tuple[int, int]]:
 
 
 def large_blocks(graph: Graph) -> tuple[str, ...]:
-    """Return the outermost blocks with several nodes: what ZeRO-3 gathers at a time."""
+    """Return the outermost blocks with several nodes, which ZeRO-3 gathers one at a time."""
     counts = Counter(block_path(node.module) for node in graph.nodes)
     return tuple(path for path, count in counts.items() if path and count >= MIN_BLOCK_NODES)
 

@@ -217,7 +217,7 @@ def test_a_loss_with_parameters_is_refused():
         def forward(self, out, batch):
             return out.mean() * self.w
 
-    with pytest.raises(CaptureError, match="parameters of its own"):
+    with pytest.raises(CaptureError, match="loss_fn has parameters"):
         capture(Model(lambda f, x: f(x)), (data(),), Loss())
 
 
