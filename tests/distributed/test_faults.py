@@ -42,10 +42,10 @@ def memory(ready: Callable[[], None]) -> None:
 @pytest.mark.parametrize("path", ["messages", "memory"])
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 @pytest.mark.parametrize("victim", [0, 3])
-def test_every_survivor_names_the_edge(path, how, victim):
-    said = survivors(f"{__name__}:{path}", 4, victim=victim, how=how, limit_s=30)
-    assert len(said) == 3, said
-    for text, seconds in said.values():
+def test_survivors_name_the_edge(path, how, victim):
+    reports = survivors(f"{__name__}:{path}", 4, victim=victim, how=how, limit_s=30)
+    assert len(reports) == 3, reports
+    for text, seconds in reports.values():
         assert text.startswith("LinkError")
         edge = text.partition("edge ")[2].partition(";")[0]
         assert str(victim) in edge.split(" -> "), text

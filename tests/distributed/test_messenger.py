@@ -1,4 +1,4 @@
-"""Solved programs on gloo processes give what the operations say, and name an edge that is lost."""
+"""Solved programs on gloo processes compute their operations, and errors name a lost edge."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ CARDS = {
 
 def programs(cards: list[float], sizes: tuple[int, ...]) -> list[MessageProgram]:
     network = Network.of_cards(cards, latency_s=1e-5, message_s=5e-6)
-    found = []
+    programs = []
     for numel in sizes:
         for operation in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all"):
-            found.append(solve(network, operation, numel).program)
-        found += [solve(network, op, numel, root=1).program for op in ("broadcast", "reduce")]
+            programs.append(solve(network, operation, numel).program)
+        programs += [solve(network, op, numel, root=1).program for op in ("broadcast", "reduce")]
     links = {
         (a, b): 1e7 if (a, b) == (0, 1) else 1e9
         for a in range(len(cards))
         for b in range(len(cards))
         if a != b
     }
-    found.append(solve(Network.of_links(links), "all_to_all", 30_000).program)
-    return found
+    programs.append(solve(Network.of_links(links), "all_to_all", 30_000).program)
+    return programs
 
 
-def mine(program: MessageProgram, rank: int) -> torch.Tensor:
+def input_of(program: MessageProgram, rank: int) -> torch.Tensor:
     return (torch.arange(program.numel) % 97 + 1000 * rank).to(torch.float64)
 
 
 def true_result(program: MessageProgram, rank: int) -> torch.Tensor:
-    inputs = [mine(program, r) for r in range(program.num_ranks)]
+    inputs = [input_of(program, r) for r in range(program.num_ranks)]
     if program.operation == "broadcast":
         return inputs[program.root]
     if program.operation == "all_gather":
@@ -73,24 +73,24 @@ def run_all(name: str, sizes: tuple[int, ...]) -> list[str]:
         out = None
         if program.operation == "all_to_all":
             out = torch.full((program.counts[rank] * count,), -1.0, dtype=torch.float64)
-        data = mine(program, rank)
+        data = input_of(program, rank)
         started.append((program, data, out, messenger.start(program, data, out)))
     for program, data, out, handle in started:
         handle.wait()
         expected = true_result(program, rank)
-        found = data if out is None else out
+        result = data if out is None else out
         if program.operation == "reduce_scatter":
-            found = data[program.offsets[rank] :][: program.counts[rank]]
+            result = data[program.offsets[rank] :][: program.counts[rank]]
         if program.operation == "reduce" and rank != program.root:
             continue
-        if not torch.equal(expected, found):
+        if not torch.equal(expected, result):
             wrong.append(f"{program.operation} of {program.numel}")
     messenger.close()
     return wrong
 
 
 @pytest.mark.parametrize("name", thinned(CARDS, lambda _, name: name == "slow"))
-def test_all_operations(pool: Callable[[int], Pool], name):
+def test_all_operations_are_correct(pool: Callable[[int], Pool], name):
     sizes = (0, 3, 1001, 200_003)
     for wrong in pool(len(CARDS[name])).run(f"{__name__}:run_all", name, sizes, timeout=60):
         assert not wrong
@@ -112,11 +112,11 @@ def test_sums_have_the_same_bits_on_all_ranks(pool: Callable[[int], Pool]):
 
 
 def in_rounds(name: str, numel: int) -> list[str]:
-    """As `run_all`, with the batches that NCCL would get."""
+    """Run all programs in the batches that NCCL would get."""
     rank, group, wrong = dist.get_rank(), dist.group.WORLD, []
     for program in programs(CARDS[name], (numel,)):
         rounds = write_rounds(program, rank)
-        data = mine(program, rank)
+        data = input_of(program, rank)
         out = data.new_empty(program.counts[rank] * program.num_ranks if program.counts else 0)
         for chunk in program.chunks:
             if chunk.source == chunk.target == rank:
@@ -124,29 +124,29 @@ def in_rounds(name: str, numel: int) -> list[str]:
         memory = {"data": data, "out": out, "scratch": data.new_empty(rounds.scratch_numel)}
         run_rounds(rounds, memory, batches(group))
         if program.operation in ("all_reduce", "broadcast", "all_gather", "all_to_all"):
-            found = out if program.operation == "all_to_all" else data
-            if not torch.equal(found, true_result(program, rank)):
+            result = out if program.operation == "all_to_all" else data
+            if not torch.equal(result, true_result(program, rank)):
                 wrong.append(program.operation)
     return wrong
 
 
-def test_batches_of_sends_and_receives(pool: Callable[[int], Pool]):
+def test_rounds_as_batches_are_correct(pool: Callable[[int], Pool]):
     for wrong in pool(4).run(f"{__name__}:in_rounds", "slow", 20_001, timeout=60):
         assert not wrong
 
 
 def odd_tensors() -> list[str]:
-    """Types, shapes and orders that are not those of a flat buffer; those that are wrong."""
+    """Dtypes, shapes and orders other than those of a flat buffer; return the wrong ones."""
     rank, count, wrong = dist.get_rank(), dist.get_world_size(), []
     program = solve(Network.of_cards(CARDS["slow"]), "all_reduce", 600).program
     messenger = Messenger(timeout_s=30)
     for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.bool):
-        whole = torch.zeros(30, 40, dtype=dtype)
-        part = whole.t()[::2]
+        matrix = torch.zeros(30, 40, dtype=dtype)
+        part = matrix.t()[::2]
         part += (torch.arange(600).view(20, 30) % 7 == rank).to(dtype)
         messenger.run(program, part)
         expected = (torch.arange(600).view(20, 30) % 7 < count).to(dtype)
-        if not torch.equal(part, expected) or whole[:, 1::2].any():
+        if not torch.equal(part, expected) or matrix[:, 1::2].any():
             wrong.append(str(dtype))
     handles = [messenger.start(program, torch.ones(600)) for _ in range(5)]
     del messenger  # what was started is done nevertheless
@@ -155,7 +155,7 @@ def odd_tensors() -> list[str]:
     return wrong
 
 
-def test_types_shapes_and_work_under_way(pool: Callable[[int], Pool]):
+def test_dtypes_shapes_and_concurrent_programs(pool: Callable[[int], Pool]):
     for wrong in pool(4).run(f"{__name__}:odd_tensors", timeout=60):
         assert not wrong
 
@@ -163,20 +163,20 @@ def test_types_shapes_and_work_under_way(pool: Callable[[int], Pool]):
 def refused() -> str:
     messenger = Messenger(timeout_s=30)
     program = solve(Network.of_cards(CARDS["slow"]), "all_reduce", 5).program
-    said = []
+    messages = []
     for data in (torch.ones(4), torch.ones(5, device="meta"), torch.ones(5).to(torch.float8_e5m2)):
         try:
             messenger.run(program, data)
         except ProgramError as error:
-            said.append(str(error))
-    return "\n".join(said)
+            messages.append(str(error))
+    return "\n".join(messages)
 
 
-def test_what_cannot_be_sent_is_refused(pool: Callable[[int], Pool]):
-    for said in pool(4).run(f"{__name__}:refused", timeout=60):
-        assert "program of 5 elements" in said
-        assert "data on meta over gloo" in said
-        assert "float8" in said
+def test_wrong_tensors_are_refused(pool: Callable[[int], Pool]):
+    for messages in pool(4).run(f"{__name__}:refused", timeout=60):
+        assert "program of 5 elements" in messages
+        assert "data on meta over gloo" in messages
+        assert "float8" in messages
 
 
 def test_other_backends_are_refused():
@@ -189,7 +189,7 @@ def test_other_backends_are_refused():
 
 
 def stopped() -> tuple[float, str, str]:
-    """Rank 3 takes no part: how long the others waited, what they said, and what came after."""
+    """Return the waiting time and both errors of the other ranks when rank 3 does not take part."""
     messenger = Messenger(timeout_s=0.5)
     if dist.get_rank() == 3:
         time.sleep(3)
@@ -197,16 +197,16 @@ def stopped() -> tuple[float, str, str]:
     network = Network.of_links({(0, 1): 1e9, (1, 0): 1e9, (1, 2): 1e9, (2, 1): 1e9} | TO_3)
     program = solve(network, "all_reduce", 100_000).program
     began = time.monotonic()
-    said = []
+    messages = []
     for _ in range(2):
         try:
             messenger.run(program, torch.ones(100_000))
         except LinkError as error:
-            said.append(str(error))
-    return time.monotonic() - began, said[0], said[1]
+            messages.append(str(error))
+    return time.monotonic() - began, messages[0], messages[1]
 
 
-def test_a_rank_that_stops_is_a_time_out_that_names_the_edge(pool: Callable[[int], Pool]):
+def test_a_stopped_rank_causes_a_timeout_that_names_the_edge(pool: Callable[[int], Pool]):
     for took, first, second in pool(4).run(f"{__name__}:stopped", timeout=60)[:3]:
         assert took < 10
         assert "edge 3 -> 2" in first or "edge 2 -> 3" in first

@@ -1,4 +1,4 @@
-"""What a parallel module promises its user, on gloo processes."""
+"""The behaviour of a parallel module, on gloo processes."""
 
 from __future__ import annotations
 
@@ -65,23 +65,23 @@ def steps(strategy: str) -> None:
     assert torch.equal(out["more"][1][0], batch["labels"])
 
     pm.train_step(batch)  # without zero_grad: added, as backward() does
-    for name, found in pm.gather_gradients().items():
+    for name, gradient in pm.gather_gradients().items():
         expected = gradients[name]
-        assert_close(found, None if expected is None else 2 * expected, f"two steps: {name}")
+        assert_close(gradient, None if expected is None else 2 * expected, f"two steps: {name}")
 
     pm.zero_grad()
     assert set(pm.gather_gradients().values()) == {None}
     small = tokens(3, 4, 13)  # another batch size and length
     output, gradients = dense_gradients(small)
     assert_close(pm.train_step(small), output["loss"].detach(), "loss of a smaller batch")
-    for name, found in pm.gather_gradients().items():
-        assert_close(found, gradients[name], f"smaller batch: {name}")
+    for name, gradient in pm.gather_gradients().items():
+        assert_close(gradient, gradients[name], f"smaller batch: {name}")
 
     pm.zero_grad()
     _, gradients = dense_gradients(batch)
     pm.train_step(pm.local_batch(batch), local=True)
-    for name, found in pm.gather_gradients().items():
-        assert_close(found, gradients[name], f"local batch: {name}")
+    for name, gradient in pm.gather_gradients().items():
+        assert_close(gradient, gradients[name], f"local batch: {name}")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
@@ -90,7 +90,7 @@ def test_steps(pool: Callable[[int], Pool], strategy: str) -> None:
 
 
 class Mode(nn.Module):
-    """Behaves differently in eval mode, and says so in a tuple."""
+    """Behaves differently in eval mode, and returns a tuple."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,11 +123,11 @@ def evaluate(kind: type[nn.Module], strategy: str) -> None:
     model, batch = kind().double(), (torch.randn(5, 5, dtype=torch.float64),)
     pm = sw.parallelize(model, batch, plan=plan_for(model, batch, strategy, 2))
     expected = model.eval()(*batch)
-    found = pm.eval_step(batch)
-    assert isinstance(found, tuple)
-    assert_close(found[0], expected[0].detach(), "loss")
-    assert_close(found[1]["y"], expected[1]["y"].detach(), "y")
-    assert not found[0].requires_grad
+    outputs = pm.eval_step(batch)
+    assert isinstance(outputs, tuple)
+    assert_close(outputs[0], expected[0].detach(), "loss")
+    assert_close(outputs[1]["y"], expected[1]["y"].detach(), "y")
+    assert not outputs[0].requires_grad
     assert set(pm.gather_gradients().values()) == {None}
     state = pm.gather_state_dict()
     for name, tensor in model.state_dict().items():
@@ -162,12 +162,12 @@ def names_and_memory(strategy: str) -> tuple[int, int]:
     assert missing == {"scale", "unused.weight", "unused.bias"}
     state = pm.gather_state_dict()
     assert state["head.weight"] is state["embed.weight"], "tied weights stay tied"
-    whole = sum(p.nbytes for p in model.parameters())
+    full = sum(p.nbytes for p in model.parameters())
     gone = [weakref.ref(model), *(weakref.ref(p) for p in model.parameters())]
     del model
     gc.collect()
     assert [ref() for ref in gone] == [None] * len(gone), "a reference to the model is kept"
-    return sum(pm.store.stored(e)[0].nbytes for e in pm.store.entries), whole
+    return sum(pm.store.stored(e)[0].nbytes for e in pm.store.entries), full
 
 
 SHARES = [("ddp", 1.0), ("fsdp", 0.55), ("tensor", 0.65)]
@@ -177,8 +177,8 @@ SHARES = [("ddp", 1.0), ("fsdp", 0.55), ("tensor", 0.65)]
 def test_names_memory_and_no_reference_to_the_model(
     pool: Callable[[int], Pool], strategy: str, share: float
 ) -> None:
-    for here, whole in pool(2).run(names_and_memory, strategy, timeout=110):
-        assert here <= share * whole + 64
+    for here, full in pool(2).run(names_and_memory, strategy, timeout=110):
+        assert here <= share * full + 64
 
 
 # ------------------------------------------------------------------ optimizers
@@ -216,8 +216,8 @@ def groups_and_state(strategy: str) -> None:
             fresh.load_state_dict(saved)
             opt = fresh
             scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, gamma=0.5, last_epoch=1)
-            for mine, theirs in zip(opt.param_groups, plain.param_groups, strict=True):
-                mine["lr"] = theirs["lr"]
+            for group, plain_group in zip(opt.param_groups, plain.param_groups, strict=True):
+                group["lr"] = plain_group["lr"]
         pm.train_step(batch)
         model(**batch)["loss"].backward()
         for each in (opt, plain, scheduler, plain_scheduler):
@@ -246,7 +246,7 @@ def refusals(strategy: str) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
-def test_what_would_be_wrong_on_shards_is_refused(
+def test_operations_that_are_wrong_on_shards_are_refused(
     pool: Callable[[int], Pool], strategy: str
 ) -> None:
     for clip, adafactor, muon, glob in pool(2).run(refusals, strategy, timeout=110):
@@ -280,7 +280,7 @@ def different_plans() -> str:
     return error_of(sw.parallelize, model, batch, plan=plan, timeout_s=20)
 
 
-def test_ranks_with_different_plans_stop(pool: Callable[[int], Pool]) -> None:
+def test_ranks_with_different_plans_raise(pool: Callable[[int], Pool]) -> None:
     for message in pool(3).run(different_plans, timeout=110):
         assert message.startswith("RankError")
         assert "ranks [1, 2]" in message
@@ -369,7 +369,9 @@ class Deep(nn.Module):
         return self.norm(self.layers(x)).pow(2).mean()
 
 
-def test_a_model_on_meta_starts_alike_on_every_rank_and_plan(pool: Callable[[int], Pool]) -> None:
+def test_a_model_on_meta_has_equal_weights_on_every_rank_and_plan(
+    pool: Callable[[int], Pool],
+) -> None:
     states = [s for strategy in ("fsdp", "tensor") for s in pool(2).run(from_meta, strategy)]
     for state in states:
         for name, tensor in states[0].items():

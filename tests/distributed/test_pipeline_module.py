@@ -1,4 +1,4 @@
-"""What a parallel module promises its user when its plan has stages, on gloo processes.
+"""The behaviour of a parallel module whose plan has stages, on gloo processes.
 
 Run as a program, this file is a rank that is killed in mid-step: `RANK WORLD PORT`.
 """
@@ -42,12 +42,12 @@ def outputs_and_parts() -> None:
     assert_close(loss, expected["loss"].detach(), "loss")
     assert_close(out["more"][0], expected["more"][0].detach(), "logits")
     assert torch.equal(out["more"][1][0], batch["labels"])
-    whole = pm.gather_gradients()
+    full_batch = pm.gather_gradients()
     pm.zero_grad()
     part = pm.local_batch(batch)
     assert_close(pm.train_step(part, local=True), loss, "loss of parts")
     for name, gradient in pm.gather_gradients().items():
-        assert_close(gradient, whole[name], f"gradient of {name}")
+        assert_close(gradient, full_batch[name], f"gradient of {name}")
     evaluated = pm.eval_step(batch)
     model.eval()
     assert_close(evaluated["more"][0], model(**batch)["more"][0].detach(), "logits in eval mode")
@@ -78,18 +78,18 @@ def moved_state(ranks: int) -> None:
     for pm, opt in ((first, optimizer), (second, moved)):
         pm.train_step(batch)
         opt.step()
-    found, expected = second.gather_state_dict(), first.gather_state_dict()
+    state, expected = second.gather_state_dict(), first.gather_state_dict()
     for name, tensor in expected.items():
-        assert_close(found[name], tensor, name, floor=0.01)
+        assert_close(state[name], tensor, name, floor=0.01)
 
 
 @pytest.mark.slow
-def test_state_moves_between_plans(pool: Callable[[int], Pool]) -> None:
+def test_a_state_dict_moves_between_plans(pool: Callable[[int], Pool]) -> None:
     pool(2).run(moved_state, 2, timeout=120)
 
 
 class Tied(nn.Module):
-    """A language model with a tied head that may be asked for scores alone."""
+    """A language model with a tied head that can return scores only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,16 +148,16 @@ def test_every_action_and_transfer_is_recorded(pool: Callable[[int], Pool], tmp_
     assert (tmp_path / "trace.json").stat().st_size > 1000
     events = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     for rank in (0, 1):
-        mine = [e["name"] for e in events if e["pid"] == rank]
+        names = [e["name"] for e in events if e["pid"] == rank]
         for kind in "FIW":
-            assert all(f"{rank}{kind}{k}" in mine for k in range(3))
-        assert sum(name.startswith("send") for name in mine) >= 3
-        assert sum(name.startswith("receive") for name in mine) >= 3
+            assert all(f"{rank}{kind}{k}" in names for k in range(3))
+        assert sum(name.startswith("send") for name in names) >= 3
+        assert sum(name.startswith("receive") for name in names) >= 3
     assert 0 <= bubble_fraction(trace).overall < 1
 
 
 @pytest.mark.slow
-def test_a_rank_killed_in_mid_step_is_named() -> None:
+def test_a_rank_killed_during_a_step_is_named() -> None:
     port = str(29500 + os.getpid() % 4000)
     command = [sys.executable, __file__]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -172,12 +172,12 @@ def test_a_rank_killed_in_mid_step_is_named() -> None:
         )
         for rank in range(3)
     ]
-    said = [process.communicate(timeout=90)[0] for process in ranks]
-    assert ranks[1].returncode == -signal.SIGKILL, said[1]
+    outputs = [process.communicate(timeout=90)[0] for process in ranks]
+    assert ranks[1].returncode == -signal.SIGKILL, outputs[1]
     for rank in (0, 2):
         assert ranks[rank].returncode == 1
-        assert "RankError: rank 1 died" in said[rank], said[rank]
-        seconds = float(said[rank].split("after ")[-1].split()[0])
+        assert "RankError: rank 1 died" in outputs[rank], outputs[rank]
+        seconds = float(outputs[rank].split("after ")[-1].split()[0])
         assert seconds < TIMEOUT_S + 12
 
 

@@ -61,7 +61,7 @@ def pid() -> int:
     return os.getpid()
 
 
-def test_results_come_by_rank(pool: PoolOf) -> None:
+def test_results_are_ordered_by_rank(pool: PoolOf) -> None:
     results = pool(2).run(f"{__name__}:rank_and_sum", torch.ones(3), scale=2.0)
     assert [rank for rank, _ in results] == [0, 1]
     for _, total in results:
@@ -80,7 +80,7 @@ def test_every_call_starts_from_the_same_state(pool: PoolOf) -> None:
 
 
 @pytest.mark.slow
-def test_an_exception_is_raised_here_and_nobody_is_left_waiting(pool: PoolOf) -> None:
+def test_an_exception_is_raised_and_no_rank_keeps_waiting(pool: PoolOf) -> None:
     old = pool(2).run(pid)
     start = time.monotonic()
     with pytest.raises(ZeroDivisionError, match="asked for") as caught:
@@ -117,7 +117,7 @@ def test_a_hanging_rank_is_named_with_its_stack(pool: PoolOf) -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_pickled_is_reported(pool: PoolOf) -> None:
+def test_objects_that_cannot_be_pickled_are_reported(pool: PoolOf) -> None:
     with pytest.raises(RemoteError, match="Local: kept as text"):
         pool(1).run(fail_unpicklably)
     with pytest.raises((AttributeError, pools.pickle.PicklingError)):
@@ -134,7 +134,7 @@ def small_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("small_limit")
 @pytest.mark.slow
-def test_the_least_recently_used_pool_makes_room(pool: PoolOf) -> None:
+def test_the_least_recently_used_pool_is_closed(pool: PoolOf) -> None:
     pool(1).run(pid)
     pool(2).run(pid)
     assert pool(1).alive

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.distributed
 PIPELINE = {"pp": 2, "num_microbatches": 2}
 
 
-def worst(found: list[float], expected: list[float]) -> float:
-    return max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
+def worst(losses: list[float], expected: list[float]) -> float:
+    return max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,9 @@ def test_bf16_follows_the_float32_curve(
     [("bf16", "ddp"), ("bf16", "zero1"), ("bf16", "zero2"), ("bf16", "fsdp"), ("bf16", "tensor"),
      ("bf16-autocast", "ddp"), ("bf16-autocast", "fsdp"), ("fp16", "ddp"), ("fp16", "fsdp")],
 )  # fmt: skip
-def test_every_strategy_follows(pool: Callable[[int], Pool], precision: str, strategy: str) -> None:
+def test_every_strategy_follows_the_float32_curve(
+    pool: Callable[[int], Pool], precision: str, strategy: str
+) -> None:
     wide = pool(2).run(bytes_model.train, None, strategy, 2, timeout=600)[0]
     narrow = pool(2).run(bytes_model.train, precision, strategy, 2, timeout=600)[0]
     assert worst(narrow, wide) < 0.02
@@ -57,7 +59,7 @@ def overflow(strategy: str, options: dict[str, object]) -> tuple[list[float], in
     pm = sw.parallelize(model, data, plan)
     optimizer = sw.optimizer(pm, torch.optim.AdamW, lr=2e-3)
     scales = []
-    kept = True
+    unchanged = True
     for step in range(3):
         pm.train_step(data)
         if step == 1:
@@ -68,10 +70,10 @@ def overflow(strategy: str, options: dict[str, object]) -> tuple[list[float], in
         optimizer.step()
         if step == 1:
             after = pm.gather_state_dict()
-            kept = all(torch.equal(before[name], after[name]) for name in before)
+            unchanged = all(torch.equal(before[name], after[name]) for name in before)
         optimizer.zero_grad()
         scales.append(pm.store.scaler.scale)
-    return scales, optimizer.skipped_steps, kept
+    return scales, optimizer.skipped_steps, unchanged
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def overflow(strategy: str, options: dict[str, object]) -> tuple[list[float], in
 def test_an_infinite_gradient_skips_the_step(
     pool: Callable[[int], Pool], strategy: str, options: dict[str, object]
 ) -> None:
-    for scales, skipped, kept in pool(2).run(overflow, strategy, options, timeout=120):
+    for scales, skipped, unchanged in pool(2).run(overflow, strategy, options, timeout=120):
         assert skipped == 1
-        assert kept
+        assert unchanged
         assert scales[1] == scales[0] / 2 == scales[2]

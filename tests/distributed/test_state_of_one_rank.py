@@ -1,4 +1,4 @@
-"""Python state that changes on one rank alone: named at once, or with the next check of batches."""
+"""Python state that changes on one rank only is named at once, or by the next check of batches."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parallel(model: nn.Module, timeout: float = 60.0) -> Any:
 
 
 def back_on_one_rank(rank_that_changes: int) -> tuple[str, str, int]:
-    """Both programs are known, so that each rank could run its own for ever."""
+    """Both programs are compiled, so that each rank could run its own forever."""
     model = Scaled()
     with mock.patch.object(consistency, "BATCH_CHECK_EVERY", 4):
         pm = parallel(model)
@@ -60,7 +60,7 @@ def back_on_one_rank(rank_that_changes: int) -> tuple[str, str, int]:
 
 
 @pytest.mark.distributed
-def test_another_known_program_on_one_rank(pool: Callable[[int], Any]) -> None:
+def test_another_compiled_program_on_one_rank_is_detected(pool: Callable[[int], Any]) -> None:
     for message, where, number in pool(2).run(back_on_one_rank, 1, timeout=100):
         assert "[1]" in message
         assert "requires_grad" in where

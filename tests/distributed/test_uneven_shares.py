@@ -85,10 +85,10 @@ def check(
     batch: int,
 ) -> None:
     runs = pool(ranks).run(training.parallel, model, strategy, ranks, options, batch, timeout=300)
-    for found in runs:
-        assert found.losses == runs[0].losses
-        assert found.norms == runs[0].norms
-        training.assert_equal(found, dense(model, batch))
+    for run in runs:
+        assert run.losses == runs[0].losses
+        assert run.norms == runs[0].norms
+        training.assert_equal(run, dense(model, batch))
 
 
 @pytest.mark.parametrize(("model", "strategy", "ranks", "options", "batch"), EVERYDAY)
@@ -117,7 +117,7 @@ def test_all_unequal_shares_equal_one_device(
 
 
 class Dropping(nn.Module):
-    """A model with random numbers, and a loss that leaves some rows out."""
+    """A model with random numbers, and a loss that ignores some rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def dropping() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def losses(axis: str, weights: tuple[int, ...] | None, ranks: int) -> tuple[list[float], list[int]]:
-    """Of three steps, and the rows that this rank reads."""
+    """Losses of three steps, and the numbers of rows that this rank reads."""
     model, batch = dropping()
     graph = sw.capture(model, batch)
     strategy = sw.strategies.ddp if axis == "dp" else sw.strategies.tensor
@@ -144,19 +144,19 @@ def losses(axis: str, weights: tuple[int, ...] | None, ranks: int) -> tuple[list
     plan = strategy(graph, sw.Cluster.local(ranks), **options)
     pm = sw.parallelize(model, batch, plan=plan)
     opt = sw.optimizer(pm, torch.optim.AdamW, lr=0.01)
-    found = []
+    losses = []
     for _ in range(3):
-        found.append(pm.train_step(batch).item())
+        losses.append(pm.train_step(batch).item())
         opt.step()
         opt.zero_grad()
-    return found, [t.shape[0] for t in pm.local_batch(batch).values()]
+    return losses, [t.shape[0] for t in pm.local_batch(batch).values()]
 
 
 @pytest.mark.parametrize("axis", ["dp", "tp"])
 def test_random_numbers_are_those_of_one_device(pool: Callable[[int], Pool], axis: str) -> None:
     expected, _ = losses(axis, None, 1)
     runs = pool(2).run(losses, axis, (3, 1), 2)
-    for found, _ in runs:
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    for result, _ in runs:
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=0)
     rows = [rows for _, rows in runs]
     assert rows == ([[5, 5], [2, 2]] if axis == "dp" else [[7, 7], [7, 7]])

@@ -1,4 +1,4 @@
-"""The same redistributions on real gloo processes, and every element type and size of the wire."""
+"""The same redistributions on real gloo processes, with every dtype and size."""
 
 from collections.abc import Callable
 
@@ -39,8 +39,8 @@ def every_type(size: int) -> None:
     sizes = [part(4, size, i)[1] for i in range(size)]
     for name in names.split():
         dtype = getattr(torch, name)
-        mine = torch.full((sizes[axis.index],), axis.index % 2).to(dtype)
-        gathered = axis.all_gather(mine, sizes).wait()
+        data = torch.full((sizes[axis.index],), axis.index % 2).to(dtype)
+        gathered = axis.all_gather(data, sizes).wait()
         assert gathered.tolist() == [i % 2 for i in range(size) for _ in range(sizes[i])], name
         summed = axis.all_reduce(torch.ones(3, dtype=dtype)).wait()
         assert summed.tolist() == [1 if dtype is torch.bool else size] * 3, name
@@ -70,10 +70,10 @@ def test_every_redistribution(pool: Callable[[int], Pool], size: int) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
-def test_every_type_and_empty_tensors(pool: Callable[[int], Pool], size: int) -> None:
+def test_every_dtype_and_empty_tensors(pool: Callable[[int], Pool], size: int) -> None:
     pool(size).run(every_type, size)
 
 
 @pytest.mark.distributed
-def test_axes_of_a_mesh_are_groups_of_their_own(pool: Callable[[int], Pool]) -> None:
+def test_axes_of_a_mesh_are_separate_groups(pool: Callable[[int], Pool]) -> None:
     assert pool(4).run(two_axes) == [[2, 1, 6], [4, 1, 6], [2, 5, 6], [4, 5, 6]]

@@ -1,4 +1,4 @@
-"""A rank that dies or fails in mid-step is named by all the others, in time.
+"""A rank that dies or fails during a step is named by all the others, in time.
 
 Each test starts processes of its own, because they are killed; run as a program, this file is one
 of them: `python test_failures.py SCENARIO RANK WORLD PORT_OR_FILE`.
@@ -24,10 +24,10 @@ ENDED_S = 60.0
 
 @dataclass
 class Ended:
-    """How a rank's process ended, and how long after its step had begun."""
+    """Exit code and output of a rank's process, and its seconds from the start of the step."""
 
     code: int
-    said: str
+    output: str
     seconds: float
 
 
@@ -50,18 +50,18 @@ def run(scenario: str, world: int, where: str | None = None) -> list[Ended]:
     try:
         ended = []
         for process in ranks:
-            said = process.communicate(timeout=max(0.1, deadline - time.monotonic()))[0]
-            ended.append(Ended(process.returncode, said, _seconds(said)))
+            output = process.communicate(timeout=max(0.1, deadline - time.monotonic()))[0]
+            ended.append(Ended(process.returncode, output, _seconds(output)))
     finally:
         for process in ranks:
             process.kill()
     for rank, each in enumerate(ended):
-        print(f"rank {rank}: {each.code} after {each.seconds} s\n{each.said}")
+        print(f"rank {rank}: {each.code} after {each.seconds} s\n{each.output}")
     return ended
 
 
-def _seconds(said: str) -> float:
-    lines = [line for line in said.splitlines() if line.startswith("after ")]
+def _seconds(output: str) -> float:
+    lines = [line for line in output.splitlines() if line.startswith("after ")]
     return float(lines[-1].split()[1]) if lines else 0.0
 
 
@@ -72,12 +72,12 @@ def _free_port() -> int:
 
 
 def check(ended: list[Ended], failed: int, text: str) -> None:
-    """All ranks but the one that failed name the cause, and end in time."""
+    """Assert that all ranks but the failed one name the cause and end in time."""
     for rank, each in enumerate(ended):
         if rank != failed:
-            assert each.code == 1, each.said
-            assert f"RankError: {text}" in each.said, each.said
-            assert f"at: rank {rank} saw: " in each.said
+            assert each.code == 1, each.output
+            assert f"RankError: {text}" in each.output, each.output
+            assert f"at: rank {rank} saw: " in each.output
             assert each.seconds < GROUP_TIMEOUT_S + 12
 
 
@@ -85,7 +85,7 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.slow  # tests/distributed/test_pipeline_module.py kills a rank every day
-def test_a_killed_rank_is_named_by_those_who_reduce_and_receive() -> None:
+def test_a_killed_rank_is_named_by_ranks_that_reduce_and_receive() -> None:
     ended = run("kill-1", 4)
     assert ended[1].code == -signal.SIGKILL
     check(ended, 1, "rank 1 died: no heartbeat for 4 s")
@@ -108,26 +108,26 @@ def test_a_killed_rank_0_is_named_with_a_store_that_survives(tmp_path: Path) -> 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_raises_is_named_with_its_reason(rank: int) -> None:
     ended = run(f"raise-{rank}", 3)
-    assert "ValueError: seven apples" in ended[rank].said
-    assert "RankError" not in ended[rank].said
+    assert "ValueError: seven apples" in ended[rank].output
+    assert "RankError" not in ended[rank].output
     check(ended, rank, f"rank {rank} failed: ValueError: seven apples")
 
 
 @pytest.mark.slow
-def test_unfinished_work_does_not_keep_a_failed_rank() -> None:
+def test_unfinished_requests_do_not_delay_the_exit_of_a_failed_rank() -> None:
     ended = run("pending-1", 2)
-    assert "ValueError: seven apples" in ended[1].said
+    assert "ValueError: seven apples" in ended[1].output
     assert ended[1].code == 1
-    alone = float(ended[0].said.split("rank 1 was gone after ")[1].split()[0])
-    assert alone < 15  # 5 after its end began, where gloo would wait for 30
+    seconds_to_exit = float(ended[0].output.split("rank 1 was gone after ")[1].split()[0])
+    assert seconds_to_exit < 15  # 5 after its end began, where gloo would wait for 30
 
 
 @pytest.mark.slow
 def test_a_slow_rank_is_not_called_dead() -> None:
     ended = run("slow-1", 3)
-    assert "went on" in ended[1].said
+    assert "went on" in ended[1].output
     for each in (ended[0], ended[2]):
-        assert "RankError: no rank died, but rank 1 did not arrive in time" in each.said
+        assert "RankError: no rank died, but rank 1 did not arrive in time" in each.output
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def _fail(what: str, value: object) -> None:
 
 
 def _watch_end(rank: int, begin: float) -> None:
-    """Wait in peace for the end of another rank's process, seen by its connection."""
+    """Wait for the end of another rank's process, detected by its connection."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Cutting a tensor and joining its parts gives the tensor back, for every cut."""
+"""Splitting a tensor and joining its parts returns the tensor, for every split."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Values between any two layouts of any two groups of ranks, there and back."""
+"""Transfers between any two layouts of any two groups of ranks, in both directions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CUTS = {
 
 @st.composite
 def holdings(draw: st.DrawFn, first: int, shared: int) -> Holding:
-    """A mesh of up to 6 ranks with some dims cut, of which the first ranks may be shared."""
+    """A mesh of up to 6 ranks with some dims split; its first ranks may be shared."""
     sizes = draw(st.sampled_from([(1,), (2,), (3,), (2, 2), (3, 2), (5,)]))
     axes = {f"a{i}": n for i, n in enumerate(sizes)}
     splits = []

@@ -1,4 +1,4 @@
-"""Segments grow where torch can do that and the user has said nothing else."""
+"""CUDA segments are expandable where torch supports it and the user has not configured it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What torch's allocator is told."""
-    found: list[str] = []
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", found.append)
+    """The settings passed to torch's allocator."""
+    settings: list[str] = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
     monkeypatch.setattr(torch.version, "hip", None)
     for name in SETTINGS:
         monkeypatch.delenv(name, raising=False)
-    return found
+    return settings
 
 
-def test_segments_grow_on_cuda_alone(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_are_expandable_on_cuda_only(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not grow_segments(CPU)
     assert asked == []
     assert grow_segments(CUDA)
@@ -34,7 +36,7 @@ def test_segments_grow_on_cuda_alone(asked: list[str], monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_the_user_set_stays(
+def test_settings_of_the_user_take_precedence(
     name: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, "max_split_size_mb:128")
@@ -42,7 +44,7 @@ def test_what_the_user_set_stays(
     assert asked == []
 
 
-def test_a_device_whose_segments_do_not_grow_gives_less() -> None:
+def test_a_device_without_expandable_segments_reserves_more() -> None:
     amd, nvidia = (Cluster.preset(name).device(0) for name in ("mi300x", "b200"))
     shares = [Budget.of(device).limit_bytes / device.memory_bytes for device in (amd, nvidia)]
     assert shares[0] < 0.8 < 0.9 < shares[1]

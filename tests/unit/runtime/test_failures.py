@@ -1,4 +1,4 @@
-"""Without other ranks nothing is named; and what counts as a failure of communication."""
+"""Classification of errors, and failures of a single rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
 
 
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError, dist.DistBackendError])
-def test_alone_every_error_goes_on_as_it_is(kind: type[Exception]) -> None:
+def test_a_single_rank_raises_errors_unchanged(kind: type[Exception]) -> None:
     start_heartbeat()
     with pytest.raises(kind, match="Connection closed"), naming_failures(1):
         raise kind("Connection closed by peer")
@@ -28,7 +28,7 @@ def test_alone_every_error_goes_on_as_it_is(kind: type[Exception]) -> None:
         dist.DistNetworkError("Connection reset by peer"),
     ],
 )
-def test_failures_of_communication_are_known(error: Exception) -> None:
+def test_failures_of_communication_are_recognized(error: Exception) -> None:
     assert _is_communication(error)
 
 
@@ -42,11 +42,11 @@ def test_failures_of_communication_are_known(error: Exception) -> None:
         KeyboardInterrupt(),
     ],
 )
-def test_other_failures_are_a_ranks_own(error: BaseException) -> None:
+def test_other_failures_are_not_of_communication(error: BaseException) -> None:
     assert not _is_communication(error)
 
 
-def test_a_report_is_found_until_it_is_taken_back() -> None:
+def test_a_report_is_visible_until_it_is_withdrawn() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         heartbeat = Heartbeat()

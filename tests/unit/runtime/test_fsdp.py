@@ -1,4 +1,4 @@
-"""Gathered units under what models do: recomputation and shared blocks."""
+"""Gathered units with recomputation and shared blocks."""
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ def on_two(fn, *args):  # type: ignore[no-untyped-def]
 
 
 class Outside(nn.Module):
-    """Recomputes a whole unit."""
+    """Recomputes an entire unit."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -91,20 +91,20 @@ def test_a_unit_may_be_called_twice_or_never() -> None:
             store.zero_grad()
             with store.step():
                 module(torch.ones(5, dtype=torch.float64)).backward()
-        found = store.gather_gradients()
-        return [None if g is None else g.tolist() for g in found.values()]
+        gradients = store.gather_gradients()
+        return [None if g is None else g.tolist() for g in gradients.values()]
 
     # x·a·b·a summed over 2 ranks: d/da = 2ab, d/db = a², a = 2, b = 3
     assert on_two(run) == [[[24.0] * 5, [8.0] * 5, None]] * 2
 
 
-def test_a_module_without_a_units_parameters_gathers_nothing() -> None:
+def test_a_module_without_parameters_of_a_unit_does_not_gather_it() -> None:
     def run(mesh: ProcessMesh) -> list[int]:
         _, store = toy.make(mesh, 3)
-        beforehand = nn.Identity()
-        store.attach(beforehand, 0)
+        precompute = nn.Identity()
+        store.attach(precompute, 0)
         with store.step():
-            beforehand(torch.ones(1))
+            precompute(torch.ones(1))
             return [unit.groups[0].full.untyped_storage().size() for unit in store.units.units]
 
     assert all(size == 0 for sizes in on_two(run) for size in sizes)

@@ -7,7 +7,7 @@ from shardwise.runtime.transport.threads import ThreadTransport, run_threads
 from shardwise.shares import part
 
 
-def test_four_on_five_ranks_leaves_one_empty() -> None:
+def test_four_elements_on_five_ranks_leave_one_empty() -> None:
     assert [part(4, 5, i)[1] for i in range(5)] == [1, 1, 1, 1, 0]
 
 
@@ -21,13 +21,13 @@ def test_ranks_are_row_major_and_axes_combine() -> None:
     assert seen[4] == ((1, 4), 1, (0, 1, 2, 3, 4, 5))
 
 
-def test_groups_have_no_repeats_and_no_single_ranks() -> None:
+def test_groups_are_unique_and_have_several_ranks() -> None:
     groups = axis_groups({"dp": 2, "tp": 2, "cp": 1}, [["dp"], ["tp"], ["cp"], ["dp", "tp"]])
     assert groups == [(0, 2), (1, 3), (0, 1), (2, 3), (0, 1, 2, 3)]
 
 
 @pytest.mark.parametrize("names", [("tp", "dp"), ("tpp",), ("dp", "dp")])
-def test_axes_are_known_and_in_order(names: tuple[str, ...]) -> None:
+def test_axes_must_exist_and_be_in_order(names: tuple[str, ...]) -> None:
     with pytest.raises(ProgramError, match="tp"):
         ProcessMesh({"dp": 1, "tp": 1}).axis(*names)
 
@@ -47,15 +47,15 @@ def test_flat_collectives(size: int) -> None:
 
     def run(rank: int, transport: ThreadTransport) -> list[torch.Tensor]:
         axis = _axis(rank, transport, size)
-        mine = torch.full((sizes[rank],), float(rank))
-        whole = torch.arange(7.0) + rank
+        part_of_rank = torch.full((sizes[rank],), float(rank))
+        full = torch.arange(7.0) + rank
         sent = torch.arange(size) * 10 + rank
         return [
-            axis.all_reduce(whole.clone(), "max").wait(),
-            axis.all_gather(mine, sizes).wait(),
-            axis.reduce_scatter(whole, sizes).wait(),
+            axis.all_reduce(full.clone(), "max").wait(),
+            axis.all_gather(part_of_rank, sizes).wait(),
+            axis.reduce_scatter(full, sizes).wait(),
             axis.all_to_all(sent, [1] * size, [1] * size).wait(),
-            axis.broadcast(whole.clone(), size - 1).wait(),
+            axis.broadcast(full.clone(), size - 1).wait(),
         ]
 
     for rank, (highest, gathered, scattered, swapped, sent) in enumerate(run_threads(size, run)):
@@ -81,7 +81,7 @@ def test_the_first_failing_rank_is_named_and_the_others_are_released() -> None:
     assert caught.value.__notes__ == ["on rank 1 of 3"]
 
 
-def test_a_missing_rank_is_named_after_the_time_out() -> None:
+def test_a_missing_rank_is_named_after_the_timeout() -> None:
     def run(rank: int, transport: ThreadTransport) -> None:
         if rank != 2:
             _axis(rank, transport, 3).all_reduce(torch.ones(1)).wait()
@@ -90,7 +90,7 @@ def test_a_missing_rank_is_named_after_the_time_out() -> None:
         run_threads(3, run, timeout_s=0.2)
 
 
-def test_ranks_that_do_different_things_are_told_apart() -> None:
+def test_ranks_that_call_different_operations_are_named() -> None:
     def run(rank: int, transport: ThreadTransport) -> None:
         axis = _axis(rank, transport, 2)
         (axis.all_reduce(torch.ones(2)) if rank else axis.broadcast(torch.ones(2))).wait()

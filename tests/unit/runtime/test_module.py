@@ -70,7 +70,7 @@ def on_two(fn):  # type: ignore[no-untyped-def]
     return run_threads(2, run, timeout_s=30)
 
 
-def test_a_step_that_failed_draws_the_same_when_it_is_repeated(
+def test_a_repeated_step_draws_the_same_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pm, _ = make(ProcessMesh({"dp": 1, "tp": 1}))
@@ -94,7 +94,7 @@ def test_a_step_that_failed_draws_the_same_when_it_is_repeated(
     assert torch.equal(drawn[1], drawn[2])
 
 
-def test_steps_of_all_ranks_and_one_program_per_signature() -> None:
+def test_ranks_step_together_with_one_program_per_signature() -> None:
     def run(mesh: ProcessMesh) -> tuple[object, ...]:
         pm, made = make(mesh)
         assert [n for n, _ in pm.named_parameters()] == list(toy.shapes())
@@ -132,7 +132,7 @@ def test_different_batches_are_refused() -> None:
         on_two(shapes)
 
 
-def test_states_go_through_all_ranks() -> None:
+def test_a_state_dict_is_gathered_and_loaded_on_all_ranks() -> None:
     pm, _ = make(ProcessMesh({"dp": 1, "tp": 1}))
     with pytest.raises(ProgramError, match="gather_state_dict"):
         pm.state_dict()
@@ -145,7 +145,7 @@ def test_states_go_through_all_ranks() -> None:
     assert pm.gather_gradients()["unused"] is None
 
 
-def test_signatures_see_shapes_types_and_values() -> None:
+def test_signatures_contain_shapes_dtypes_and_values() -> None:
     t = torch.ones(2)
     assert signature({"a": t}) == signature({"a": t + 1})
     assert signature({"a": t}) != signature({"a": t.double()})
@@ -163,7 +163,9 @@ def test_signatures_see_shapes_types_and_values() -> None:
         lambda loss: torch.autograd.grad(loss, [torch.ones(1, requires_grad=True)]),
     ],
 )
-def test_a_second_backward_of_a_loss_names_the_cure(backward: Callable[[Any], Any]) -> None:
+def test_a_second_backward_of_a_loss_explains_the_alternative(
+    backward: Callable[[Any], Any],
+) -> None:
     module, _ = make(ProcessMesh({"dp": 1, "tp": 1}))
     loss = module.train_step(batch())
     with pytest.raises(ProgramError, match="backward has already run"):

@@ -45,7 +45,7 @@ GRID = [(types, *case) for case in CASES for types in TYPES]
 @pytest.mark.parametrize(
     ("types", "axes", "zero", "offload"), thinned(GRID, lambda i, _: i % 2 == i // 2 % 2), ids=str
 )
-def test_training_equals_that_without_offload(
+def test_offloaded_training_equals_plain_training(
     axes: dict[str, int], zero: int, offload: tuple[str, ...], types: dict[str, str]
 ) -> None:
     for got, want in zip(
@@ -55,26 +55,26 @@ def test_training_equals_that_without_offload(
         torch.testing.assert_close(got[1:], want[1:], rtol=0, atol=0)
 
 
-def test_parameters_are_on_the_device_for_the_time_of_use() -> None:
+def test_parameters_are_on_the_device_only_during_use() -> None:
     module = Module(ProcessMesh({"dp": 1}), 0, dtype="float32", offload=PARAMETERS)
     store = module.store
     flat = [e for e in store.entries if e.group is not None]
     assert [e.spec.name for e in flat] == [n for n, shape in SHAPES.items() if shape]
-    held: list[int] = []
+    num_gathered: list[int] = []
 
     def note(*_: Any) -> None:
-        held.append(sum(g.full.untyped_storage().size() > 0 for g in store.groups))
+        num_gathered.append(sum(g.full.untyped_storage().size() > 0 for g in store.groups))
 
     for block in module.net.blocks:
         block.register_forward_hook(note, prepend=True)
     module.train_step(2)
     assert not any(g.full.untyped_storage().size() for g in store.groups)
-    assert held == [3, 2, 3, 2]  # the root, the block and the next one
+    assert num_gathered == [3, 2, 3, 2]  # the root, the block and the next one
     state = store.gather_state_dict()
     assert all(torch.equal(state[n], t) for n, t in full_state().items())
 
 
-def test_what_every_rank_needs_whole_cannot_leave_its_device() -> None:
+def test_replicated_parameters_cannot_be_offloaded() -> None:
     def run(mesh: ProcessMesh) -> None:
         with pytest.raises(ProgramError, match="with zero 1 each of the 2 ranks of dp"):
             Module(mesh, 1, offload=PARAMETERS)
@@ -82,7 +82,7 @@ def test_what_every_rank_needs_whole_cannot_leave_its_device() -> None:
     on({"dp": 2}, run)
 
 
-def test_saved_activations_on_a_processor_stay_as_they_are() -> None:
+def test_activations_on_a_cpu_are_not_offloaded() -> None:
     def gradient(offloaded: bool) -> tuple[Tensor, int]:
         x = torch.linspace(0, 1, 8).requires_grad_()
         if not offloaded:

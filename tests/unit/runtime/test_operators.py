@@ -1,4 +1,4 @@
-"""Runtime operators beyond float64 and beyond what the rules' property tests reach."""
+"""Runtime operators in other dtypes than float64, and cases beyond the rules' property tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise import runtime as operators
 from shardwise import runtime as rt
 from shardwise.errors import ProgramError
 from shardwise.runtime.mesh import Axis, ProcessMesh
@@ -26,13 +25,13 @@ def part(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
     return x.narrow(dim, axis.start(n), axis.length(n))
 
 
-def test_all_operators_are_names_of_the_runtime() -> None:
-    assert [name for name in operators.__all__ if not hasattr(rt, name)] == []
+def test_all_exported_names_exist() -> None:
+    assert [name for name in rt.__all__ if not hasattr(rt, name)] == []
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_statistics_of_half_precision_are_as_precise_as_torch(
+def test_half_precision_statistics_are_as_precise_as_in_torch(
     ranks: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
@@ -54,29 +53,29 @@ def test_statistics_of_half_precision_are_as_precise_as_torch(
         ),
     }
     for name, (fn, expected) in pairs.items():
-        found = torch.cat(on_ranks(ranks, fn), -1)
-        torch.testing.assert_close(found, expected, msg=name)
-    whole = {
+        result = torch.cat(on_ranks(ranks, fn), -1)
+        torch.testing.assert_close(result, expected, msg=name)
+    replicated = {
         "var": (lambda a: rt.var(part(x, a), a, (1,), False, 1.0, 64), x.var(1)),
         "logsumexp": (lambda a: rt.logsumexp(part(x, a), a, (1,)), x.logsumexp(1)),
         "norm": (lambda a: rt.vector_norm(part(x, a), a, (1,), False), x.norm(dim=1)),
     }
-    for name, (fn, expected) in whole.items():
-        for found in on_ranks(ranks, fn):
-            torch.testing.assert_close(found, expected, msg=name)
+    for name, (fn, expected) in replicated.items():
+        for result in on_ranks(ranks, fn):
+            torch.testing.assert_close(result, expected, msg=name)
 
 
-def test_masked_scores_on_one_rank_and_everywhere() -> None:
+def test_softmax_with_masked_scores_on_one_rank_and_on_all() -> None:
     x = torch.randn(3, 6, dtype=torch.float64)
     x[0, :3] = -torch.inf
     x[1] = -torch.inf
-    found = torch.cat(on_ranks(2, lambda a: rt.softmax(part(x, a), a, 1)), 1)
-    torch.testing.assert_close(found, x.softmax(1), equal_nan=True)
+    result = torch.cat(on_ranks(2, lambda a: rt.softmax(part(x, a), a, 1)), 1)
+    torch.testing.assert_close(result, x.softmax(1), equal_nan=True)
     for total in on_ranks(2, lambda a: rt.logsumexp(part(x, a), a, (1,))):
         torch.testing.assert_close(total, x.logsumexp(1))
 
 
-def test_cross_entropy_never_moves_the_scores() -> None:
+def test_cross_entropy_does_not_communicate_scores() -> None:
     scores = torch.randn(8, 1000, dtype=torch.float64)
     labels = torch.randint(0, 1000, (8,))
 
@@ -102,13 +101,13 @@ def test_cross_entropy_never_moves_the_scores() -> None:
         torch.testing.assert_close(loss, F.cross_entropy(scores, labels))
 
 
-def test_a_range_is_needed_where_positions_count() -> None:
+def test_operators_on_positions_need_a_single_range() -> None:
     table, ids = torch.randn(6, 2), torch.tensor([1])
     with pytest.raises(ProgramError, match="2 ranges"):
         on_ranks(2, lambda a: rt.embedding_rows(table[:4], ids, a, ((2, 3, 1),)))
 
 
-def test_rows_of_a_table_that_is_cut_at_an_outer_factor() -> None:
+def test_embedding_rows_split_at_an_outer_factor() -> None:
     table, ids = torch.randn(6, 2, dtype=torch.float64), torch.tensor([0, 3, 5, 2])
     bounds = [(0, 4), (4, 6)]  # three blocks of two rows over two ranks
 

@@ -17,7 +17,7 @@ LAYOUTS += [({"dp": 3, "tp": 1}, 3), ({"dp": 2, "tp": 2}, 3), ({"dp": 1, "tp": 2
 
 
 class Module:
-    """What an optimizer needs of a parallel module."""
+    """The part of a parallel module that optimizers use."""
 
     def __init__(self, mesh: ProcessMesh, zero: int) -> None:
         self.toy, self.store = toy.make(mesh, zero)
@@ -56,7 +56,7 @@ GRID = [(cls, *layout) for cls in ELEMENTWISE for layout in LAYOUTS]
     thinned(GRID, lambda i, case: case[0] is torch.optim.AdamW or i % 6 == i // 6 % 6),
     ids=str,
 )
-def test_every_elementwise_optimizer(
+def test_elementwise_optimizers_equal_one_device(
     cls: type[torch.optim.Optimizer], axes: dict[str, int], zero: int
 ) -> None:
     def run(mesh: ProcessMesh) -> tuple[object, ...]:
@@ -118,20 +118,20 @@ def test_clipping_counts_every_element_once(
         return norm, module.store.gather_gradients()
 
     _, grads = toy.dense_step(toy.full_state(), *toy.batch())
-    held = [torch.nn.Parameter(g) for g in grads.values() if g is not None]
-    for p in held:
+    parameters = [torch.nn.Parameter(g) for g in grads.values() if g is not None]
+    for p in parameters:
         p.grad = p.detach().clone()
-    want = torch.nn.utils.clip_grad_norm_(held, 0.5, norm_type)
+    want = torch.nn.utils.clip_grad_norm_(parameters, 0.5, norm_type)
     results = on(axes, run)
     assert len({norm.item() for norm, _ in results}) == 1
     for norm, gradients in results:
         torch.testing.assert_close(norm, want, rtol=1e-12, atol=0.0)
         got = [g for g in gradients.values() if g is not None]
-        torch.testing.assert_close(got, [p.grad for p in held], rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(got, [p.grad for p in parameters], rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize(("axes", "zero"), LAYOUTS, ids=str)
-def test_torchs_clipping_is_global_or_raises(axes: dict[str, int], zero: int) -> None:
+def test_clipping_by_torch_is_global_or_raises(axes: dict[str, int], zero: int) -> None:
     def run(mesh: ProcessMesh) -> object:
         module = Module(mesh, zero)
         module.train_step()
@@ -152,7 +152,7 @@ def test_torchs_clipping_is_global_or_raises(axes: dict[str, int], zero: int) ->
             torch.testing.assert_close(got, want)
 
 
-def test_sharded_gradients_are_otherwise_plain() -> None:
+def test_sharded_gradients_behave_like_tensors() -> None:
     def run(mesh: ProcessMesh) -> None:
         module = Module(mesh, 3)
         module.train_step()
@@ -170,7 +170,7 @@ def test_sharded_gradients_are_otherwise_plain() -> None:
     on({"dp": 2, "tp": 1}, run)
 
 
-def test_groups_by_glob_and_a_scheduler() -> None:
+def test_groups_by_glob_with_a_scheduler() -> None:
     groups = [{"params": ["*.bias", "norm.*"], "weight_decay": 0.0}, {"params": "head.*", "lr": 1}]
 
     def run(mesh: ProcessMesh) -> ShardedOptimizer:
@@ -194,25 +194,25 @@ def test_groups_by_glob_and_a_scheduler() -> None:
 
 
 def test_wrong_globs_and_optimizers_are_refused() -> None:
-    alone = Module(ProcessMesh({"dp": 1, "tp": 1}), 0)
+    module = Module(ProcessMesh({"dp": 1, "tp": 1}), 0)
     with pytest.raises(OptimizerError, match=r"matches 'norm.wait'; did you mean 'norm.weight'"):
-        optimizer(alone, torch.optim.SGD, [{"params": "norm.wait"}], lr=0.1)
-    opt = optimizer(alone, torch.optim.LBFGS)
+        optimizer(module, torch.optim.SGD, [{"params": "norm.wait"}], lr=0.1)
+    opt = optimizer(module, torch.optim.LBFGS)
     with pytest.raises(OptimizerError, match="added later"):
         opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
 
     def run(mesh: ProcessMesh) -> None:
         with pytest.raises(OptimizerError, match=r"Adafactor .* embed.weight of shape \(11, 4\)"):
             optimizer(Module(mesh, 1), torch.optim.Adafactor)
-        with pytest.raises(OptimizerError, match=r"Mine is not known"):
-            optimizer(Module(mesh, 3), Mine, lr=0.1)
-        optimizer(Module(mesh, 3), Mine, lr=0.1, elementwise=True)
+        with pytest.raises(OptimizerError, match="CustomSGD is not known"):
+            optimizer(Module(mesh, 3), CustomSGD, lr=0.1)
+        optimizer(Module(mesh, 3), CustomSGD, lr=0.1, elementwise=True)
         optimizer(Module(mesh, 0), torch.optim.Adafactor)
 
     on({"dp": 2, "tp": 1}, run)
 
 
-class Mine(torch.optim.SGD):
+class CustomSGD(torch.optim.SGD):
     pass
 
 

@@ -1,4 +1,4 @@
-"""Parameters stored, used, added up and sent in types of their own; loss scaling."""
+"""Parameters stored, used, accumulated and reduced in different dtypes; loss scaling."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def on_two(fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
 
 
 def dense(steps: int, lr: float, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """The same training in one type on one device."""
+    """The same training in one dtype on one device."""
     params = {n: t.to(dtype).requires_grad_() for n, t in full_state().items()}
     opt = torch.optim.SGD(params.values(), lr=lr)
     for _ in range(steps):
@@ -44,7 +44,7 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return math.sqrt(gap / sum(t.double().square().sum() for t in b.values()))
 
 
-def test_types_of_values_and_gradients() -> None:
+def test_values_and_gradients_have_their_dtypes() -> None:
     def run(mesh: ProcessMesh, zero: int) -> None:
         module = Module(mesh, zero, master="float32", reduce="bfloat16")
         store = module.store
@@ -80,7 +80,7 @@ def test_types_of_values_and_gradients() -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_float32_masters_track_where_bfloat16_alone_does_not(zero: int) -> None:
+def test_float32_masters_track_float32_better_than_bfloat16(zero: int) -> None:
     def run(mesh: ProcessMesh, master: str) -> dict[str, Tensor]:
         module = Module(mesh, zero, master=master)
         opt = optimizer(module, torch.optim.SGD, lr=1e-5)
@@ -99,7 +99,7 @@ def test_float32_masters_track_where_bfloat16_alone_does_not(zero: int) -> None:
 
 
 def one_micro_batch(rows: Tensor) -> dict[str, Tensor]:
-    """Its gradients as a bfloat16 model on one device has them."""
+    """Gradients of a bfloat16 model on one device."""
     net = Net("bfloat16")
     store = ParameterStore(
         net,
@@ -112,7 +112,7 @@ def one_micro_batch(rows: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_gradients_added_up_in_float32_are_more_exact(zero: int) -> None:
+def test_gradients_accumulated_in_float32_are_more_exact(zero: int) -> None:
     def run(mesh: ProcessMesh, gradient: str) -> dict[str, Tensor]:
         module = Module(mesh, zero, master="float32", gradient=gradient, reduce="float32")
         module.train_step(16)
@@ -128,7 +128,7 @@ def test_gradients_added_up_in_float32_are_more_exact(zero: int) -> None:
     assert distance(narrow, want) > 1e-3
 
 
-def test_nothing_is_copied_where_types_agree() -> None:
+def test_equal_dtypes_share_memory() -> None:
     module = Module(ProcessMesh({"dp": 1}), 0, dtype="float32")
     for entry in module.store.entries:
         assert entry.piece is entry.leaf is entry.shown

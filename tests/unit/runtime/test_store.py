@@ -44,7 +44,7 @@ def test_steps_add_the_dense_gradient(axes: dict[str, int], zero: int, rows: int
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_zero_grad_starts_anew(zero: int) -> None:
+def test_zero_grad_removes_gradients(zero: int) -> None:
     def run(mesh: ProcessMesh) -> dict[str, torch.Tensor | None]:
         model, store = toy.make(mesh, zero)
         for _ in range(2):
@@ -57,7 +57,7 @@ def test_zero_grad_starts_anew(zero: int) -> None:
         torch.testing.assert_close(gradients["embed.weight"], expected["embed.weight"])
 
 
-def test_zero3_holds_its_range_only_and_gathers_for_use() -> None:
+def test_zero3_stores_its_range_and_gathers_for_use() -> None:
     def run(mesh: ProcessMesh) -> int:
         model, store = toy.make(mesh, 3)
         shown = list(model.parameters())
@@ -70,12 +70,12 @@ def test_zero3_holds_its_range_only_and_gathers_for_use() -> None:
             model(*toy.batch())
         return sum(p.numel() for p in shown)
 
-    held = on({"dp": 3, "tp": 1}, run)
-    assert sum(held) == sum(math.prod(s) for s in toy.shapes().values())
-    assert max(held) - min(held) <= len(toy.shapes())
+    stored = on({"dp": 3, "tp": 1}, run)
+    assert sum(stored) == sum(math.prod(s) for s in toy.shapes().values())
+    assert max(stored) - min(stored) <= len(toy.shapes())
 
 
-def test_a_failed_step_leaves_gradients_and_parameters_as_they_were() -> None:
+def test_a_failed_step_changes_no_gradients_or_parameters() -> None:
     def run(mesh: ProcessMesh) -> None:
         model, store = toy.make(mesh, 3)
 
@@ -117,8 +117,8 @@ def test_a_rank_without_a_gradient_counts_as_zero(zero: int) -> None:
                 if mesh.rank == 1:
                     loss = loss + module.a.sum()
                 loss.backward()
-        found = store.gather_gradients()
-        return [found["a"].tolist(), found["b"].tolist()]
+        gradients = store.gather_gradients()
+        return [gradients["a"].tolist(), gradients["b"].tolist()]
 
     assert on({"dp": 2, "tp": 1}, run) == [[[1.0] * 3, [4.0] * 2]] * 2
 

@@ -1,4 +1,4 @@
-"""Windows of a step: which backward a gradient comes in, when it is summed, what is held then."""
+"""Windows of a step: when gradients arrive, are summed, and units are gathered."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ from tests.support import toy
 from tests.support.threads import on
 
 
-def test_weight_gradients_may_come_in_a_window_of_their_own() -> None:
-    """What came before the last window counts as arrived; what comes in it starts the sum."""
+def test_weight_gradients_may_have_a_separate_window() -> None:
+    """Gradients before the last window count as arrived; those in it start the sum."""
 
     def run(mesh: ProcessMesh, zero: int) -> list[list[float]]:
         module = nn.Module()
@@ -72,7 +72,7 @@ def test_a_gradient_of_only_some_micro_batches_and_ranks() -> None:
         assert on({"dp": 2}, run, zero) == [[[1.0] * 3, [4.0] * 2]] * 2
 
 
-def test_a_gradient_that_comes_too_late_is_refused() -> None:
+def test_a_late_gradient_is_refused() -> None:
     module = nn.Module()
     declare(module, "a", (3,), "float64")
     spec = ParameterSpec(name="a", shape=(3,), dtype="float64")
@@ -90,12 +90,12 @@ def test_a_gradient_that_comes_too_late_is_refused() -> None:
         late()
 
 
-def test_one_forward_may_call_many_units_and_holds_two() -> None:
-    """While a unit runs, the next is on its way; no more are held, forward or backward."""
+def test_a_forward_of_many_units_gathers_two_at_a_time() -> None:
+    """While a unit runs, only the next one is being gathered, in forward and backward."""
 
     def run(mesh: ProcessMesh) -> list[int]:
         model, store = toy.make(mesh, 3)
-        held: list[int] = []
+        num_gathered: list[int] = []
 
         def note(*_: Any) -> None:
             full = [
@@ -103,7 +103,7 @@ def test_one_forward_may_call_many_units_and_holds_two() -> None:
                 for g in store.groups
                 if g.entries[0].spec.unit and g.entries[0].spec.requires_grad
             ]
-            held.append(sum(g.full.untyped_storage().size() > 0 for g in full))
+            num_gathered.append(sum(g.full.untyped_storage().size() > 0 for g in full))
 
         for block in model.blocks:
             block.register_forward_hook(note, prepend=True)
@@ -114,15 +114,15 @@ def test_one_forward_may_call_many_units_and_holds_two() -> None:
                     loss = model(*toy.batch())
                 with store.backward(last=True):
                     loss.backward()
-        return held
+        return num_gathered
 
-    for held in on({"dp": 2, "tp": 1}, run):
-        assert max(held) <= 2
-        assert len(held) == 12
+    for num_gathered in on({"dp": 2, "tp": 1}, run):
+        assert max(num_gathered) <= 2
+        assert len(num_gathered) == 12
 
 
 class Deferred(nn.Module):
-    """Units whose weight gradients can wait; its output is a unit's."""
+    """Units with deferrable weight gradients, the last of which returns the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def deferred_state(name: str) -> Tensor:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_deferred_weight_gradients_of_gathered_units(zero: int) -> None:
-    """Input gradients of all micro-batches first; outputs are let go, their edges kept."""
+    """Input gradients of all micro-batches first; only the edges of outputs are saved."""
     inputs = torch.randn(3, 2, 5, 4, generator=torch.Generator().manual_seed(0)).double()
     names = [f"units.{i}.{n}" for i in range(2) for n in "wb"]
 

@@ -1,4 +1,4 @@
-"""Copies of parameters whose home is on other ranks, and what ties them to their home."""
+"""Replicas of parameters that other ranks own, and their exchange with the owner."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ SHAPE = (5, 3)
 
 
 class Module:
-    """A home weight and a borrowed one."""
+    """A weight that is owned and one that is borrowed."""
 
     def __init__(self, mesh: ProcessMesh, zero: int, **options: str) -> None:
         self.net = nn.Module()
@@ -63,7 +63,7 @@ def on_four(fn: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_borrowed_parameters_have_gradients_and_nothing_else(zero: int) -> None:
+def test_borrowed_parameters_only_have_gradients(zero: int) -> None:
     def run(mesh: ProcessMesh) -> tuple[Tensor, ...]:
         module = Module(mesh, zero)
         store, lent = module.store, module.store.entry("lent")
@@ -91,8 +91,8 @@ def test_borrowed_parameters_have_gradients_and_nothing_else(zero: int) -> None:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("master", ["", "float64"])
-def test_gradients_are_added_and_new_values_shared(zero: int, master: str) -> None:
-    """What a pipeline does with tied weights, here from one entry to the other."""
+def test_gradients_go_to_the_owner_and_values_to_the_replica(zero: int, master: str) -> None:
+    """Exchange tied weights as a pipeline does, here from one entry to the other."""
 
     def run(mesh: ProcessMesh) -> tuple[Any, ...]:
         module = Module(mesh, zero, master=master)
@@ -113,22 +113,22 @@ def test_gradients_are_added_and_new_values_shared(zero: int, master: str) -> No
         opt.step()
         opt.zero_grad()
         store.add_to_gradient(home, torch.ones(home.local_shape))
-        alone = store.gather_gradients()["home"]
+        gradient_of_owner = store.gather_gradients()["home"]
         assert len(shared) == 1
         assert torch.equal(module.net.lent, shared[0])
         value = store.gather_full(lent, store.local_value(lent), piece=False)
-        return gradient, alone, value, store.gather_state_dict()["home"]
+        return gradient, gradient_of_owner, value, store.gather_state_dict()["home"]
 
     dtype = torch.float64 if master else torch.float32
-    for gradient, alone, lent, home in on_four(run):
+    for gradient, gradient_of_owner, lent, home in on_four(run):
         assert torch.equal(gradient, torch.full(SHAPE, 2 * (4.0 + 6.0), dtype=dtype))
-        assert torch.equal(alone, torch.ones(SHAPE, dtype=dtype))
+        assert torch.equal(gradient_of_owner, torch.ones(SHAPE, dtype=dtype))
         assert torch.equal(home, (full() - 10).to(dtype))
         assert torch.equal(lent, full() - 10)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_set_local_is_what_the_state_says(zero: int) -> None:
+def test_set_local_changes_the_state_dict(zero: int) -> None:
     def run(mesh: ProcessMesh) -> Tensor:
         store = Module(mesh, zero).store
         home = store.entry("home")
@@ -141,7 +141,7 @@ def test_set_local_is_what_the_state_says(zero: int) -> None:
         assert torch.equal(value, full() * 2)
 
 
-def test_names_of_other_stages_are_known() -> None:
+def test_names_of_other_stages_are_accepted() -> None:
     module = Module(ProcessMesh({"dp": 1, "tp": 1}), 0)
     groups = [{"params": "other.*", "lr": 1.0}]
     with pytest.raises(OptimizerError, match=r"matches 'other.\*'"):

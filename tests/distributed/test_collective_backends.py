@@ -47,25 +47,25 @@ THOROUGH = [
 
 def solved(plan: sw.Plan, ranks: int) -> sw.Plan:
     """The plan with every collective solved, from the first byte on, in small chunks."""
-    found = sw.collectives.choose(plan, uneven(ranks), use="solved")
-    assert all(choice.uses == "solved" for choice in found.collectives)
-    small = [replace(choice, chunk_bytes=256) for choice in found.collectives]
-    return found.with_(collectives=tuple(small))
+    chosen = sw.collectives.choose(plan, uneven(ranks), use="solved")
+    assert all(choice.uses == "solved" for choice in chosen.collectives)
+    small = [replace(choice, chunk_bytes=256) for choice in chosen.collectives]
+    return chosen.with_(collectives=tuple(small))
 
 
 def shared(plan: sw.Plan, ranks: int) -> sw.Plan:
     """The plan with every collective in the memory that the ranks share."""
-    found = sw.collectives.choose(plan, measured(ranks), use="shared")
-    assert all(choice.uses == "shared" for choice in found.collectives)
-    return found
+    chosen = sw.collectives.choose(plan, measured(ranks), use="shared")
+    assert all(choice.uses == "shared" for choice in chosen.collectives)
+    return chosen
 
 
 def train(name: str, strategy: str, ranks: int, options: dict[str, Any]) -> training.Run:
-    """As `training.parallel`, with solved collectives or shared memory; some must have run."""
+    """Train as `training.parallel` does, with solved collectives or shared memory, and use them."""
     model, inputs = training.make(name)
-    way = shared if (options := dict(options)).pop("shared", False) else solved
+    choose = shared if (options := dict(options)).pop("shared", False) else solved
     with KeepDouble():
-        plan = way(training.plan_for(model, inputs, strategy, ranks, **options), ranks)
+        plan = choose(training.plan_for(model, inputs, strategy, ranks, **options), ranks)
         pm = sw.parallelize(model, inputs, plan=plan)
         run = training.trained(pm, inputs)
     assert pm.mesh.transport.backends.started > 0
@@ -75,10 +75,10 @@ def train(name: str, strategy: str, ranks: int, options: dict[str, Any]) -> trai
 def check(pool: Callable[[int], Pool], model: str, strategy: str, ranks: int, options: Any) -> None:
     runs = pool(ranks).run(train, model, strategy, ranks, options, timeout=300)
     expected = training.dense(model)
-    for found in runs:
-        assert found.losses == runs[0].losses
-        assert found.norms == runs[0].norms
-        training.assert_equal(found, expected)
+    for run in runs:
+        assert run.losses == runs[0].losses
+        assert run.norms == runs[0].norms
+        training.assert_equal(run, expected)
 
 
 @pytest.mark.parametrize(("model", "strategy", "ranks", "options"), EVERYDAY)
@@ -96,21 +96,21 @@ def test_all_solved_collectives_equal_one_device(
     check(pool, model, strategy, ranks, options)
 
 
-def accumulate(strategy: str, ways: bool) -> list[dict[str, torch.Tensor | None]]:
-    """Gradients of three steps added up, and of one after that."""
+def accumulate(strategy: str, in_shared_memory: bool) -> list[dict[str, torch.Tensor | None]]:
+    """Accumulated gradients of three steps, and gradients of one more."""
     model, inputs = training.make("odd")
     with KeepDouble():
         plan = training.plan_for(model, inputs, strategy, 2)
-        pm = sw.parallelize(model, inputs, plan=shared(plan, 2) if ways else plan)
-        found = []
+        pm = sw.parallelize(model, inputs, plan=shared(plan, 2) if in_shared_memory else plan)
+        gradients = []
         for steps in (3, 1):
             for _ in range(steps):
                 pm.train_step(inputs)
-            found.append(pm.gather_gradients())
+            gradients.append(pm.gather_gradients())
             pm.zero_grad()
     buckets = [r.bucket for p in pm.store.reducer.plans.values() for r in p.reductions]
-    assert all((bucket is not None) == ways for bucket in buckets)
-    return found
+    assert all((bucket is not None) == in_shared_memory for bucket in buckets)
+    return gradients
 
 
 @pytest.mark.slow
@@ -118,14 +118,19 @@ def accumulate(strategy: str, ways: bool) -> list[dict[str, torch.Tensor | None]
 def test_gradients_that_stay_in_shared_buckets_add_up(
     pool: Callable[[int], Pool], strategy: str
 ) -> None:
-    mine, theirs = (pool(2).run(accumulate, strategy, ways, timeout=120) for ways in (True, False))
-    for found, expected in zip(mine[0] + mine[1], theirs[0] + theirs[1], strict=True):
+    shared_runs, plain_runs = (
+        pool(2).run(accumulate, strategy, in_shared_memory, timeout=120)
+        for in_shared_memory in (True, False)
+    )
+    for result, expected in zip(
+        shared_runs[0] + shared_runs[1], plain_runs[0] + plain_runs[1], strict=True
+    ):
         for name, gradient in expected.items():
-            training.assert_close(found[name], gradient, name)
+            training.assert_close(result[name], gradient, name)
 
 
 def interrupted() -> list[dict[str, torch.Tensor | None]]:
-    """Gradients of a step, and of the same one after one that failed when sums had begun."""
+    """Gradients of a step, and of the same step after one that failed during its sums."""
     model, inputs = training.make("odd")
     at_once, gate = SharedBuckets._run, threading.Event()
 
@@ -153,7 +158,7 @@ def interrupted() -> list[dict[str, torch.Tensor | None]]:
         gradients = [replace(choice, min_bytes=64) for choice in plan.collectives]  # no loss
         pm = sw.parallelize(model, inputs, plan=plan.with_(collectives=tuple(gradients)))
         pm.train_step(inputs)
-        found = [pm.gather_gradients()]
+        gradients = [pm.gather_gradients()]
         pm.zero_grad()
         patch.setattr(Reducer, "_on_arrival", fails)
         patch.setattr(SharedBuckets, "_run", later)
@@ -161,18 +166,18 @@ def interrupted() -> list[dict[str, torch.Tensor | None]]:
             pm.train_step(inputs)
         patch.setattr(Reducer, "_on_arrival", opens)
         pm.train_step(inputs)
-        found.append(pm.gather_gradients())
-    return found
+        gradients.append(pm.gather_gradients())
+    return gradients
 
 
-def test_a_step_that_failed_leaves_nothing_in_shared_buckets(pool: Callable[[int], Pool]) -> None:
+def test_a_failed_step_leaves_nothing_in_shared_buckets(pool: Callable[[int], Pool]) -> None:
     for before, after in pool(2).run(interrupted, timeout=120):
         for name, gradient in before.items():
             training.assert_close(after[name], gradient, name)
 
 
 def disagree() -> str:
-    """Rank 1 comes with other trees."""
+    """Rank 1 has other trees."""
     model, inputs = training.make("odd")
     plan = solved(training.plan_for(model, inputs, "ddp", 3), 3)
     if dist.get_rank() == 1:
@@ -181,20 +186,20 @@ def disagree() -> str:
     return training.error_of(sw.parallelize, model, inputs, plan=plan, timeout_s=20)
 
 
-def test_ranks_agree_on_trees(pool: Callable[[int], Pool]) -> None:
-    for found in pool(3).run(disagree, timeout=60):
-        assert "different programs" in found
+def test_ranks_with_different_trees_raise(pool: Callable[[int], Pool]) -> None:
+    for message in pool(3).run(disagree, timeout=60):
+        assert "different programs" in message
 
 
 def tuned() -> list[tuple[str, int, bool]]:
-    """What was found, and whether the plan still trains."""
+    """Return the tuned choices, after training a step with them."""
     model, inputs = training.make("odd")
     plan = solved(training.plan_for(model, inputs, "zero2", 3), 3)
-    found = sw.collectives.tune(plan, num_bytes=100_000, rounds=1)
-    sw.parallelize(model, inputs, plan=found).train_step(inputs)
+    tuned = sw.collectives.tune(plan, num_bytes=100_000, rounds=1)
+    sw.parallelize(model, inputs, plan=tuned).train_step(inputs)
     return [
         (c.uses, c.chunk_bytes, set(c.predicted_s) >= {"library measured", "solved measured"})
-        for c in found.collectives
+        for c in tuned.collectives
     ]
 
 
@@ -202,6 +207,6 @@ def tuned() -> list[tuple[str, int, bool]]:
 def test_chunks_are_tuned_by_measurement(pool: Callable[[int], Pool]) -> None:
     runs = pool(3).run(tuned, timeout=120)
     assert runs[0] == runs[1] == runs[2]
-    for uses, chunk_bytes, told in runs[0]:
+    for uses, chunk_bytes, has_measurements in runs[0]:
         assert (uses, chunk_bytes) == ("library", 0) or (uses == "solved" and chunk_bytes % 64 == 0)
-        assert told
+        assert has_measurements

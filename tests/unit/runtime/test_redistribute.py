@@ -22,13 +22,13 @@ def test_an_axis_of_one_rank_returns_the_argument() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.int16])
-def test_other_types_travel(dtype: torch.dtype) -> None:
-    whole = torch.tensor([1, 0, 1, 1, 0]).to(dtype)
+def test_all_dtypes_are_supported(dtype: torch.dtype) -> None:
+    full = torch.tensor([1, 0, 1, 1, 0]).to(dtype)
 
     def run(axis: Axis) -> torch.Tensor:
-        return c.gather(c.shard(whole, axis, 0, 5), axis, 0, 5)
+        return c.gather(c.shard(full, axis, 0, 5), axis, 0, 5)
 
-    assert all(torch.equal(got, whole) for got in on_two(run))
+    assert all(torch.equal(got, full) for got in on_two(run))
 
 
 def test_max_has_no_gradient() -> None:
@@ -60,7 +60,7 @@ def test_a_wrong_local_size_is_refused() -> None:
         on_two(run)
 
 
-def test_compiled_code_may_call_them() -> None:
+def test_compiled_code_may_call_redistributions() -> None:
     mesh = ProcessMesh({"tp": 1})
 
     def run(axis: Axis) -> torch.Tensor:
@@ -81,7 +81,7 @@ def test_compiled_code_may_call_them() -> None:
 
 
 class _Echo:
-    """A second rank that always has zeros."""
+    """A transport whose second rank always has zeros."""
 
     rank, world_size = 0, 2
 

@@ -1,4 +1,4 @@
-"""Micro-batches of several parts in any order add the gradients of the whole batch, once summed."""
+"""Micro-batches of several parts, in any order, accumulate the gradients of the full batch."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -74,7 +74,7 @@ def expected() -> dict[str, Tensor]:
 
 
 class Setup:
-    """Both parts on every rank, and one action after the other."""
+    """Both parts on every rank, running one action after the other."""
 
     def __init__(self, mesh: ProcessMesh, zero: int, num_micro: int, recompute: str = "") -> None:
         self.parts: dict[int, nn.Module] = {0: First(mesh), 1: Second(mesh)}
@@ -108,8 +108,8 @@ class Setup:
         self.check_freed()
 
     def check_freed(self) -> None:
-        held = [g for g in self.store.groups if g.zero == 3 and g.full.untyped_storage().size()]
-        assert all(g.entries[0].spec.unit == "" for g in held)
+        gathered = [g for g in self.store.groups if g.zero == 3 and g.full.untyped_storage().size()]
+        assert all(g.entries[0].spec.unit == "" for g in gathered)
 
 
 def recomputing(block: nn.Module, where: str) -> None:
@@ -134,7 +134,7 @@ def in_turn(num_micro: int) -> Schedule:
 
 
 def interleaved(num_micro: int) -> Schedule:
-    """All forwards of a part first, or as late as can be."""
+    """All forwards of a part first, or as late as possible."""
     actions: Schedule = [("F", 0, 0)]
     for m in range(num_micro):
         actions += [("F", 0, m + 1)] if m + 1 < num_micro else []
@@ -168,15 +168,15 @@ GRID = [(axes, s, zero) for axes in AXES for s in (in_turn, interleaved) for zer
     thinned(GRID, lambda i, _: i % 2 == i // 4 % 2),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_micro_batches_of_two_parts(
+def test_micro_batches_of_two_parts_equal_the_full_batch(
     axes: dict[str, int], zero: int, schedule: Callable[[int], Schedule]
 ) -> None:
     def run(mesh: ProcessMesh) -> list[dict[str, Tensor | None]]:
-        setup, found = Setup(mesh, zero, 3), []
+        setup, gradients = Setup(mesh, zero, 3), []
         for _ in range(3):
             play(setup, schedule(3))
-            found.append(setup.store.gather_gradients())
-        return found
+            gradients.append(setup.store.gather_gradients())
+        return gradients
 
     for steps in on(axes, run):
         for times, gradients in enumerate(steps, 1):
@@ -186,7 +186,9 @@ def test_micro_batches_of_two_parts(
 @pytest.mark.parametrize("num_micro", [1, 3])
 @pytest.mark.parametrize("recompute", ["inside", "around"])
 @pytest.mark.parametrize("zero", [0, 3])
-def test_recomputed_units_with_micro_batches(zero: int, recompute: str, num_micro: int) -> None:
+def test_recomputed_units_with_micro_batches_equal_the_full_batch(
+    zero: int, recompute: str, num_micro: int
+) -> None:
     def run(mesh: ProcessMesh) -> dict[str, Tensor | None]:
         setup = Setup(mesh, zero, num_micro, recompute)
         for _ in range(2):
@@ -215,7 +217,7 @@ def counting(transport: Any, names: tuple[str, ...]) -> Iterator[Counter[str]]:
 
 
 @pytest.mark.parametrize("zero", [2, 3])
-def test_gradients_are_summed_once_and_while_the_last_backward_runs(zero: int) -> None:
+def test_gradients_are_summed_once_during_the_last_backward(zero: int) -> None:
     def run(mesh: ProcessMesh) -> tuple[Counter[str], list[int]]:
         setup = Setup(mesh, zero, 3)
         play(setup, interleaved(3))

@@ -50,18 +50,18 @@ def _fail() -> str:
 
 
 def too_many() -> list[str]:
-    found = []
+    messages = []
     for num in (0, 2, 5):
         try:
             require_ranks(num)
         except RankError as error:
-            found.append(str(error))
+            messages.append(str(error))
     require_ranks(3)
-    return found
+    return messages
 
 
 @pytest.mark.distributed
-def test_ranks_with_the_same_program_go_on(pool: Callable[[int], Pool]) -> None:
+def test_ranks_with_the_same_program_agree(pool: Callable[[int], Pool]) -> None:
     assert pool(3).run(same) == [["agreed", "agreed"]] * 3
 
 

@@ -36,22 +36,22 @@ OPERATIONS: dict[str, Callable[[Transport, Group], Pending]] = {
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("kind", [FakeTransport, UninitializedTransport])
-def test_every_result_has_the_form_of_a_real_one(
+def test_results_have_the_shape_and_dtype_of_real_ones(
     name: str, rank: int, kind: type[FakeTransport]
 ) -> None:
     def form(transport: Transport, index: int) -> tuple[object, ...]:
-        found = OPERATIONS[name](transport, Group((0, 1), index)).wait()
-        return found.shape, found.dtype
+        result = OPERATIONS[name](transport, Group((0, 1), index)).wait()
+        return result.shape, result.dtype
 
     if name == "all_to_all":  # what one sends is what the other receives
-        pretended = OPERATIONS[name](kind(rank, 2), Group((0, 1), rank)).wait()
-        assert pretended.numel() == 2 * (2 - rank)
+        faked = OPERATIONS[name](kind(rank, 2), Group((0, 1), rank)).wait()
+        assert faked.numel() == 2 * (2 - rank)
         return
     real = run_threads(2, lambda index, transport: form(transport, index))
     assert form(kind(rank, 2), rank) == real[rank]
 
 
-def test_it_works_on_tensors_without_data() -> None:
+def test_fake_transport_accepts_fake_tensors() -> None:
     transport, group = FakeTransport(0, 2), Group((0, 1), 0)
     with FakeTensorMode():
         gathered = transport.all_gather(torch.empty(3), [3, 2], group).wait()
@@ -60,7 +60,7 @@ def test_it_works_on_tensors_without_data() -> None:
     assert [t.numel() for t in (gathered, scattered, received)] == [5, 3, 7]
 
 
-def test_a_message_counts_until_the_next_one_or_an_answer() -> None:
+def test_a_sent_message_stays_until_the_next_one_or_an_answer() -> None:
     transport = FakeTransport(0, 3)
 
     def waiting() -> dict[int, Tensor]:
@@ -77,15 +77,15 @@ def test_a_message_counts_until_the_next_one_or_an_answer() -> None:
     assert not waiting()
 
 
-def test_a_rehearsal_computes_with_values_and_counts_their_time() -> None:
+def test_received_values_are_ordinary_and_their_time_is_counted() -> None:
     transport, group = UninitializedTransport(1, 3), Group((0, 1, 2), 1)
-    mine, nan = torch.tensor([2.0, 3.0]), float("nan")
-    assert transport.all_gather(mine, [3, 2, 2], group).wait().tolist() == [2, 3, 2, 3, 2, 3, 2]
-    whole = torch.tensor([nan, nan, nan, 5.0, 6.0, nan, nan])  # of which the part is a view
-    gathered = transport.all_gather(whole[3:5], [3, 2, 2], group, whole).wait()
+    data, nan = torch.tensor([2.0, 3.0]), float("nan")
+    assert transport.all_gather(data, [3, 2, 2], group).wait().tolist() == [2, 3, 2, 3, 2, 3, 2]
+    full = torch.tensor([nan, nan, nan, 5.0, 6.0, nan, nan])  # of which the part is a view
+    gathered = transport.all_gather(full[3:5], [3, 2, 2], group, full).wait()
     assert gathered.tolist() == [5, 6, 5, 6, 5, 6, 5]
     assert transport.all_gather(torch.empty(0), [1, 0, 1], group).wait().tolist() == [0, 0]
-    exchanged = transport.all_to_all(mine, [1, 1, 0], [2, 1, 0], group).wait()
+    exchanged = transport.all_to_all(data, [1, 1, 0], [2, 1, 0], group).wait()
     assert exchanged.tolist() == [2, 3, 2]
     received = transport.receive(torch.full((4,), nan), 0, 0).wait()
     assert received.isfinite().all()
@@ -97,7 +97,7 @@ def test_a_rehearsal_computes_with_values_and_counts_their_time() -> None:
     assert transport.seconds > before > 0
 
 
-def test_random_numbers_without_data() -> None:
+def test_random_numbers_of_fake_tensors() -> None:
     rng = FakeRng(0, "exact", ProcessMesh({}))
     with FakeTensorMode():
         x = dropout(torch.empty(4, 6), 0.5, rng, "drop", (4, 6))

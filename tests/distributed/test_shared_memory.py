@@ -1,4 +1,4 @@
-"""Collectives through shared memory: right results, the same bits, and errors that name ranks."""
+"""Collectives through shared memory: correct and bitwise equal; errors name ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def total(inputs: list[Tensor]) -> Tensor:
-    """In the order of ranks; types of less than 32 bits in float32."""
+    """Reduce in rank order; dtypes below 32 bits in float32."""
     narrow = inputs[0].dtype.is_floating_point and inputs[0].dtype.itemsize < 4
     result = inputs[0].float() if narrow else inputs[0].clone()
     for each in inputs[1:]:
@@ -50,7 +50,7 @@ def uneven(numel: int, count: int) -> list[int]:
 
 
 def all_operations(numel: int, kind: str, place: str) -> list[str]:
-    """The operations whose result is wrong here; a "mixed" place is shared on rank 0 alone."""
+    """Return the operations with wrong results; a "mixed" place is shared on rank 0 only."""
     rank, count, dtype = dist.get_rank(), dist.get_world_size(), getattr(torch, kind)
     shared, wrong = opened(), []
     inputs = [values(r, numel, dtype) for r in range(count)]
@@ -71,8 +71,8 @@ def all_operations(numel: int, kind: str, place: str) -> list[str]:
             assert not shared.is_resident(data)
         return data.copy_(inputs[rank])
 
-    def expect(what: str, found: Tensor, right: Tensor) -> None:
-        if not torch.equal(found, right):
+    def expect(what: str, result: Tensor, expected: Tensor) -> None:
+        if not torch.equal(result, expected):
             wrong.append(f"{what} of {numel} {kind} {place}")
 
     summed = total(inputs)
@@ -108,7 +108,7 @@ def all_operations(numel: int, kind: str, place: str) -> list[str]:
         (3_000, "complex64", "strided"),
     ],
 )
-def test_results(pool: Callable[[int], Pool], numel, kind, place):
+def test_results_are_correct(pool: Callable[[int], Pool], numel, kind, place):
     for wrong in pool(4).run(f"{__name__}:all_operations", numel, kind, place, timeout=60):
         assert not wrong
 
@@ -127,9 +127,9 @@ def many_under_way() -> list[float]:
     return [float(bucket.mean()) for bucket in buckets]
 
 
-def test_several_are_done_in_order(pool: Callable[[int], Pool]):
-    for found in pool(4).run(f"{__name__}:many_under_way", timeout=60):
-        assert found == [6 + 4 * number for number in range(5)]
+def test_collectives_run_in_order(pool: Callable[[int], Pool]):
+    for results in pool(4).run(f"{__name__}:many_under_way", timeout=60):
+        assert results == [6 + 4 * number for number in range(5)]
 
 
 def leaves_nothing() -> tuple[set[str], int]:
@@ -151,8 +151,8 @@ def test_nothing_is_left_behind(pool: Callable[[int], Pool]):
 
 
 def differing() -> list[str]:
-    """What each rank is told when ranks do different things."""
-    said = []
+    """The error of each rank when ranks call different operations."""
+    messages = []
     for wrong in ("size", "operation", "memory"):
         shared, rank = opened(), dist.get_rank()
         try:
@@ -163,14 +163,14 @@ def differing() -> list[str]:
             else:
                 shared.all_reduce(torch.ones(8 + (rank if wrong == "size" else 0))).wait()
         except RankError as error:
-            said.append(str(error))
+            messages.append(str(error))
         with pytest.raises(RankError) as again:
             shared.all_reduce(torch.ones(3)).wait()
-        assert str(again.value) == said[-1]
-    return said
+        assert str(again.value) == messages[-1]
+    return messages
 
 
-def test_ranks_that_disagree_are_told_so(pool: Callable[[int], Pool]):
+def test_ranks_that_call_different_operations_raise(pool: Callable[[int], Pool]):
     for size, operation, memory in pool(2).run(f"{__name__}:differing", timeout=60):
         assert "all_reduce (sum) of 8 float32" in size
         assert "of 9 float32" in size
@@ -179,12 +179,12 @@ def test_ranks_that_disagree_are_told_so(pool: Callable[[int], Pool]):
 
 
 def failing() -> tuple[str, float]:
-    """What each rank is told when the work of rank 1 fails."""
+    """The error of each rank when the work of rank 1 fails."""
 
     def fails(*_: object) -> None:
         raise MemoryError("no room")
 
-    shared, kept = opened(), Call.work
+    shared, work = opened(), Call.work
     if dist.get_rank() == 1:
         Call.work = fails
     began = time.monotonic()
@@ -193,13 +193,13 @@ def failing() -> tuple[str, float]:
     except RankError as error:
         return error.message, time.monotonic() - began
     finally:
-        Call.work = kept
+        Call.work = work
     return "nothing", 0.0
 
 
-def test_a_rank_that_fails_says_why_to_all(pool: Callable[[int], Pool]):
-    for said, took in pool(3).run(f"{__name__}:failing", timeout=60):
-        assert said == "rank 1: MemoryError: no room"
+def test_the_reason_of_a_failed_rank_is_raised_on_all(pool: Callable[[int], Pool]):
+    for message, took in pool(3).run(f"{__name__}:failing", timeout=60):
+        assert message == "rank 1: MemoryError: no room"
         assert took < links.ROLL_S
 
 
@@ -224,7 +224,7 @@ def test_wrong_calls_are_refused(pool: Callable[[int], Pool]):
 
 
 def absent() -> tuple[str, float]:
-    links.ROLL_S, kept = 0.7, links.ROLL_S
+    links.ROLL_S, roll_s = 0.7, links.ROLL_S
     shared = opened(timeout_s=0.5)
     if dist.get_rank() == 2:
         time.sleep(1.5)
@@ -235,23 +235,23 @@ def absent() -> tuple[str, float]:
     except LinkError as error:
         return str(error), time.monotonic() - began
     finally:
-        links.ROLL_S = kept
+        links.ROLL_S = roll_s
     return "nothing", 0.0
 
 
-def test_a_rank_that_does_not_come_is_named_by_all(pool: Callable[[int], Pool]):
+def test_a_missing_rank_is_named_by_all(pool: Callable[[int], Pool]):
     answers = pool(4).run(f"{__name__}:absent", timeout=60)
     for rank in (0, 1, 3):
-        said, took = answers[rank]
-        assert f"edge 2 -> {rank}" in said
-        assert "rank 2 sent nothing" in said
+        message, took = answers[rank]
+        assert f"edge 2 -> {rank}" in message
+        assert "rank 2 sent nothing" in message
         assert took < 3
 
 
 def without(what: str) -> tuple[bool, list[str]]:
     """Whether there is shared memory when rank 1 lacks something, and the warnings."""
     first = dist.get_rank() == 1
-    kept = links.host_identity, segments._reserve
+    originals = links.host_identity, segments._reserve
     if first and what == "host":
         links.host_identity = lambda: "elsewhere"
     if first and what == "memory":
@@ -269,14 +269,17 @@ def without(what: str) -> tuple[bool, list[str]]:
                     shared.all_reduce(bucket.fill_(1)).wait()
                     assert bucket.tolist() == [2.0] * 5
     finally:
-        links.host_identity, segments._reserve = kept
+        links.host_identity, segments._reserve = originals
     return shared is not None, [str(w.message) for w in caught]
 
 
 @pytest.mark.parametrize(
-    ("what", "there", "told"), [("host", False, 0), ("memory", False, 1), ("bucket", True, 1)]
+    ("what", "available", "num_warnings"),
+    [("host", False, 0), ("memory", False, 1), ("bucket", True, 1)],
 )
-def test_without_memory_in_common(pool: Callable[[int], Pool], what, there, told):
+def test_without_shared_memory_there_are_warnings(
+    pool: Callable[[int], Pool], what, available, num_warnings
+):
     answers = pool(2).run(f"{__name__}:without", what, timeout=60)
-    assert [found for found, _ in answers] == [there, there]
-    assert [len(messages) for _, messages in answers] == [told, 0]
+    assert [is_open for is_open, _ in answers] == [available] * 2
+    assert [len(messages) for _, messages in answers] == [num_warnings, 0]

@@ -1,4 +1,4 @@
-"""Lists of messages as scripts and as rounds, run by threads that hand tensors to each other."""
+"""Lists of messages as scripts and as rounds, run by threads that exchange tensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LIMIT_S = 20.0
 
 
 class Link:
-    """Messages of one edge: the n-th send goes into the n-th receive, when both are there."""
+    """Messages of one edge: the n-th send is copied to the n-th receive, once both exist."""
 
     def __init__(self) -> None:
         self.lock = threading.Condition()
@@ -59,7 +59,7 @@ class Link:
 
 
 class Work:
-    """Moves the data when somebody waits for it, at the latest."""
+    """A request that moves the data at the latest when it is waited for."""
 
     def __init__(self, link: Link, number: int) -> None:
         self.link, self.number = link, number
@@ -76,7 +76,7 @@ class Work:
 
 
 class FakeGroup:
-    """One rank's end of the links; data move at once or as late as they may, by chance."""
+    """One rank's end of the links; data move immediately or as late as possible, at random."""
 
     def __init__(self, rank: int, links: dict[tuple[int, int], Link], seed: int) -> None:
         self.rank, self.links, self.chance = rank, links, random.Random(seed)
@@ -90,7 +90,7 @@ class FakeGroup:
         return link.add(link.posted, views[0], self.chance.random() < 0.5)
 
     def exchange(self, messages: Sequence[tuple[str, Tensor, int]]) -> None:
-        """As NCCL does it: all of a batch, or nothing goes on."""
+        """Exchange a batch as NCCL does: it completes only as a unit."""
         calls = {"send": self.send, "take": self.recv}
         for work in [calls[kind]([view], peer, 0) for kind, view, peer in messages]:
             work.wait()
@@ -127,7 +127,7 @@ def check(program: MessageProgram, how: Callable[..., dict[str, Tensor]], seed: 
     inputs = [memory_of(program, rank, 0)["data"].numpy() for rank in range(count)]
     if program.operation == "all_gather":
         cut = zip(inputs, program.offsets, program.counts, strict=True)
-        inputs = [mine[first : first + size] for mine, first, size in cut]
+        inputs = [data[first : first + size] for data, first, size in cut]
     with ThreadPoolExecutor(count) as threads:
         ran = [
             threads.submit(how, program, rank, FakeGroup(rank, links, seed + rank))
@@ -135,12 +135,12 @@ def check(program: MessageProgram, how: Callable[..., dict[str, Tensor]], seed: 
         ]
         memories = [each.result(timeout=60) for each in ran]
     for rank, expected in enumerate(interpret(program, inputs)):
-        found = memories[rank]["out"].numpy()
+        result = memories[rank]["out"].numpy()
         if program.operation == "reduce_scatter":
             first = program.offsets[rank]
-            found = found[first : first + program.counts[rank]]
+            result = result[first : first + program.counts[rank]]
         if program.operation != "reduce" or rank == program.root:
-            np.testing.assert_array_equal(found, expected)
+            np.testing.assert_array_equal(result, expected)
 
 
 @st.composite
@@ -169,28 +169,28 @@ def programs(draw: st.DrawFn) -> MessageProgram:
 
 @given(programs(), st.integers(0, 1000))
 @settings(max_examples=15, deadline=None)
-def test_scripts_and_rounds_give_the_interpreters_result(program, seed):
+def test_scripts_and_rounds_equal_the_interpreter(program, seed):
     check(program, by_script, seed)
     check(program, by_rounds, seed)
 
 
 @given(programs())
 @settings(max_examples=15, deadline=None)
-def test_both_ends_of_a_message_are_in_one_round(program):
+def test_both_ends_of_a_message_are_in_the_same_round(program):
     rounds = message_rounds(program)
     edges: dict[tuple[int, int, int], list[int]] = {}
     for rank, steps in enumerate(program.instructions):
         for number, step in enumerate(steps):
             ends = (rank, step.peer) if step.kind == "send" else (step.peer, rank)
             edges.setdefault((*ends, rank), []).append(rounds[rank, number])
-    for (sender, receiver, rank), mine in edges.items():
-        assert mine == edges[sender, receiver, receiver if rank == sender else sender]
-        assert mine == sorted(mine)
-        assert max(mine.count(number) for number in set(mine)) <= program.window
+    for (sender, receiver, rank), numbers in edges.items():
+        assert numbers == edges[sender, receiver, receiver if rank == sender else sender]
+        assert numbers == sorted(numbers)
+        assert max(numbers.count(number) for number in set(numbers)) <= program.window
 
 
 def swap(kind: str) -> MessageProgram:
-    """Two ranks that send to each other first, and then take."""
+    """Two ranks that send to each other first, and then receive."""
     lists = [(Instruction("send", 1 - r, 0, 1), Instruction(kind, 1 - r, 0, 1)) for r in (0, 1)]
     return MessageProgram(
         operation="all_reduce",
@@ -207,18 +207,18 @@ def test_ranks_that_exchange_and_add_need_one_round():
     check(swap("reduce"), by_script, 0)
 
 
-def test_messages_that_can_never_go_are_refused():
+def test_circular_messages_are_refused():
     with pytest.raises(ProgramError, match="wait for each other"):
         message_rounds(swap("receive"))
 
 
 def waits(**edges: tuple[int, int]) -> dict[int, Wait]:
-    """Who waits for what, at the first message of an edge, and has begun nothing itself."""
+    """Waits for the first message of an edge, by ranks that have begun nothing themselves."""
     return {int(r[1:]): Wait(edge=edge, sent={}, posted={}) for r, edge in edges.items()}
 
 
 @pytest.mark.parametrize(
-    ("said", "cause"),
+    ("waits_by_rank", "cause"),
     [
         (waits(r0=(1, 0)), (1, 0)),
         (waits(r0=(1, 0), r1=(3, 1)), (3, 1)),
@@ -226,12 +226,12 @@ def waits(**edges: tuple[int, int]) -> dict[int, Wait]:
         (waits(r0=(2, 0), r1=(1, 2), r2=(1, 2)), (1, 2)),
     ],
 )
-def test_blame_goes_from_rank_to_rank(said, cause):
-    assert follow(said, 0) == cause
+def test_the_stalled_edge_is_followed_from_rank_to_rank(waits_by_rank, cause):
+    assert follow(waits_by_rank, 0) == cause
 
 
-def test_blame_in_a_circle_is_of_the_message_that_was_sent():
-    said = waits(r0=(3, 0), r1=(0, 1), r2=(0, 2), r3=(2, 3))
-    said[2] = Wait(edge=(0, 2), sent={3: 1}, posted={})
-    assert {follow(said, rank) for rank in range(4)} == {(2, 3)}
-    assert Wait.from_json(json.dumps(asdict(said[2]))) == said[2]
+def test_in_a_circle_the_edge_of_the_sent_message_is_dead():
+    waits_by_rank = waits(r0=(3, 0), r1=(0, 1), r2=(0, 2), r3=(2, 3))
+    waits_by_rank[2] = Wait(edge=(0, 2), sent={3: 1}, posted={})
+    assert {follow(waits_by_rank, rank) for rank in range(4)} == {(2, 3)}
+    assert Wait.from_json(json.dumps(asdict(waits_by_rank[2]))) == waits_by_rank[2]

@@ -1,4 +1,4 @@
-"""Spans are recorded, gathered, aligned, and make a trace that Perfetto opens."""
+"""Spans are recorded, gathered, aligned, and merged to a trace that Perfetto opens."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def event(start: int, end: int, lane: str = "compute", name: str = "F", **detail
     return Event(lane=lane, name=name, start_ns=start, end_ns=end, details=details)
 
 
-def test_the_probes_function_of_the_same_name_is_still_there() -> None:
+def test_recording_of_probes_and_recorder_are_exported() -> None:
     assert rt.recording is probe_recording
     assert rt.Recorder is Recorder
 
 
-def test_spans_and_added_events_come_in_the_order_of_their_starts() -> None:
+def test_spans_and_added_events_are_ordered_by_start() -> None:
     recorder = Recorder(0)
     with recorder.span("compute", "outer", stage=1), recorder.span("compute", "inner"):
         time.sleep(0.001)
@@ -111,7 +111,7 @@ def test_watched_modules_record_forward_and_backward(recompute: bool) -> None:
     assert recorder.take() == []
 
 
-def test_events_of_all_ranks_come_to_the_first() -> None:
+def test_events_of_all_ranks_are_gathered_on_the_first() -> None:
     def work(rank: int, transport: ThreadTransport) -> Any:
         axis = ProcessMesh({"dp": 3}, rank, transport).world
         events = [event(rank, 10 * i, name=f"é{rank}", part=[rank]) for i in range(rank)]
@@ -120,8 +120,8 @@ def test_events_of_all_ranks_come_to_the_first() -> None:
     results = run_threads(3, work)
     assert results[0][1] == [events for events, _ in results]
     assert results[1][1] is None
-    alone = [event(1, 2)]
-    assert gather_events(ProcessMesh({"dp": 1}).world, alone) == [alone]
+    events_of_one = [event(1, 2)]
+    assert gather_events(ProcessMesh({"dp": 1}).world, events_of_one) == [events_of_one]
 
 
 def test_clocks_that_differ_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,10 +138,10 @@ def test_clocks_that_differ_are_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     clocks = run_threads(4, work)
     assert len(set(clocks)) == 1
     assert clocks[0].offsets_ns[:2] == (0, 0)
-    for found, want, error in zip(
+    for offset, want, error in zip(
         clocks[0].offsets_ns, ahead.values(), clocks[0].uncertainties_ns, strict=True
     ):
-        assert abs(found - want) <= error < 1_000_000_000
+        assert abs(offset - want) <= error < 1_000_000_000
 
 
 def test_a_trace_has_processes_lanes_slices_and_arrows() -> None:
@@ -195,27 +195,27 @@ def test_slices_of_a_thread_only_nest(per_rank: list[list[Event]]) -> None:
 
 
 @given(st.lists(spans, min_size=1, max_size=3))
-def test_bubbles_are_the_idle_share_of_the_step(per_rank: list[list[Event]]) -> None:
-    found, of_trace = bubble_fraction(per_rank), bubble_fraction(merge(per_rank))
-    assert of_trace.per_rank == pytest.approx(found.per_rank, abs=1e-9)
+def test_bubbles_are_the_idle_fraction_of_the_step(per_rank: list[list[Event]]) -> None:
+    bubbles, of_trace = bubble_fraction(per_rank), bubble_fraction(merge(per_rank))
+    assert of_trace.per_rank == pytest.approx(bubbles.per_rank, abs=1e-9)
     every = [e for events in per_rank for e in events]
     times = range(
         min((e.start_ns for e in every), default=0), max([e.end_ns for e in every] or [0])
     )
-    for events, idle in zip(per_rank, found.per_rank, strict=True):
+    for events, idle in zip(per_rank, bubbles.per_rank, strict=True):
         busy = sum(any(e.start_ns <= t < e.end_ns for e in events) for t in times)
         assert idle == pytest.approx(1 - busy / len(times) if times else 0)
-    assert found.overall == pytest.approx(sum(found.per_rank) / len(per_rank))
+    assert bubbles.overall == pytest.approx(sum(bubbles.per_rank) / len(per_rank))
 
 
-def test_bubbles_look_at_one_lane() -> None:
+def test_bubbles_consider_one_lane() -> None:
     events = [event(0, 10), event(0, 100, "communication"), event(15, 20)]
     assert bubble_fraction([events]).overall == pytest.approx(0.25)
     assert bubble_fraction([events], "communication").overall == 0
     assert bubble_fraction([events], "groups").overall == 0
 
 
-def test_a_trace_is_written_at_once(tmp_path: Path) -> None:
+def test_a_trace_is_written_atomically(tmp_path: Path) -> None:
     path = tmp_path / "traces" / "step.json"
     write_trace(path, merge([[event(0, 1)]]))
     first = path.read_text()

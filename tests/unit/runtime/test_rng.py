@@ -31,8 +31,8 @@ def test_exact_draws_are_the_same_for_any_number_of_ranks(axes: dict[str, int]) 
     def run(mesh: ProcessMesh) -> torch.Tensor:
         return draw("normal", Rng(5, "exact", mesh), "block.3", SHAPE, SPLITS)
 
-    whole = assemble(dict(on_mesh(axes, run)), SHAPE, SPLITS, axes)
-    assert torch.equal(whole, draw("normal", Rng(5), "block.3", SHAPE))
+    full = assemble(dict(on_mesh(axes, run)), SHAPE, SPLITS, axes)
+    assert torch.equal(full, draw("normal", Rng(5), "block.3", SHAPE))
 
 
 def test_fast_draws_differ_by_shard_and_agree_on_replicas() -> None:
@@ -40,9 +40,9 @@ def test_fast_draws_differ_by_shard_and_agree_on_replicas() -> None:
         return draw("uniform", Rng(5, "fast", mesh), "k", (8, 4), (dp,))
 
     dp = Split(axis="dp", dim=0, of=((1, 8, 1),))
-    found = dict(on_mesh({"dp": 2, "tp": 2}, run))
-    assert torch.equal(found[0, 0], found[0, 1])
-    assert not torch.equal(found[0, 0], found[1, 0])
+    parts = dict(on_mesh({"dp": 2, "tp": 2}, run))
+    assert torch.equal(parts[0, 0], parts[0, 1])
+    assert not torch.equal(parts[0, 0], parts[1, 0])
 
 
 def test_a_draw_repeats_within_a_step_and_changes_with_step_key_and_seed() -> None:
@@ -71,7 +71,7 @@ print(hash("x"), *draw("uniform", Rng(3), "x", (2,)).tolist())
     assert [float(x) for x in drawn] == draw("uniform", Rng(3), "x", (2,)).tolist()
 
 
-def test_dropout_keeps_the_mean_and_has_its_masks_gradient() -> None:
+def test_dropout_preserves_the_mean_and_its_gradient_uses_the_mask() -> None:
     x = torch.ones(2000, dtype=torch.float64, requires_grad=True)
     y = dropout(x, 0.25, Rng(0), "d", (2000,))
     assert set(y.tolist()) == {0.0, 1 / 0.75}
@@ -92,14 +92,14 @@ def test_dropout_keeps_the_mean_and_has_its_masks_gradient() -> None:
         ("geometric", (0.5,), 1, math.inf),
     ],
 )
-def test_kinds(kind: str, options: tuple[float, ...], low: float, high: float) -> None:
+def test_distributions(kind: str, options: tuple[float, ...], low: float, high: float) -> None:
     numbers = draw(kind, Rng(0), "k", (500,), options=options)
     assert low <= numbers.min()
     assert numbers.max() <= high
     assert numbers.std() > 0
 
 
-def test_other_draws() -> None:
+def test_bernoulli_and_multinomial() -> None:
     assert sorted(draw("randperm", Rng(0), "p", (9,), dtype=torch.int64).tolist()) == list(range(9))
     ones = bernoulli(torch.tensor([0.0, 1.0]), Rng(0), "b", (2,))
     assert ones.tolist() == [0, 1]

@@ -1,4 +1,4 @@
-"""Deferred weight gradients are those of the plain operators, and arrive as autograd's do."""
+"""Deferred weight gradients equal those of the plain operators and are accumulated by autograd."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ CASES = {
 
 
 def deferrable(leaves: list[Tensor]) -> bool:
-    """Embeddings have one leaf; a vector times matrices is left to torch."""
+    """Embeddings have one leaf; torch computes products of a vector and matrices."""
     if len(leaves) == 1 or (leaves[0].dim() == 1 and leaves[1].dim() > 2):
         return False
     return leaves[1].requires_grad
@@ -117,7 +117,7 @@ def step(
     recompute: bool,
     queue: WeightQueue | None,
 ) -> tuple[Tensor, list[Tensor | None], list[int]]:
-    """Outputs, gradients, and how often each leaf's hook was called in two backward passes."""
+    """Outputs, gradients, and the number of hook calls per leaf in two backward passes."""
     leaves = [t.detach().requires_grad_(g) for t, g in zip(tensors, grads, strict=True)]
     calls = [0] * len(leaves)
 
@@ -156,7 +156,7 @@ def step(
 
 @pytest.mark.parametrize("name", CASES)
 @given(data=st.data())
-def test_gradients_and_hooks_are_those_of_the_plain_operator(name: str, data: Any) -> None:
+def test_gradients_and_hook_calls_equal_the_plain_operator(name: str, data: Any) -> None:
     torch.manual_seed(data.draw(st.integers(0, 9)))
     ours, plain, tensors = CASES[name](data.draw)
     settings = {
@@ -177,7 +177,7 @@ def test_gradients_and_hooks_are_those_of_the_plain_operator(name: str, data: An
                 torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
 
 
-def test_input_gradients_come_at_once_and_weight_gradients_later() -> None:
+def test_input_gradients_are_immediate_and_weight_gradients_deferred() -> None:
     x = values(4, 5).requires_grad_()
     weight, bias = values(3, 5).requires_grad_(), values(3).requires_grad_()
     queue = WeightQueue()
@@ -192,7 +192,7 @@ def test_input_gradients_come_at_once_and_weight_gradients_later() -> None:
     assert bias.grad is not None
 
 
-def test_queues_of_micro_batches_are_run_in_any_order() -> None:
+def test_queues_of_micro_batches_run_in_any_order() -> None:
     weight = values(3, 5).requires_grad_()
     parts = [values(2, 5) for _ in range(3)]
     queues = []
@@ -208,7 +208,7 @@ def test_queues_of_micro_batches_are_run_in_any_order() -> None:
     torch.testing.assert_close(weight.grad, plain.grad)
 
 
-def test_leaves_are_completed_in_the_order_of_backward() -> None:
+def test_leaves_are_finished_in_the_order_of_backward() -> None:
     weights = [values(5, 5).requires_grad_() for _ in range(4)]
     arrived: list[int] = []
     for i, weight in enumerate(weights):
@@ -223,7 +223,7 @@ def test_leaves_are_completed_in_the_order_of_backward() -> None:
     assert arrived == [3, 2, 1, 0]
 
 
-def test_inputs_are_let_go_one_after_the_other() -> None:
+def test_inputs_are_released_one_after_the_other() -> None:
     weights = [values(5, 5).requires_grad_() for _ in range(2)]
     queue, x = WeightQueue(), values(2, 5)
     inputs = []
@@ -244,7 +244,7 @@ def test_inputs_are_let_go_one_after_the_other() -> None:
     assert alive == [[True, False], [False, False]]
 
 
-def test_gradients_are_stolen_and_not_copied() -> None:
+def test_gradients_are_moved_and_not_copied() -> None:
     weight, queue = values(3, 5).requires_grad_(), WeightQueue()
     made: list[int] = []
     weight.register_hook(lambda grad: made.append(grad.data_ptr()))
@@ -255,7 +255,7 @@ def test_gradients_are_stolen_and_not_copied() -> None:
     assert made == [weight.grad.data_ptr()]
 
 
-def test_a_bias_that_is_no_leaf_has_its_gradient_at_once() -> None:
+def test_the_gradient_of_a_bias_that_is_not_a_leaf_is_immediate() -> None:
     x, weight, source = values(4, 5), values(3, 5).requires_grad_(), values(3).requires_grad_()
     queue = WeightQueue()
     with queue.deferring():
@@ -266,7 +266,7 @@ def test_a_bias_that_is_no_leaf_has_its_gradient_at_once() -> None:
     assert weight.grad is not None
 
 
-def test_autocast_and_weights_that_are_no_leaves_are_not_deferred() -> None:
+def test_autocast_and_weights_that_are_not_leaves_are_not_deferred() -> None:
     x, weight = torch.randn(4, 5), torch.randn(3, 5, requires_grad=True)
     queue = WeightQueue()
     with queue.deferring():
@@ -279,24 +279,24 @@ def test_autocast_and_weights_that_are_no_leaves_are_not_deferred() -> None:
 
 
 @pytest.mark.parametrize("name", ["linear", "matmul", "conv"])
-def test_gradients_of_gradients_are_those_of_the_plain_operator(name: str) -> None:
+def test_double_backward_equals_the_plain_operator(name: str) -> None:
     torch.manual_seed(0)
     ours, plain, tensors = {
         "linear": linear_case((2, 3), True, False),
         "matmul": matmul_case((2, 4), (2,), False),
         "conv": conv_case(2, True, False, 1, 2),
     }[name]
-    found = []
+    gradients = []
     for op in (ours, plain):
         leaves = [t.detach().requires_grad_() for t in tensors]
         grads = torch.autograd.grad(op(*leaves).sin().sum(), leaves, create_graph=True)
         torch.autograd.backward([g.square().sum() for g in grads])
-        found.append([t.grad for t in leaves])
-    for a, b in zip(*found, strict=True):
+        gradients.append([t.grad for t in leaves])
+    for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b)
 
 
-def test_gradients_of_deferred_gradients_are_refused() -> None:
+def test_double_backward_of_deferred_gradients_is_refused() -> None:
     x, weight = values(4, 5).requires_grad_(), values(3, 5).requires_grad_()
     with WeightQueue().deferring():
         out = rt.linear(x, weight).sum()
@@ -304,7 +304,7 @@ def test_gradients_of_deferred_gradients_are_refused() -> None:
         torch.autograd.grad(out, x, create_graph=True)
 
 
-def test_a_weight_frozen_in_the_meantime_stays_without_gradient() -> None:
+def test_a_weight_frozen_before_the_run_gets_no_gradient() -> None:
     weight, queue = values(3, 5).requires_grad_(), WeightQueue()
     with queue.deferring():
         rt.linear(values(4, 5), weight).sum().backward()
@@ -337,7 +337,7 @@ def test_queues_nest_and_can_be_cleared() -> None:
     assert weight.grad is not None
 
 
-def test_ranks_in_threads_do_not_mix() -> None:
+def test_queues_of_rank_threads_are_separate() -> None:
     def work(rank: int, transport: Any) -> tuple[int, float]:
         weight, queue = torch.ones(1, 1, requires_grad=True), WeightQueue()
         x = torch.full((1, 1), float(rank))
@@ -353,8 +353,8 @@ def test_ranks_in_threads_do_not_mix() -> None:
     assert run_threads(4, work) == [(50, 0.0), (0, 50.0), (50, 100.0), (0, 150.0)]
 
 
-def test_the_queue_is_found_from_another_thread() -> None:
-    """As with CUDA graphs, whose backward runs in autograd's own thread."""
+def test_backward_in_another_thread_uses_the_queue() -> None:
+    """On CUDA, backward runs in a thread of autograd."""
     weight, queue = values(3, 5).requires_grad_(), WeightQueue()
     with queue.deferring():
         out = rt.linear(values(4, 5), weight).sum()
@@ -365,7 +365,7 @@ def test_the_queue_is_found_from_another_thread() -> None:
     assert queue.num_waiting == 1
 
 
-def test_bitwise_equal_in_the_usual_cases() -> None:
+def test_common_cases_are_bitwise_equal() -> None:
     for batch, bias in itertools.product([(4,), (2, 3)], [True, False]):
         ours, plain, tensors = linear_case(batch, bias, False)
         options: dict[str, Any] = {"times": 1, "leaf": True, "recompute": False}

@@ -1,4 +1,4 @@
-"""Noted collectives do what they did, and tell what travelled, who waited, and why."""
+"""Recorded collectives return the same results, with sizes, waiting times and causes."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from shardwise.runtime.transport import RecordingTransport, unwrap_transport
 from shardwise.runtime.transport.threads import ThreadTransport, run_threads
 
 
-def test_collectives_are_as_they_were_and_are_told_by_cause() -> None:
+def test_recorded_collectives_are_unchanged_and_have_causes() -> None:
     def work(rank: int, transport: ThreadTransport) -> Any:
         mesh, recorder = ProcessMesh({"dp": 3}, rank, transport), Recorder(rank)
         mesh.note(recorder)
         assert unwrap_transport(mesh.transport) is transport
         axis = mesh.axis("dp")
-        mine = torch.full((3,), float(rank + 1))
+        data = torch.full((3,), float(rank + 1))
         results = [
-            axis.all_reduce(mine.clone()).wait(),
-            axis.about("gradients").reduce_scatter(mine.clone(), [1, 1, 1]).wait(),
-            axis.about("parameters").all_gather(mine[: rank + 1].clone(), [1, 2, 3]).wait(),
-            axis.broadcast(mine.clone(), 1).wait(),
-            axis.about("update").all_to_all(mine.clone(), [1, 1, 1], [1, 1, 1]).wait(),
+            axis.all_reduce(data.clone()).wait(),
+            axis.about("gradients").reduce_scatter(data.clone(), [1, 1, 1]).wait(),
+            axis.about("parameters").all_gather(data[: rank + 1].clone(), [1, 2, 3]).wait(),
+            axis.broadcast(data.clone(), 1).wait(),
+            axis.about("update").all_to_all(data.clone(), [1, 1, 1], [1, 1, 1]).wait(),
         ]
         recorder.pause()
-        axis.all_reduce(mine.clone()).wait()
+        axis.all_reduce(data.clone()).wait()
         return results, recorder.take()
 
     for results, events in run_threads(3, work):
@@ -52,7 +52,7 @@ def test_without_a_recorder_axes_have_no_causes() -> None:
     assert isinstance(mesh.transport, RecordingTransport)
 
 
-def test_a_paused_recorder_takes_its_hooks_off() -> None:
+def test_a_paused_recorder_removes_its_hooks() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     recorder = Recorder(0, enabled=False)
     recorder.watch(module, ["0"])
@@ -68,7 +68,7 @@ def test_a_paused_recorder_takes_its_hooks_off() -> None:
         assert lanes == ({"compute", "groups"} if blocks else {"compute"})
 
 
-def test_own_seconds_leave_waits_out() -> None:
+def test_own_seconds_exclude_waits() -> None:
     recorder = Recorder(0)
     recorder.add("compute", "0F0", 0, 100)
     recorder.add("waiting", "collectives", 20, 50)
