@@ -22,7 +22,7 @@ from shardwise.ir.blocks import block_glob
 from shardwise.planner.module_tree import module_tree
 from shardwise.planner.search import Candidate, Search, SearchOutcome
 from shardwise.planner.search_space import UserOptions
-from shardwise.planner.step_details import SAVED, SimulatedStep, link_traffic, memory_curves
+from shardwise.planner.step_details import SimulatedStep, link_traffic, memory_curves
 from shardwise.planner.what_if import Rerun, relaxations, sensitivity
 from shardwise.plans import Plan
 from shardwise.plans.search_result import (
@@ -50,7 +50,6 @@ from shardwise.simulation.estimate import (
     workloads_of,
 )
 from shardwise.simulation.memory import peak_of
-from shardwise.simulation.stages import ParamClass
 
 RUNNERS_UP = 5
 MIN_BINDING_GAIN = 0.01  # fraction of the step that relaxing a binding constraint must gain
@@ -226,17 +225,15 @@ def binding(estimate: Estimate, relaxed: Sequence[WhatIf]) -> Binding:
 def by_layer(step: SimulatedStep) -> Iterator[LayerFigures]:
     """Yield the seconds of a step and the bytes of every unit on a rank."""
     execution, estimate = step.execution, step.estimate
-    column = SAVED.get(str(execution.recompute), "saved_full")
     for stage in estimate.stages:
         layers = step.evaluator.group_layers(step.workloads, execution, stage.group)[0]
-        saved = step.fold.spread(getattr(layers.work, column))
-        shares = layers.parameters(execution).values()
+        saved = layers.at_positions("saved" + execution.recompute_suffix)
         members = [s for s in estimate.stages if s.group == stage.group]
-        total = sum(_numel(shares, u.first, u.end) for s in members for u in s.units)
+        total = sum(layers.num_trained(u.first, u.end, execution) for s in members for u in s.units)
         parts = estimate.memory[stage.group].parts
         state = sum(parts[name] for name in ("parameters", "gradients", "optimizer"))
         for unit in stage.units:
-            numel = _numel(shares, unit.first, unit.end)
+            numel = layers.num_trained(unit.first, unit.end, execution)
             communication = unit.forward_comm + unit.backward_comm
             yield LayerFigures(
                 name=unit.name or outside(step, unit.first, unit.end),
@@ -248,10 +245,6 @@ def by_layer(step: SimulatedStep) -> Iterator[LayerFigures]:
                 state_bytes=state * numel / total if total else 0.0,
                 activation_bytes=float(saved[unit.first : unit.end].sum()),
             )
-
-
-def _numel(shares: Iterable[ParamClass], first: int, end: int) -> float:
-    return sum(float(share.numel[end] - share.numel[first]) for share in shares)
 
 
 def outside(step: SimulatedStep, first: int, end: int) -> str:

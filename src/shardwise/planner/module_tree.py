@@ -77,7 +77,11 @@ class _Tree:
         rows = Folder(self.nodes, [row[:5] for row in self.parameters]).rows(self.root)
         return ModuleTree(
             rows=self._rows(rows),
-            parameters=self._parameter_rows(rows),
+            parameters=tuple(
+                (number, *self.parameters[at])
+                for number, row in enumerate(rows)
+                for at in row.module.parameters
+            ),
             nodes=self._node_columns(rows),
             layouts=tuple(self.layouts.number),
             ops=tuple(self.ops.number),
@@ -128,11 +132,12 @@ class _Tree:
 
     def _place_parameters(self) -> None:
         graph, step = self.step.graph, self.step
-        uses = self._uses()
+        uses, stage_of = step.fold.parameter_uses(graph), step.stage_of.tolist()
         local_parameters = [{p.name: p for p in layers.work.parameters} for layers in step.layers]
         for number, parameter in enumerate(graph.parameters):
             kind = graph.values[parameter.value]
-            stage, representative = uses.get(parameter.value, (0, ""))
+            position, representative = uses.get(parameter.value, (0, ""))
+            stage = stage_of[position]
             entry = self.plan.entry(parameter.name)
             stored = local_parameters[stage].get(representative)
             elements = stored.numel if stored is not None else kind.numel
@@ -162,22 +167,6 @@ class _Tree:
                 ("parameter_bytes", local),
             ):
                 module.own[FIGURES.index(figure)] += value
-
-    def _uses(self) -> dict[str, tuple[int, str]]:
-        """Return the first stage that uses each parameter, and its name in the folded graph."""
-        graph, fold = self.step.graph, self.step.fold
-        names = {p.value: p.name for p in fold.graph.parameters}
-        parameters = {p.value for p in graph.parameters}
-        stage_of = self.step.stage_of.tolist()
-        inputs = [node.inputs for node in fold.graph.nodes]
-        uses: dict[str, tuple[int, str]] = {}
-        for at, (node, number) in enumerate(zip(graph.nodes, fold.order, strict=True)):
-            if number < 0 or not any(name in names for name in inputs[number]):
-                continue
-            for value, other in zip(node.inputs, inputs[number], strict=True):
-                if value in parameters and other in names:
-                    uses.setdefault(value, (stage_of[at], names[other]))
-        return uses
 
     def _sharers(self, stored: LocalParameter | None, stage: int, zero: int | None) -> int:
         """Return the number of ranks that shard a parameter's memory (zero 3)."""
@@ -220,13 +209,6 @@ class _Tree:
         spent = self.columns["forward_s"] + self.columns["backward_s"]
         at = max(row.module.nodes, key=lambda node: spent[node], default=None)
         return -1 if at is None else self.nodes[at][1]
-
-    def _parameter_rows(self, rows: list[Row]) -> tuple[tuple[Any, ...], ...]:
-        return tuple(
-            (number, *self.parameters[at])
-            for number, row in enumerate(rows)
-            for at in row.module.parameters
-        )
 
     def _node_columns(self, rows: list[Row]) -> dict[str, tuple[Any, ...]]:
         pairs = [(number, at) for number, row in enumerate(rows) for at in row.module.nodes]

@@ -244,8 +244,7 @@ class Search:
     def simulate(self, config: ParallelConfig, *, all_groups: bool = False) -> Candidate:
         """Simulate a step; `all_groups` computes the memory of all groups of ranks."""
         if all_groups or config not in self._simulated:
-            layouts = self.cache.get(config.tp, config.layout)
-            execution = replace(self.execution(config, layouts), schedule=self._schedule(config))
+            layouts, execution = self._scheduled(config)
             watched = None if all_groups else self._fullest_groups(config)
             estimate = self.evaluator.estimate(layouts.workloads, execution, watched)
             self._simulated[config] = Candidate(
@@ -259,8 +258,7 @@ class Search:
     def fullness(self, config: ParallelConfig) -> float:
         """Return the memory of the fullest rank, as a fraction of what it has."""
         if config not in self._fullness:
-            layouts = self.cache.get(config.tp, config.layout)
-            execution = replace(self.execution(config, layouts), schedule=self._schedule(config))
+            layouts, execution = self._scheduled(config)
             uses = self.evaluator.memory(layouts.workloads, execution, self._fullest_groups(config))
             self._fullness[config] = peak_of(self._limited(uses)).fullness
         return self._fullness[config]
@@ -320,17 +318,19 @@ class Search:
             self._cuts[key] = self.cutter.cut(costs, speed_of)
         return self._cuts[key]
 
-    def _schedule(self, config: ParallelConfig) -> Schedule | None:
-        """Return the order of actions, or None for a single forward and backward."""
-        if config.pp == config.num_microbatches == 1:
-            return None
-        return self._named_schedule(config, config.num_microbatches)
+    def _scheduled(self, config: ParallelConfig) -> tuple[Layouts, ExecutionConfig]:
+        """Return a config's layouts, and its execution with the order of actions."""
+        layouts = self.cache.get(config.tp, config.layout)
+        execution, count = self.execution(config, layouts), config.num_microbatches
+        if config.pp > 1 or count > 1:  # otherwise a step is one forward and one backward
+            execution = replace(execution, schedule=self._schedule(config, count))
+        return layouts, execution
 
     def _placement(self, config: ParallelConfig) -> tuple[int, ...]:
         """Return the group of every stage, which is the same for any number of micro-batches."""
-        return self._named_schedule(config, 1).placement
+        return self._schedule(config, 1).placement
 
-    def _named_schedule(self, config: ParallelConfig, num_microbatches: int) -> Schedule:
+    def _schedule(self, config: ParallelConfig, num_microbatches: int) -> Schedule:
         name = config.schedule or DEFAULT_SCHEDULE
         return self.evaluator.schedule(name, config.pp, num_microbatches, config.stages)
 

@@ -31,7 +31,6 @@ from shardwise.simulation.stages import Layers, StageCost
 from shardwise.simulation.step import pairs
 from shardwise.simulation.workload import FORWARD, WorkloadModel, Workloads, workload_on
 
-SAVED = {"none": "saved", "selective": "saved_selective"}
 TIMES = ("forward", "backward", "forward_comm", "backward_comm", "recompute")
 PURPOSES = {
     "gather": "parameters",
@@ -92,12 +91,12 @@ class SimulatedStep:
     def columns(self) -> dict[str, Floats]:
         """Seconds of a micro-batch and saved bytes at every position, on a rank of its stage."""
         columns = {name: np.zeros(self.fold.size) for name in (*TIMES, "saved")}
-        saved = SAVED.get(str(self.execution.recompute), "saved_full")
+        saved = "saved" + self.execution.recompute_suffix
         for stage, layers in zip(self.estimate.stages, self.layers, strict=True):
             first, end = self.span(stage)
             for name in TIMES:
                 columns[name][first:end] = np.diff(layers.sums[name])[first:end]
-            columns["saved"][first:end] = self.fold.spread(getattr(layers.work, saved))[first:end]
+            columns["saved"][first:end] = layers.at_positions(saved)[first:end]
         return columns
 
     @cached_property
@@ -327,12 +326,10 @@ class _Curve:
         yield now, self.saved + self.gradients
 
     def _numel(self, stage: StageCost) -> Any:
-        """Return trained elements of every unit."""
-        shares = self.step.layers[stage.index].parameters(self.step.execution).values()
+        """Return the trained elements of every unit."""
+        layers = self.step.layers[stage.index]
         units = [u for u in stage.units if u.end > u.first]
-        return np.array(
-            [sum(float(s.numel[u.end] - s.numel[u.first]) for s in shares) for u in units]
-        )
+        return np.array([layers.num_trained(u.first, u.end, self.step.execution) for u in units])
 
 
 def _downsampled(moments: Moments) -> Moments:

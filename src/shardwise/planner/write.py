@@ -90,23 +90,16 @@ def in_captured_names(plan: Plan, run: Graph, graph: Graph) -> Plan:
 def _parameters(
     graph: Graph,
     fold: FoldedGraph,
-    cuts: Choices,
+    placements: Choices,
     roles: Mapping[str, str],
     zero: Callable[[str], int],
 ) -> dict[str, ParameterEntry]:
     """Return the entry of every parameter: that of its representative in the folded graph."""
     axes = [axis for axis, role in roles.items() if role == "parameters"]
-    names = {p.value: p.name for p in fold.graph.parameters}
-    representatives: dict[str, str] = {}  # parameter -> its name in the folded graph
-    for node, at in zip(graph.nodes, fold.order, strict=True):
-        if at >= 0:
-            pairs = zip(node.inputs, fold.graph.nodes[at].inputs, strict=True)
-            for value, other in pairs:
-                if other in names:
-                    representatives.setdefault(value, names[other])
-    entries = {}
+    uses, entries = fold.parameter_uses(graph), {}
     for parameter in graph.parameters:
-        shards = cuts.get(representatives.get(parameter.value, parameter.name), {})
+        _, representative = uses.get(parameter.value, (0, parameter.name))
+        shards = placements.get(representative, {})
         layout = {axis: shards.get(axis, REPLICATED) for axis in axes}
         entries[parameter.name] = ParameterEntry(layout=layout, zero=zero(parameter.name))
     return fold_entries(entries)

@@ -168,6 +168,12 @@ class ExecutionConfig:
     prefetch: bool = False
     whole_units: bool = False
 
+    @property
+    def recompute_suffix(self) -> str:
+        """The suffix of a `Workload`'s arrays for this kind of recomputation."""
+        suffixes = {"none": "", "selective": "_selective"}
+        return suffixes.get(self.recompute, "_full") if isinstance(self.recompute, str) else "_full"
+
     def level(self, parameter: str) -> int:
         """Return the zero level of a parameter."""
         zero = self.zero

@@ -107,6 +107,21 @@ class FoldedGraph:
         low, high = bisect_right(starts, first) - 1, bisect_left(starts, end)
         return [(name, max(a, first), min(b, end)) for name, a, b in known[low:high]]
 
+    def parameter_uses(self, graph: Graph) -> dict[str, tuple[int, str]]:
+        """Return the first position that uses each parameter, and its name in the small graph.
+
+        `graph` is the full model.
+        """
+        names = {p.value: p.name for p in self.graph.parameters}
+        parameters = {p.value for p in graph.parameters}
+        uses: dict[str, tuple[int, str]] = {}
+        for position, (node, index) in enumerate(zip(graph.nodes, self.order, strict=True)):
+            if index != GONE:
+                for value, other in zip(node.inputs, self.graph.nodes[index].inputs, strict=True):
+                    if value in parameters and other in names:
+                        uses.setdefault(value, (position, names[other]))
+        return uses
+
     def spread(self, values: Floats) -> Floats:
         """Return an array of the small graph's nodes at every position of the model."""
         return np.append(values, 0.0)[self.index]

@@ -209,8 +209,7 @@ class StageMemory:
     ) -> None:
         self.first, self.end, self.layers, self.execution = first, end, layers, execution
         self.group, self.cuda = group, cuda
-        modes = {"none": "", "selective": "_selective"}
-        self.mode = modes.get(str(execution.recompute), "_full")
+        self.mode = execution.recompute_suffix
         self.reduced = [
             _ReducedParameters(share, zero, group.along(axes).shape[-1], first, end)
             for (axes, zero, _), share in layers.parameters(execution).items()

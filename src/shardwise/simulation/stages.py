@@ -303,6 +303,11 @@ class Layers:
         classes: dict[Key, ParamClass] = self._shared[key]
         return classes
 
+    def num_trained(self, first: int, end: int, execution: ExecutionConfig) -> float:
+        """Return the trained elements on a rank of positions `first:end`."""
+        classes = self.parameters(execution).values()
+        return sum(float(share.numel[end] - share.numel[first]) for share in classes)
+
     def sent(self, first: int, end: int, execution: ExecutionConfig) -> tuple[Traffic, ...]:
         """Return the messages of parameters and gradients of the units of positions `first:end`."""
         key = (id(self.work.parameters), execution.message_key, first, end)
