@@ -163,18 +163,22 @@ class Bounds:
             return seconds
         crossing = self.fold.spread(layers.work.crossing)
         groups = [execution.groups[g] for g in execution.placement]
-        for stage, (here, there) in enumerate(pairwise(groups)):
+        for stage, (sender, receiver) in enumerate(pairwise(groups)):
             size = float(crossing[bounds[stage + 1]])
-            if here is not there and size:
-                seconds[stage] = self._link(here, there).seconds(size)
+            if sender is not receiver and size:
+                seconds[stage] = self._link(sender, receiver).seconds(size)
         return seconds
 
-    def _link(self, here: Group, there: Group) -> CollectiveModel:
+    def _link(self, sender: Group, receiver: Group) -> CollectiveModel:
         """Return the cost model of messages to the next stage."""
-        key = (id(here), id(there))
+        key = (id(sender), id(receiver))
         if key not in self._links:
-            model = self.evaluator.costs.collective("send", pairs(here.array, there.array))
-            self._links[key] = (here, there, model)  # keeps the groups, so that ids stay unique
+            model = self.evaluator.costs.collective("send", pairs(sender.array, receiver.array))
+            self._links[key] = (
+                sender,
+                receiver,
+                model,
+            )  # keeps the groups, so that ids stay unique
         return self._links[key][2]
 
     def _times(

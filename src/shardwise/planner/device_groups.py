@@ -43,8 +43,8 @@ class Grouping:
         """Return the groups as meshes of dp x tp."""
         groups = []
         for ranks, rates in zip(self.ranks, self.rates, strict=True):
-            dp, rest = divmod(len(ranks), tp)
-            if rest or not dp:
+            dp, remainder = divmod(len(ranks), tp)
+            if remainder or not dp:
                 raise InfeasiblePlan(f"tp={tp} on a group of {len(ranks)} ranks")
             shares = weights([min(rates[i * tp : (i + 1) * tp]) for i in range(dp)])
             size = dp if len(set(shares)) == 1 else Shares(*shares)
@@ -79,8 +79,8 @@ def groupings(
 
 
 def _even(ranks: Sequence[int], pp: int) -> tuple[tuple[int, ...], ...] | None:
-    size, rest = divmod(len(ranks), pp)
-    if rest:
+    size, remainder = divmod(len(ranks), pp)
+    if remainder:
         return None
     return tuple(tuple(ranks[g * size : (g + 1) * size]) for g in range(pp))
 
@@ -101,8 +101,8 @@ def _by_kind(
         counts[max(counts, key=lambda k: (len(members[k]) / counts[k], k))] += 1
     groups: list[tuple[int, ...]] = []
     for kind, same in members.items():
-        size, rest = divmod(len(same), counts[kind])
-        if rest or not size:
+        size, remainder = divmod(len(same), counts[kind])
+        if remainder or not size:
             return None
         groups += [tuple(same[g * size : (g + 1) * size]) for g in range(counts[kind])]
     return tuple(groups)

@@ -106,14 +106,14 @@ def infeasible(
 
 
 def _no_configuration(search: Search, options: UserOptions, limits: SearchLimits) -> InfeasiblePlan:
-    given = options.given
-    fixed = ", ".join(f"{name}={value}" for name, value in given.items()) or "nothing fixed"
-    hint = f"leave {next(iter(given))} to the planner" if given else "a cluster of fewer devices"
+    fixed = options.given
+    text = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any options"
+    hint = f"leave {next(iter(fixed))} to the planner" if fixed else "a cluster of fewer devices"
     return InfeasiblePlan(
-        f"no plan of {search.graph.name} for {limits.ranks} ranks is possible with {fixed}: "
+        f"no plan of {search.graph.name} for {limits.ranks} ranks is possible with {text}: "
         f"the batch has {limits.rows} rows, the model can be divided into {limits.stages} stages",
         hint=hint,
-        report={"num_ranks": limits.ranks, "fixed": given, "changes": []},
+        report={"num_ranks": limits.ranks, "fixed": fixed, "changes": []},
     )
 
 
@@ -178,9 +178,9 @@ def _parts(use: MemoryUse) -> str:
 
 def _free_options(options: UserOptions, rerun: Rerun) -> Iterator[FittingChange]:
     """Yield options that help when the planner may choose them, one by one, then all together."""
-    given, fits = options.given, False
-    texts = {n: "+".join(v) or "none" if isinstance(v, tuple) else v for n, v in given.items()}
-    for name in given:
+    fixed, fits = options.given, False
+    texts = {n: "+".join(v) or "none" if isinstance(v, tuple) else v for n, v in fixed.items()}
+    for name in fixed:
         freed = rerun.options(replace(options, **{name: None}))
         if freed.feasible:
             fits = True
@@ -190,7 +190,7 @@ def _free_options(options: UserOptions, rerun: Rerun) -> Iterator[FittingChange]
                 hint=f"leave {name} to the planner",
                 candidate=freed.best,
             )
-    if len(given) > 1 and not fits:
+    if len(fixed) > 1 and not fits:
         freed = rerun.options(UserOptions())
         if freed.feasible:
             yield FittingChange(

@@ -171,8 +171,10 @@ class LayoutCache:
     ) -> int:
         """Return the variant as which `get` returns these layouts."""
         names = [axis for axis, _ in tensor]
-        own = [a for a in assignments if a.axis in names]
-        text = str([[*map(str, a.nodes.values()), *map(str, a.parameters.values())] for a in own])
+        on_axes = [a for a in assignments if a.axis in names]
+        text = str(
+            [[*map(str, a.nodes.values()), *map(str, a.parameters.values())] for a in on_axes]
+        )
         key = (tp, text)
         if key not in self._numbers:
             number = self._numbers[key] = RANKED + len(self._numbers)

@@ -146,9 +146,9 @@ def option_names(function: Callable[..., Any]) -> list[str]:
 
 def _full_signature(function: Callable[..., Any], defaults: Mapping[str, Any]) -> inspect.Signature:
     """Return the signature with each option of its TypedDict as a keyword parameter."""
-    own, types = inspect.signature(function), get_type_hints(function)
+    signature, types = inspect.signature(function), get_type_hints(function)
     parameters: list[inspect.Parameter] = []
-    for parameter in own.parameters.values():
+    for parameter in signature.parameters.values():
         if parameter.kind is not parameter.VAR_KEYWORD:
             parameters.append(parameter.replace(annotation=types[parameter.name]))
             continue
@@ -162,4 +162,4 @@ def _full_signature(function: Callable[..., Any], defaults: Mapping[str, Any]) -
             )
             for name, kind in get_type_hints(options).items()
         ]
-    return own.replace(parameters=parameters, return_annotation=types["return"])
+    return signature.replace(parameters=parameters, return_annotation=types["return"])

@@ -137,9 +137,9 @@ def _schedules(pp: int, max_stages: int, options: UserOptions) -> list[tuple[int
     ]
     if options.schedule is not None:
         name = SCHEDULES[options.schedule].searched_as or options.schedule
-        known = [pair for pair in pairs if pair[1] == name]
+        named = [pair for pair in pairs if pair[1] == name]
         default = SCHEDULES[name].default_stages_per_group
-        pairs = known or [(options.virtual_stages or default, name)]
+        pairs = named or [(options.virtual_stages or default, name)]
     if options.virtual_stages is not None:
         pairs = [pair for pair in pairs if pair[0] == options.virtual_stages] or [
             (options.virtual_stages, default_schedule(options.virtual_stages, 1))
@@ -260,11 +260,11 @@ def min_tensor_ranks(constraints: FixedPlacements, options: UserOptions, num_ran
     """Return 2 if constraints shard parameters, else 1; raise if there is only one rank."""
     if all(p == REPLICATE for axes in constraints.values() for p in axes.values()):
         return 1
-    others = (options.dp or 1) * (options.pp or 1)
-    if options.tp == 1 or others >= num_ranks:
-        given = {name: n for name in ("dp", "tp", "pp") if (n := getattr(options, name))}
-        sizes = ", ".join(f"{name}={n}" for name, n in given.items()) or "one rank"
-        free = f"leave {', '.join(given)} to the planner" if num_ranks > 1 else "more ranks"
+    used = (options.dp or 1) * (options.pp or 1)
+    if options.tp == 1 or used >= num_ranks:
+        fixed = {name: n for name in ("dp", "tp", "pp") if (n := getattr(options, name))}
+        sizes = ", ".join(f"{name}={n}" for name, n in fixed.items()) or "one rank"
+        free = f"leave {', '.join(fixed)} to the planner" if num_ranks > 1 else "more ranks"
         raise InfeasiblePlan(
             f"constraints shard parameters over tensor-parallel ranks; {sizes} of {num_ranks} "
             "leaves none to shard them over",

@@ -399,13 +399,13 @@ def crossing_bytes(graph: Graph, facts: Facts) -> list[int]:
     batch alone are not counted: a later stage can compute them from the batch.
     """
     free = values_of_inputs(graph)
-    made = {name: i for i, node in enumerate(graph.nodes) for name in node.outputs}
+    makers = {name: i for i, node in enumerate(graph.nodes) for name in node.outputs}
     last: dict[str, int] = {}
     for index, node in enumerate(graph.nodes):
-        last |= {name: index for name in node.inputs if name in made and name not in free}
+        last |= {name: index for name in node.inputs if name in makers and name not in free}
     changes = [0] * (len(graph.nodes) + 1)
     for name, index in last.items():
         size = graph.values[name].num_bytes * (2 if name in facts.carries_grad else 1)
-        changes[made[name] + 1] += size
+        changes[makers[name] + 1] += size
         changes[index + 1] -= size
     return list(accumulate(changes[:-1]))

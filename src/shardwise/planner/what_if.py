@@ -59,8 +59,8 @@ def relaxations(
 ) -> tuple[WhatIf, ...]:
     """Return the gains from more memory, free options, faster links and faster devices."""
     time = outcome.best.estimate.step_time_s
-    given = ", ".join(options.given)
-    freed = [(given, "options", rerun.options(UserOptions()))] if given else []
+    fixed = ", ".join(options.given)
+    freed = [(fixed, "options", rerun.options(UserOptions()))] if fixed else []
     if rerun.constraints is not None:
         freed.append(("constraints", "constraints", rerun.constraints()))
     return (
@@ -233,8 +233,8 @@ def _scaled(
     dp = max(group.mesh.axis_size(BATCH_AXIS) for group in execution.groups)
     count, rows = execution.num_microbatches, step.estimate.rows
     if dp * count > rows:
-        few = f"{rows} rows are too few for dp={dp} x {count} micro-batches"
-        return replace(row, note=f"{few}; {REPLAN}")
+        note = f"{rows} rows are too few for dp={dp} x {count} micro-batches"
+        return replace(row, note=f"{note}; {REPLAN}")
     evaluator = Evaluator(step.fold, cluster, step.evaluator.costs.table)
     estimate = evaluator.estimate(workloads, execution, {0, 1, len(execution.groups) - 1})
     peak = peak_of(estimate.memory)

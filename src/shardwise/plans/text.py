@@ -101,12 +101,12 @@ def _execution(plan: Plan) -> list[str]:
     """Return the schedule and other options of execution that are not the default."""
     lines = []
     if plan.is_scheduled:
-        kind = "batches of their own" if plan.per_microbatch else "parts of one batch"
-        many = f"{plan.num_microbatches} micro-batches, {kind}"
+        kind = "separate batches" if plan.per_microbatch else "parts of one batch"
+        count = f"{plan.num_microbatches} micro-batches, {kind}"
         name = plan.schedule or "by default"
         if not isinstance(name, str):
             name = f"of {sum(map(len, name))} listed actions on {len(name)} groups"
-        lines.append(f"schedule {name}, {many if plan.num_microbatches > 1 else '1 micro-batch'}")
+        lines.append(f"schedule {name}, {count if plan.num_microbatches > 1 else '1 micro-batch'}")
     if plan.recompute != "none":
         what = plan.recompute if isinstance(plan.recompute, str) else ", ".join(plan.recompute)
         lines.append(f"recompute {what}")

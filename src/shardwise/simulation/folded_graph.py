@@ -66,12 +66,12 @@ class FoldedGraph:
             order += at[model]
             names += [path] * len(at[model])
             places += [keys[i].replace(model, path, 1) for i in at[model]]
-        rest = range(last + 1, len(graph.nodes))
+        after = range(last + 1, len(graph.nodes))
         return FoldedGraph(
             graph=graph,
-            order=(*order, *rest),
-            places=(*places, *(keys[i] for i in rest)),
-            blocks=(*names, *(blocks[i] for i in rest)),
+            order=(*order, *after),
+            places=(*places, *(keys[i] for i in after)),
+            blocks=(*names, *(blocks[i] for i in after)),
         )
 
     @property
@@ -103,9 +103,9 @@ class FoldedGraph:
 
     def runs(self, first: int, end: int) -> list[tuple[str, int, int]]:
         """Return the units of positions `first:end`: maximal runs in one block."""
-        known, starts = self._runs
+        runs, starts = self._runs
         low, high = bisect_right(starts, first) - 1, bisect_left(starts, end)
-        return [(name, max(a, first), min(b, end)) for name, a, b in known[low:high]]
+        return [(name, max(a, first), min(b, end)) for name, a, b in runs[low:high]]
 
     def parameter_uses(self, graph: Graph) -> dict[str, tuple[int, str]]:
         """Return the first position that uses each parameter, and its name in the small graph.

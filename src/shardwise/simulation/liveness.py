@@ -223,15 +223,15 @@ class Liveness:
         """Return the `gradients` alive when a node's backward begins, and the peak above them."""
         before, peak = np.zeros(self.count), np.zeros(self.count)
         gradients = _Gradients()
-        seen: set[int] = set()
+        begun: set[int] = set()  # nodes
         for moment in reversed(self.moments):
             at = moment.node
-            if not seen:
+            if not begun:
                 for name, _ in moment.results:  # of the loss, or received from later stages
                     if name in self.trained:
                         gradients.allocate(name, self.sizes[name])
-            if at not in seen:
-                seen.add(at)
+            if at not in begun:
+                begun.add(at)
                 before[at] = gradients.live
             peak[at] = max(peak[at], gradients.run(moment, self.sizes))
         return {"gradients": before, "backward_extra": np.maximum(peak - before, 0.0)}

@@ -56,9 +56,7 @@ class Budget:
     @classmethod
     def of(cls, device: Device, communicators: int = 1) -> Budget:
         """Return the budget of a rank on `device` with this many communicators."""
-        if (
-            device.kind != "cuda"
-        ):  # gloo's buffers are small, and the system's allocator is not ours
+        if device.kind != "cuda":  # gloo's buffers are small, and the system allocates memory
             return cls(memory_bytes=device.memory_bytes, reserved_bytes=device.reserved_bytes)
         return cls(
             memory_bytes=device.memory_bytes,

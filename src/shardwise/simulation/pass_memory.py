@@ -78,11 +78,12 @@ class SavedActivations:
         total = np.cumsum(plain)
         restored = saved[start] - freed[start] + total - total[start] + plain[start]
         new = np.maximum(self.slice("saved") - self.slice("saved" + self.mode), 0.0)
-        made = np.cumsum(new) - new  # before each position
-        fresh = made - made[start]
-        extra = self.slice("unsaved") + self.slice("forward_extra")
-        again = saved[last] + fresh + extra + self.slice("gradients")[last] + self.incoming[last]
-        return self.entered + np.where(inside, restored, saved), np.where(inside, again, 0.0)
+        before = np.cumsum(new) - new  # each position
+        in_block = before - before[start]
+        temporary = self.slice("unsaved") + self.slice("forward_extra")
+        gradients = self.slice("gradients")[last] + self.incoming[last]
+        recomputing = saved[last] + in_block + temporary + gradients
+        return self.entered + np.where(inside, restored, saved), np.where(inside, recomputing, 0.0)
 
     def _entering(self) -> float:
         """Return the bytes that enter the first block of the stage and are saved there."""
@@ -340,11 +341,11 @@ class StageMemory:
 
     def _fresh(self, params: _ReducedParameters, begun: bool) -> Floats:
         """Return the bytes of a position's new gradients before they are added or cast."""
-        size, made = self._gradient(params), params.share.itemsize
-        each = made if begun or size != made else 0
-        if begun and size != made:
-            each += size  # converted, then added
-        return params.by_position * each
+        stored, computed = self._gradient(params), params.share.itemsize
+        item_bytes = computed if begun or stored != computed else 0
+        if begun and stored != computed:
+            item_bytes += stored  # converted, then added
+        return params.by_position * item_bytes
 
     def _under_way(self, params: _ReducedParameters) -> Floats:
         """Return the bytes of copies of gradients while they are reduced over ranks."""

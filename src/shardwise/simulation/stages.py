@@ -90,12 +90,12 @@ class Traffic:
 
     def seconds(self, time: Callable[[float], float]) -> list[float]:
         """Return the seconds of each unit, where a message takes `time(bytes)`."""
-        known: dict[tuple[float, float], float] = {(0.0, 0.0): 0.0}
+        seconds_of: dict[tuple[float, float], float] = {(0.0, 0.0): 0.0}
         pairs = list(zip(self.num_bytes.tolist(), self.messages.tolist(), strict=True))
         for size, count in pairs:
-            if (size, count) not in known:
-                known[size, count] = count * time(size / count)
-        return [known[pair] for pair in pairs]
+            if (size, count) not in seconds_of:
+                seconds_of[size, count] = count * time(size / count)
+        return [seconds_of[pair] for pair in pairs]
 
 
 def sent(

@@ -292,14 +292,14 @@ class _Layout:
         busy = np.bincount(levels.group, weights=seconds, minlength=groups)
         reduced, computed_by, causes = [], [], []
         for group in range(groups):
-            own = levels.group == group
-            spent = self._causes(self.key[own])
-            computed = float(ends[own].max(initial=0.0))
-            root = min(float(roots[group]), float(starts[own].min(initial=computed)))
+            actions = levels.group == group
+            spent = self._causes(self.key[actions])
+            computed = float(ends[actions].max(initial=0.0))
+            root = min(float(roots[group]), float(starts[actions].min(initial=computed)))
             spent["parameters"] += root
             spent["bubble"] = computed - float(busy[group]) - root
-            left = self._reductions(group, np.flatnonzero(own & levels.last), ends, computed)
-            reduced.append(max(left, computed))
+            last = np.flatnonzero(actions & levels.last)
+            reduced.append(max(self._reductions(group, last, ends, computed), computed))
             computed_by.append(computed)
             causes.append(spent)
         finished = self._ends(reduced, computed_by, causes)

@@ -257,11 +257,11 @@ class _Tuning:
         names = ["dp", "tp", "pp", "schedule", "num_microbatches", "recompute", "offload"]
         names += ["zero"] if config.outer is None else []  # one level for all
         fixed = {n: v for n in names if (v := getattr(config, n)) not in (None, "")}
-        again = plan(self.graph, best.cluster, table=table, **{**self.options, **fixed})
-        if _same(again, best.plan):
-            figures = again.figures
+        searched = plan(self.graph, best.cluster, table=table, **{**self.options, **fixed})
+        if _same(searched, best.plan):
+            figures = searched.figures
             cluster = replace(figures.cluster, fingerprint=self.cluster.fingerprint)
-            return again.with_(search=replace(figures, cluster=cluster))
+            return searched.with_(search=replace(figures, cluster=cluster))
         simulated = with_figures(self.graph, best.plan, self.cluster, table)
         named = replace(simulated.figures.best, what=best.plan.figures.best.what, config=config)
         return simulated.with_(search=replace(simulated.figures, best=named))

@@ -161,7 +161,7 @@ def test_execution_options_are_stored_and_shown() -> None:
     for line in (
         "Plan pipeline for FusedGPT on 2 stages of 2 ranks",
         "1      1      one rank  blocks.1.n1.layer_norm_0",
-        "schedule 1f1b, 4 micro-batches, batches of their own",
+        "schedule 1f1b, 4 micro-batches, separate batches",
         "recompute blocks.*",
         "precision compute bfloat16, master float32, gradients float32, reduce float32",
         "offload optimizer",

@@ -326,9 +326,9 @@ def _order(
         rows = tuple(tuple(str(action) for action in actions) for actions in schedule.actions)
         return _Order(schedule=rows, placement=schedule.placement)
     name = schedule or default_schedule(stages, groups)
-    made = make(name, num_groups=groups, num_microbatches=num_microbatches, num_stages=stages)
-    check(made)
-    return _Order(schedule=name, placement=made.placement)
+    generated = make(name, num_groups=groups, num_microbatches=num_microbatches, num_stages=stages)
+    check(generated)
+    return _Order(schedule=name, placement=generated.placement)
 
 
 def _check_schedule(schedule: Schedule, groups: int, stages: int, num_microbatches: int) -> None:
