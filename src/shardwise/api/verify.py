@@ -123,9 +123,8 @@ def _verify(
     limit = available_bytes() if max_bytes is None else max_bytes
     if plan.num_ranks > MAX_THREADS or is_meta(model, batch) or too_large(model, plan, limit):
         _require_no_edits(folder)
-        small = wide.with_(collectives=())
-        graph = widen_graph(capture_for_plan(model, batch, small, loss_fn))
-        return _certify_twin(graph, model, batch, small, timeout_s, limit)
+        graph = widen_graph(capture_for_plan(model, batch, wide, loss_fn))
+        return _certify_twin(graph, model, batch, wide, timeout_s, limit)
     twin, wide_batch = double(model, batch)
     accumulates = plan.per_microbatch and plan.num_microbatches > 1
     first = microbatch(wide_batch, plan, 0) if accumulates else wide_batch
@@ -133,7 +132,7 @@ def _verify(
     plan.check(graph)
     if needed_bytes(graph, plan) > limit:
         _require_no_edits(folder)
-        return _certify_twin(graph, twin, wide_batch, wide.with_(collectives=()), timeout_s, limit)
+        return _certify_twin(graph, twin, wide_batch, wide, timeout_s, limit)
     compiled = compile(graph, wide)
     sources = emitted = None
     if folder is not None:

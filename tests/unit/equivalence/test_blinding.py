@@ -318,6 +318,24 @@ def test_collectives_run_along_the_trees_of_the_plan(
     assert not sw.verify(model, batch, plan).ok
 
 
+@pytest.mark.parametrize(("ranks", "runs"), [(2, True), (8, False)])
+def test_a_twin_runs_the_collectives_of_the_plan_or_says_that_it_does_not(
+    ranks: int, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch, plan = solved(ranks, "ddp")
+    model.to("meta")
+    certificate = sw.verify(model, batch, plan)
+    assert certificate.ok
+    assert any("collectives" in line for line in certificate.scaled) is not runs
+    from shardwise.equivalence import ranks as on_ranks
+
+    calls = []
+    interpret = on_ranks.interpret
+    monkeypatch.setattr(on_ranks, "interpret", lambda *a: calls.append(a) or interpret(*a))
+    sw.verify(model, batch, plan)
+    assert bool(calls) is runs
+
+
 @pytest.mark.parametrize("half", ["inward", "outward"])
 def test_a_small_tree_without_a_half_is_caught(half: str) -> None:
     _, _, plan = solved(3, "ddp")

@@ -338,7 +338,8 @@ def prepare_twin(
 ) -> Prepared:
     """Return the twin's program, data and reference: the captured graph in the twin's sizes."""
     plan.check(graph)
-    twin = build_twin(graph, plan)
+    twin = build_twin(graph, plan.with_(collectives=()))
+    program, notes = _with_collectives(twin.program, plan)
     small = twin.graph
     needed = needed_bytes(small, twin.plan)
     if needed > max_bytes:
@@ -359,11 +360,26 @@ def prepare_twin(
         raise VerifyError(f"the scaled twin of {graph.name} does not run: {error}") from error
     drawn = "weights: drawn; the reference is the captured graph in these sizes"
     return Prepared(
-        program=twin.program,
+        program=program,
         reference=reference,
         inputs=data,
-        scaled=(*twin.scaled, drawn),
+        scaled=(*twin.scaled, *notes, drawn),
     )
+
+
+def _with_collectives(
+    program: Program | Pipeline, plan: Plan
+) -> tuple[Program | Pipeline, tuple[str, ...]]:
+    """Run the plan's collectives in a twin on the same ranks; otherwise note that none runs."""
+    if not plan.collectives:
+        return program, ()
+    same = [(s.ranks, s.mesh) for s in program.plan.all_stages] == [
+        (s.ranks, s.mesh) for s in plan.all_stages
+    ]
+    if same:
+        return replace(program, plan=program.plan.with_(collectives=plan.collectives)), ()
+    count = f"{len(plan.collectives)} of the plan"
+    return program, (f"collectives: {count} checked as message programs, not run on fewer ranks",)
 
 
 def certify_twin(
