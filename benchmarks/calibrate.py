@@ -1,16 +1,16 @@
-"""Fits what training steps reach of a device's rates, and shows that it holds on other rows.
+"""Fit the efficiency of devices to published measurements, and validate it on held-out rows.
 
     python -m benchmarks.calibrate [--csv ../shared/data/published_calibration.csv] [--hold-out]
 
-For each kind of device of `shardwise.published.machines`: four factors (products, attention,
-memory, links) that make the simulated step times of all its rows fit the published ones. Residuals
-are logarithms of predicted over published, with a loss that grows linearly beyond 5%; each factor
-is held to its present value with a width of 10%, so that what the rows do not tell stays as it is.
-Of two values of what computing loses to messages that travel meanwhile, the better one is taken.
+For each kind of device of `shardwise.published.machines`, fit four factors (products, attention,
+memory, links) so that the simulated step times of its rows match the published ones. Residuals are
+logarithms of predicted over published times, with a loss that grows linearly beyond 5%. A prior of
+width 10% around the current value keeps factors that the rows do not determine. The better of two
+values for the slowdown of computing during communication is selected.
 
-`--hold-out` instead leaves out each source in turn, fits to the others and predicts it. These fits
-know nothing of the present factors: they begin at, and are held to, the same for all kinds. Rows
-of kinds that only that source measured are not counted. Either takes about 20 minutes.
+`--hold-out` instead predicts each source with a fit to all others. These fits do not use the
+current factors: their starting point and prior are the same for all kinds. Rows of kinds that only
+that source measured are not counted. Either takes about 20 minutes.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ NAMES = ("matmul", "attention", "memory", "link")
 OVERLAP_LOSSES = (0.5, 1.0)
 LINEAR_BEYOND = 0.05
 WIDTH = 0.1
-UNKNOWING = Reached(matmul=0.85, attention=0.6, memory=0.7, link=1.0)
+UNINFORMED = Reached(matmul=0.85, attention=0.6, memory=0.7, link=1.0)
 
 
 def main() -> None:
-    """Fit every kind of device; with `--hold-out`, without each source too."""
+    """Fit every kind of device, or validate the fits with `--hold-out`."""
     arguments = _arguments()
-    found = [e for e in read_entries(arguments.csv) if e.row is not None and e.step_time_s]
+    entries = [e for e in read_entries(arguments.csv) if e.row is not None and e.step_time_s]
     for kind, start in REACHED.items() if not arguments.hold_out else ():
-        rows = [e for e in found if _kind(e) == kind]
+        rows = [e for e in entries if _kind(e) == kind]
         fitted = fit(rows, start)
         print(kind, {k: round(v, 3) for k, v in asdict(fitted).items()})
         print("  before", _text(errors_of(_errors(rows, start))))
         print("  after ", _text(errors_of(_errors(rows, fitted))), flush=True)
-    for source in dict.fromkeys(_source(e) for e in found) if arguments.hold_out else ():
-        errors = list(_held_out(found, source))
+    for source in dict.fromkeys(_source(e) for e in entries) if arguments.hold_out else ():
+        errors = list(_held_out(entries, source))
         print(f"without {source}: {_text(errors_of(errors))}", flush=True)
 
 
 def fit(rows: Sequence[Entry], start: Reached) -> Reached:
-    """Return the factors that fit the rows best, with messages half hidden or not at all."""
+    """Return the factors that fit the rows best, with either slowdown during communication."""
     if not rows:
         return start
     first = np.log([getattr(start, name) for name in NAMES])
@@ -62,7 +62,7 @@ def fit(rows: Sequence[Entry], start: Reached) -> Reached:
         data = np.log1p(_errors(rows, _reached(logs, loss)))
         return np.concatenate([data, LINEAR_BEYOND * (logs - first) / WIDTH])
 
-    tried = {
+    fits = {
         loss: least_squares(
             residuals,
             first,
@@ -74,19 +74,19 @@ def fit(rows: Sequence[Entry], start: Reached) -> Reached:
         )
         for loss in OVERLAP_LOSSES
     }
-    best = min(tried, key=lambda loss: (round(tried[loss].cost, 6), loss))
-    return _reached(tried[best].x, best)
+    best = min(fits, key=lambda loss: (round(fits[loss].cost, 6), loss))
+    return _reached(fits[best].x, best)
 
 
-def _held_out(found: Sequence[Entry], source: str) -> Sequence[float]:
+def _held_out(entries: Sequence[Entry], source: str) -> Sequence[float]:
     errors: list[float] = []
-    mine = [e for e in found if _source(e) == source]
-    for kind in dict.fromkeys(_kind(e) for e in mine):
-        others = [e for e in found if _kind(e) == kind and _source(e) != source]
+    held_out = [e for e in entries if _source(e) == source]
+    for kind in dict.fromkeys(_kind(e) for e in held_out):
+        others = [e for e in entries if _kind(e) == kind and _source(e) != source]
         if not others:
             continue
-        fitted = fit(others, UNKNOWING)
-        errors += _errors([e for e in mine if _kind(e) == kind], fitted)
+        fitted = fit(others, UNINFORMED)
+        errors += _errors([e for e in held_out if _kind(e) == kind], fitted)
     return errors
 
 

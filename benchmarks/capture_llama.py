@@ -1,8 +1,8 @@
-"""How long `capture` takes for Llama-3-8B on meta tensors, next to bare `torch.export`.
+"""Time `capture` of Llama-3-8B on meta tensors, compared with plain `torch.export`.
 
     python benchmarks/capture_llama.py [--layers 32] [--tokens 8192] [--json result.json]
 
-Both run in the same process on the same model, in turns; the ratio is of the medians.
+Both run alternately in the same process on the same model; the ratio is of medians.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwise.frontend import capture
 
 
 def llama(layers: int) -> LlamaForCausalLM:
-    """Llama-3-8B's shape, without memory."""
+    """Build Llama-3-8B without weights."""
     config = LlamaConfig(
         vocab_size=128256,
         hidden_size=4096,
@@ -40,7 +40,7 @@ def llama(layers: int) -> LlamaForCausalLM:
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds and result of one call."""
+    """Return the seconds and the result of a call."""
     start = time.perf_counter()
     result = function()
     return time.perf_counter() - start, result
@@ -58,7 +58,7 @@ def main() -> None:
     tokens = torch.zeros(1, options.tokens, dtype=torch.int64, device="meta")
     batch = {"input_ids": tokens, "labels": tokens.clone()}
     small = llama(1)
-    torch.export.export(small, (), batch, strict=False)  # first calls import and compile things
+    torch.export.export(small, (), batch, strict=False)  # warm up imports and caches
     capture(small, batch)
 
     model = llama(options.layers)
@@ -80,7 +80,7 @@ def main() -> None:
         "machine": platform.processor() or platform.machine(),
     }
     print(f"{'':24s}{'seconds':>10s}")
-    print(f"{'torch.export (bare)':24s}{export_s:10.2f}")
+    print(f"{'torch.export (plain)':24s}{export_s:10.2f}")
     print(f"{'shardwise capture':24s}{capture_s:10.2f}")
     print(f"{'ratio (at most 1.3)':24s}{result['ratio']:10.2f}")
     print(f"{result['nodes']} nodes, {result['parameters'] / 1e9:.2f} B parameters")

@@ -1,4 +1,4 @@
-"""Captures every architecture of `transformers` that a tiny configuration can build.
+"""Capture every architecture of `transformers` that has a working tiny configuration.
 
     python benchmarks/capture_sweep.py [--kinds causal masked seq2seq image] [--only llama t5]
 
@@ -38,16 +38,16 @@ KINDS = {
     "seq2seq": (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "AutoModelForSeq2SeqLM"),
     "image": (auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, "AutoModelForImageClassification"),
 }
-MOST_PARAMETERS = 60_000_000
+MAX_PARAMETERS = 60_000_000
 
 
 class TooSlow(Exception):
-    """A model took longer than its share."""
+    """A model exceeded its time limit."""
 
 
 @contextlib.contextmanager
 def at_most(seconds: int) -> Iterator[None]:
-    """Raise `TooSlow` inside the block after so many seconds."""
+    """Raise `TooSlow` inside the block after some seconds."""
 
     def stop(*_: Any) -> None:
         raise TooSlow(f"more than {seconds} s")
@@ -64,12 +64,12 @@ def at_most(seconds: int) -> Iterator[None]:
 RETRIES: tuple[dict[str, Any], ...] = (
     {},
     {"head_dim": None},
-    {"num_key_value_heads": 4, "head_dim": None},  # as many as heads: latent attention
+    {"num_key_value_heads": 4, "head_dim": None},  # equally many heads: latent attention
 )
 
 
 def build_any(kind: str, model_type: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """Return the first of the tiny configurations that runs forward and backward."""
+    """Build the first tiny configuration that runs forward and backward."""
     for overrides in RETRIES:
         try:
             model, batch = build(kind, model_type, overrides)
@@ -85,13 +85,13 @@ def build_any(kind: str, model_type: str) -> tuple[torch.nn.Module, dict[str, to
 def build(
     kind: str, model_type: str, overrides: dict[str, Any]
 ) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """Return the tiny model and its batch; on meta first, so that a large one costs nothing."""
+    """Build a tiny model and its batch; its size is checked on meta tensors first."""
     torch.manual_seed(0)
     name = KINDS[kind][1]
     with torch.device("meta"):
         sketch = getattr(transformers, name).from_config(zoo._config(model_type, overrides))
     count = sum(p.numel() for p in sketch.parameters())
-    if count > MOST_PARAMETERS:
+    if count > MAX_PARAMETERS:
         raise ValueError(f"{count / 1e6:.0f} M parameters: the tiny configuration has no effect")
     if kind == "image":
         model, batch = zoo._image(model_type, auto=name, **overrides)
@@ -102,7 +102,7 @@ def build(
 
 
 def judge(kind: str, model_type: str) -> tuple[str, str]:
-    """Status and reason."""
+    """Return the status and reason of an architecture."""
     try:
         with at_most(60):
             model, batch = build_any(kind, model_type)

@@ -3,12 +3,11 @@
     python -m benchmarks.checkpoint [--folder /disk/tmp] [--out benchmarks/results/checkpoint.json]
     python -m benchmarks.checkpoint --tiny
 
-A Llama of Hugging Face's config with 1.1 GB of parameters trains with AdamW under `fsdp` on 4
-processes, is saved, and loaded on 2. "shard" is what a rank holds of parameters and optimizer
-state; "extra" is the peak of a rank's resident memory (VmHWM, reset before) above what it had.
-"blocked" is how long training was held up by a save beside steps that go on, as a share of the
-save's duration.
-The model starts on meta: no process ever has all of it.
+A Hugging Face Llama with 1.1 GB of parameters trains with AdamW under `fsdp` on 4 processes, is
+saved, and is loaded on 2. "shard" is the size of a rank's parameters and optimizer state; "extra"
+is the increase of its resident memory at the peak (VmHWM, reset before). "blocked" is the share of
+the duration of an asynchronous save that blocks training. The model starts on meta tensors, so that
+no process ever stores all of it.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ import torch.multiprocessing as mp
 
 import shardwise as sw
 
-BEYOND_SHARD = 256 << 20
-BLOCKED = 0.10
+MAX_BEYOND_SHARD = 256 << 20
+MAX_BLOCKED = 0.10
 SIZES = {
     "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 4096,
     "num_hidden_layers": 13, "num_attention_heads": 16, "num_key_value_heads": 16,
@@ -54,7 +53,7 @@ def make(sizes: dict[str, int]) -> tuple[torch.nn.Module, Any]:
 
 
 def resident(field: str) -> int:
-    """Return a figure of this process's memory in bytes: VmRSS now, or VmHWM at its peak."""
+    """Return the resident memory of this process in bytes: VmRSS now, or VmHWM at its peak."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) << 10
@@ -62,10 +61,10 @@ def resident(field: str) -> int:
 
 
 class Peak:
-    """The peak of resident memory above what there was."""
+    """Measure the increase of resident memory at its peak."""
 
     def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         self.before = resident("VmRSS")
 
     def above(self) -> int:
@@ -81,7 +80,7 @@ def start(sizes: dict[str, int], ranks: int) -> tuple[Any, Any, Any]:
 
 
 def step(pm: Any, optimizer: Any, batch: Any) -> float:
-    """One step of training."""
+    """Run a training step."""
     loss = pm.train_step(batch).item()
     optimizer.step()
     optimizer.zero_grad()
@@ -89,23 +88,23 @@ def step(pm: Any, optimizer: Any, batch: Any) -> float:
 
 
 def shard_bytes(pm: Any) -> int:
-    """What this rank holds: parameters, and twice as much optimizer state."""
+    """Return the bytes of this rank's parameters and optimizer state, which is twice as large."""
     return 3 * sum(e.piece.nbytes for e in pm.store.entries)
 
 
 def save(sizes: dict[str, int], folder: Path) -> dict[str, Any]:
-    """Train, save alone for the memory, and beside training for the time."""
+    """Save synchronously to measure memory, and during training to measure time."""
     pm, optimizer, batch = start(sizes, SAVING_RANKS)
     for _ in range(2):
         step(pm, optimizer, batch)
     peak = Peak()
-    sw.save_checkpoint(folder / "alone", pm, optimizer, wait=False).wait()
+    sw.save_checkpoint(folder / "sync", pm, optimizer, wait=False).wait()
     extra = peak.above()
-    shutil.rmtree(folder / "alone", ignore_errors=True)
+    shutil.rmtree(folder / "sync", ignore_errors=True)
     begin = time.perf_counter()
     step(pm, optimizer, batch)
     plain_step_s = time.perf_counter() - begin
-    saving = sw.save_checkpoint(folder / "beside", pm, optimizer, wait=False)
+    saving = sw.save_checkpoint(folder / "async", pm, optimizer, wait=False)
     for _ in range(4):
         step(pm, optimizer, batch)
     saving.wait()
@@ -119,37 +118,37 @@ def save(sizes: dict[str, int], folder: Path) -> dict[str, Any]:
 
 
 def load(sizes: dict[str, int], folder: Path) -> dict[str, Any]:
-    """Load on fewer ranks."""
+    """Load the checkpoint on fewer ranks."""
     pm, optimizer, batch = start(sizes, LOADING_RANKS)
     peak = Peak()
     begin = time.perf_counter()
-    sw.load_checkpoint(folder / "beside", pm, optimizer)
+    sw.load_checkpoint(folder / "async", pm, optimizer)
     duration = time.perf_counter() - begin
     extra = peak.above()
     loss = step(pm, optimizer, batch)
     return {"shard": shard_bytes(pm), "extra": extra, "duration_s": duration, "loss": loss}
 
 
-def worker(rank: int, world: int, port: int, what: str, sizes: dict[str, int], folder: str) -> None:
-    """A process; its result is a file."""
+def worker(rank: int, world: int, port: int, task: str, sizes: dict[str, int], folder: str) -> None:
+    """Run one process and write its result to a file."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
-    run = {"save": save, "load": load}[what]
+    run = {"save": save, "load": load}[task]
     result = run(sizes, Path(folder))
-    Path(folder, f"{what}-{rank}.json").write_text(json.dumps(result))
+    Path(folder, f"{task}-{rank}.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run_ranks(what: str, ranks: int, sizes: dict[str, int], folder: Path) -> list[dict[str, Any]]:
+def run_ranks(task: str, ranks: int, sizes: dict[str, int], folder: Path) -> list[dict[str, Any]]:
     """Return the results of all ranks."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    mp.spawn(worker, (ranks, port, what, sizes, str(folder)), nprocs=ranks)  # type: ignore[no-untyped-call]
-    return [json.loads((folder / f"{what}-{rank}.json").read_text()) for rank in range(ranks)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(worker, (ranks, port, task, sizes, str(folder)), nprocs=ranks)  # type: ignore[no-untyped-call]
+    return [json.loads((folder / f"{task}-{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def measure(sizes: dict[str, int], parent: Path | None) -> dict[str, Any]:
@@ -157,7 +156,7 @@ def measure(sizes: dict[str, int], parent: Path | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=parent, prefix="shardwise-checkpoint-") as name:
         folder = Path(name)
         saved = run_ranks("save", SAVING_RANKS, sizes, folder)
-        size = sum(file.stat().st_size for file in (folder / "beside").iterdir())
+        size = sum(file.stat().st_size for file in (folder / "async").iterdir())
         loaded = run_ranks("load", LOADING_RANKS, sizes, folder)
     blocked = max(row["blocked_s"] / row["duration_s"] for row in saved)
     extra = max(r["extra"] - r["shard"] for r in (*saved, *loaded))
@@ -170,12 +169,12 @@ def measure(sizes: dict[str, int], parent: Path | None) -> dict[str, Any]:
         "load": loaded,
         "blocked_share": blocked,
         "beyond_shard_bytes": extra,
-        "ok": blocked < BLOCKED and extra < BEYOND_SHARD,
+        "ok": blocked < MAX_BLOCKED and extra < MAX_BEYOND_SHARD,
     }
 
 
 def show(result: dict[str, Any]) -> None:
-    """The table."""
+    """Print the table."""
     mib = 2.0**20
     print(f"checkpoint of {result['checkpoint_bytes'] / mib:,.0f} MiB, with optimizer state")
     print(f"{'':6}{'rank':>5}{'shard MiB':>11}{'extra MiB':>11}{'seconds':>9}{'blocked':>9}")
@@ -186,12 +185,12 @@ def show(result: dict[str, Any]) -> None:
             print(f"{what:6}{rank:5}{sizes}{row['duration_s']:9.1f}{share:>9}")
     print(
         f"beyond a shard {result['beyond_shard_bytes'] / mib:,.0f} MiB of "
-        f"{BEYOND_SHARD / mib:.0f}, blocked {result['blocked_share']:.1%} of {BLOCKED:.0%}"
+        f"{MAX_BEYOND_SHARD / mib:.0f}, blocked {result['blocked_share']:.1%} of {MAX_BLOCKED:.0%}"
     )
 
 
 def main() -> None:
-    """Measure, show, write."""
+    """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--tiny", action="store_true", help="a small model")
     parser.add_argument("--folder", type=Path, help="where to write checkpoints")

@@ -1,12 +1,11 @@
-"""Data-parallel training of a GPT over emulated hosts, one of them slow: our sums and gloo's.
+"""Train a GPT with data parallelism on emulated hosts, one of them slow: our all-reduce and gloo.
 
     python -m benchmarks.collectives_training [--steps 7]
 
 Needs root and Debian's iproute2. Three hosts have cards of 800 Mbit/s, one of 200. Every process
-holds the model twice, under the same plan; one of both says which collectives are solved for the
-links (`sw.collectives.choose`). They take turns, step by step, on the same batches: figures are
-medians of steps, and the losses of both must be the same. Writes
-benchmarks/results/collectives_training.json.
+has two copies of the model under the same plan, one with collectives solved for the links
+(`sw.collectives.choose`). Both take turns, step by step, on the same batches. Figures are medians
+of steps, and both must have the same losses. Writes benchmarks/results/collectives_training.json.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ WARM_UP = 2
 
 
 def model() -> GPT:
-    """8.7 million parameters: 35 MB of gradients, next to few tokens."""
+    """Return a model with 35 MB of gradients, for few tokens."""
     torch.manual_seed(0)
     return GPT(layers=4, width=384, heads=6, length=LENGTH, vocab=VOCAB)
 
@@ -60,14 +59,14 @@ class Side:
         loss = self.module.train_step(batch)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        took = torch.tensor([time.perf_counter() - began])
-        dist.all_reduce(took, op=dist.ReduceOp.MAX)
-        self.seconds.append(float(took))
+        seconds = torch.tensor([time.perf_counter() - began])
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        self.seconds.append(float(seconds))
         self.losses.append(float(loss))
 
 
 def train(steps: int) -> dict[str, Any]:
-    """Both sides by turns; the same on all ranks."""
+    """Train both sides alternately, on all ranks."""
     cluster = sw.Cluster.from_yaml(hosts(RATES))
     batches = [tokens(4, LENGTH, VOCAB) for _ in range(2)]
     plan = sw.strategies.ddp(sw.capture(model(), batches[0]), cluster)
@@ -87,18 +86,18 @@ def train(steps: int) -> dict[str, Any]:
 
 
 def worker(folder: Path, rank: int, steps: int) -> None:
-    """One rank, in its namespace."""
+    """Run one rank in its namespace."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder / 'meeting'}",
+        init_method=f"file://{folder / 'rendezvous'}",
         rank=rank,
         world_size=len(RATES),
         timeout=timedelta(seconds=120),
     )
-    found = train(steps)
+    result = train(steps)
     if rank == 0:
-        (folder / "result.json").write_text(json.dumps(found), encoding="utf-8")
+        (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -109,30 +108,38 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--worker", nargs=2, metavar=("FOLDER", "RANK"), help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        worker(Path(given.worker[0]), int(given.worker[1]), given.steps)
+    options = parser.parse_args()
+    if options.worker:
+        worker(Path(options.worker[0]), int(options.worker[1]), options.steps)
         return
     network = Network.of_cluster(sw.Cluster.from_yaml(hosts(RATES)))
-    module = [sys.executable, "-m", "benchmarks.collectives_training", "--steps", str(given.steps)]
+    module = [
+        sys.executable,
+        "-m",
+        "benchmarks.collectives_training",
+        "--steps",
+        str(options.steps),
+    ]
     with tempfile.TemporaryDirectory() as folder, emulated(network) as plan:
         commands = [[*module, "--worker", folder, str(rank)] for rank in range(len(RATES))]
         run_on_hosts(plan, commands, timeout_s=TIMEOUT_S, environment={"OMP_NUM_THREADS": "1"})
-        found = json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
-    library, ours = (statistics.median(found[side]["seconds"]) for side in ("library", "ours"))
-    pairs = zip(found["library"]["losses"], found["ours"]["losses"], strict=True)
-    apart = max(abs(a - b) / abs(a) for a, b in pairs)
-    reached = ours <= AT_MOST * library and apart < 1e-4
-    print(f"GPT of {found['parameters']:,} parameters, {', '.join(found['collectives'])}")
-    print(f"library {library * 1e3:.0f} ms, ours {ours * 1e3:.0f} ms a step: {ours / library:.3f}")
-    print(f"losses from {found['ours']['losses'][0]:.4f} to {found['ours']['losses'][-1]:.4f}")
+        figures = json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
+    library, ours = (statistics.median(figures[side]["seconds"]) for side in ("library", "ours"))
+    pairs = zip(figures["library"]["losses"], figures["ours"]["losses"], strict=True)
+    difference = max(abs(a - b) / abs(a) for a, b in pairs)
+    reached = ours <= AT_MOST * library and difference < 1e-4
+    print(f"GPT of {figures['parameters']:,} parameters, {', '.join(figures['collectives'])}")
+    print(
+        f"library {library * 1e3:.0f} ms, ours {ours * 1e3:.0f} ms per step: {ours / library:.3f}"
+    )
+    print(f"losses from {figures['ours']['losses'][0]:.4f} to {figures['ours']['losses'][-1]:.4f}")
     print(
         f"{'reached' if reached else 'MISSED'}: {ours / library:.3f} of the library's step "
-        f"(at most {AT_MOST}), losses {apart:.1e} apart"
+        f"(at most {AT_MOST}), losses differ by {difference:.1e}"
     )
     result = {"command": "python -m benchmarks.collectives_training", "machine": machine()}
-    result |= {"ratio": ours / library, "at_most": AT_MOST, "losses_apart": apart, **found}
-    given.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    result |= {"ratio": ours / library, "at_most": AT_MOST, "losses_apart": difference, **figures}
+    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""One rank alone on one GPU: generated code against the model it came from, eager and compiled.
+"""Compare generated code of one rank with its model on one GPU, eager and compiled.
 
     python -m benchmarks.gpu [--pairs 40] [--model gpt_1b] [--out gpu-results.json]
 
-bf16 weights, AdamW, both systems in one process, steps in turn; ratio of medians with a 90%
+Both use bf16 weights and AdamW and alternate steps in one process; the ratio of medians has a 90%
 interval.
 """
 
@@ -25,37 +25,37 @@ Step = Callable[[], None]
 
 
 def steps(name: str, compiled: bool) -> tuple[Step, Step]:
-    """Our step and theirs, over the same weights at the start."""
+    """Return the steps of Shardwise and of the plain model, with the same initial weights."""
     model, batch = MODELS[name]()
     model = model.cuda().bfloat16()
     batch = {key: value.cuda() for key, value in batch.items()}
     plan = sw.strategies.ddp(sw.capture(model, batch), sw.Cluster.local(1))
     pm = sw.parallelize(model, batch, plan=plan, compile=compiled)
-    ours_optimizer = sw.optimizer(pm, torch.optim.AdamW, lr=1e-4, fused=True)
-    theirs_optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = sw.optimizer(pm, torch.optim.AdamW, lr=1e-4, fused=True)
+    plain_optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     run = torch.compile(model) if compiled else model
 
     def ours() -> None:
         pm.train_step(batch)
-        ours_optimizer.step()
-        ours_optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
-    def theirs() -> None:
+    def plain() -> None:
         loss_of(run(**batch)).backward()
-        theirs_optimizer.step()
-        theirs_optimizer.zero_grad()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
 
-    return ours, theirs
+    return ours, plain
 
 
-def alternate(ours: Step, theirs: Step, pairs: int) -> tuple[list[float], list[float]]:
-    """Seconds per step, the device idle before and after each."""
+def alternate(ours: Step, plain: Step, pairs: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of alternating steps, synchronized with the device."""
     times: tuple[list[float], list[float]] = ([], [])
     for pair in range(-WARM_UP, pairs):
         for which in (0, 1) if pair % 2 else (1, 0):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            (ours, theirs)[which]()
+            (ours, plain)[which]()
             torch.cuda.synchronize()
             if pair >= 0:
                 times[which].append(time.perf_counter() - start)
@@ -63,7 +63,7 @@ def alternate(ours: Step, theirs: Step, pairs: int) -> tuple[list[float], list[f
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--model", default="gpt_1b")
@@ -71,13 +71,13 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for compiled in (False, True):
-        found = ratio(*alternate(*steps(options.model, compiled), options.pairs))
-        rows.append({"model": options.model, "compiled": compiled, **found})
-        verdict = "ok" if found["ratio"] <= LIMIT else "above"
+        row = ratio(*alternate(*steps(options.model, compiled), options.pairs))
+        rows.append({"model": options.model, "compiled": compiled, **row})
+        verdict = "ok" if row["ratio"] <= LIMIT else "above"
         print(
-            f"{options.model} {'compiled' if compiled else 'eager':9} {found['ratio']:.4f} "
-            f"[{found['low']:.4f}, {found['high']:.4f}] limit {LIMIT} {verdict} "
-            f"{found['ours_s'] * 1e3:.1f} ms / {found['theirs_s'] * 1e3:.1f} ms",
+            f"{options.model} {'compiled' if compiled else 'eager':9} {row['ratio']:.4f} "
+            f"[{row['low']:.4f}, {row['high']:.4f}] limit {LIMIT} {verdict} "
+            f"{row['ours_s'] * 1e3:.1f} ms / {row['theirs_s'] * 1e3:.1f} ms",
             flush=True,
         )
         torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
-"""What the look at Python state and flags before every step costs: `python -m benchmarks.guards`.
+"""Time the check of Python state and flags before every step: `python -m benchmarks.guards`.
 
-Microseconds of one look, the best of many short repetitions, and its share of a training step on
-one rank. A GPT of 12 blocks, a Hugging Face Llama of 12 layers, and a small MLP.
+Prints the microseconds of a check, the minimum of many short repetitions, and its share of a
+training step on one rank, for a GPT of 12 blocks, a Hugging Face Llama of 12 layers and an MLP.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from benchmarks.models import GPT, tokens
 
 
 def gpt() -> tuple[nn.Module, Any, Any]:
-    """12 blocks of width 64, 64 tokens."""
+    """Return a GPT of 12 blocks of width 64."""
     return GPT(layers=12, width=64, heads=4, length=64, vocab=211), tokens(2, 32, 211), None
 
 
 def llama() -> tuple[nn.Module, Any, Any]:
-    """12 layers of width 64, 64 tokens."""
+    """Return a Llama of 12 layers of width 64."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 12}
@@ -36,7 +36,7 @@ def llama() -> tuple[nn.Module, Any, Any]:
 
 
 def mlp() -> tuple[nn.Module, Any, Any]:
-    """Two layers."""
+    """Return an MLP of two layers."""
 
     def loss(y: Tensor, batch: Any) -> Tensor:
         return y.square().mean()
@@ -45,12 +45,12 @@ def mlp() -> tuple[nn.Module, Any, Any]:
 
 
 def best_us(call: Callable[[], Any], number: int, repeat: int) -> float:
-    """Return the shortest time of a call: anything longer is another process's."""
+    """Return the shortest time of a call; longer ones include other processes."""
     return min(timeit.repeat(call, number=number, repeat=repeat)) / number * 1e6
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print the times."""
     torch.set_num_threads(1)
     for make in (gpt, llama, mlp):
         torch.manual_seed(0)
@@ -58,11 +58,11 @@ def main() -> None:
         plan = sw.strategies.ddp(sw.capture(model, batch, loss), sw.Cluster.local(1))
         pm = sw.parallelize(model, batch, plan, loss)
         pm.train_step(batch)
-        look = best_us(pm.world, 20, 200)
+        check = best_us(pm.world, 20, 200)
         step = best_us(lambda pm=pm, batch=batch: pm.train_step(batch), 2, 30)  # type: ignore[misc]
-        parts = f"{len(list(model.modules()))} modules, {len(list(model.parameters()))} parameters"
+        size = f"{len(list(model.modules()))} modules, {len(list(model.parameters()))} parameters"
         print(
-            f"{make.__name__:6} {look:7.1f} us of {step / 1e3:7.2f} ms: {look / step:.2%}, {parts}"
+            f"{make.__name__:6} {check:7.1f} us of {step / 1e3:7.2f} ms: {check / step:.2%}, {size}"
         )
 
 

@@ -1,12 +1,12 @@
-"""What batches of many lengths cost: `python -m benchmarks.lengths`.
+"""Time batches of many lengths: `python -m benchmarks.lengths`.
 
     python -m benchmarks.lengths [--lengths 40] [--ranks 2] [--plan ddp] [--out FILE]
 
-A GPT of four layers trains on batches each of another length. "first" is the time of the steps
-when every length is new, "again" when all are known: the difference is what new lengths cost.
-Programs come from one symbolic trace where they can ("one trace"), or from a capture for every
-length ("each"), or from graphs that such captures have stored on disk ("stored"). CPU seconds are
-those of one rank: on a busy machine they say more than the clock.
+A GPT of four layers trains on batches of different lengths. "first" is the time of the steps when
+every length is new, and "again" when all are known: the difference is the cost of new lengths.
+Programs come from one symbolic trace if possible ("one trace"), from a capture for each length
+("each"), or from graphs that such captures have cached on disk ("stored"). CPU seconds are those of
+one rank, which are more precise than wall time on a busy machine.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from benchmarks.models import GPT, tokens
 from shardwise.frontend import sizes
 
 VOCABULARY, ROWS, SHORTEST = 211, 4, 16
-WAYS = {"one trace": sizes.STATIC_CAPTURES, "each": 1 << 30, "stored": 1 << 30}
+METHODS = {"one trace": sizes.STATIC_CAPTURES, "each": 1 << 30, "stored": 1 << 30}
 
 
 def worker(rank: int, world: int, port: int, plan: str, count: int, to: str) -> None:
-    """One process; rank 0 writes the figures."""
+    """Run one process; rank 0 writes the figures."""
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
-    found = {}
-    for way, captures in WAYS.items():
-        os.environ["SHARDWISE_CACHE"] = "off" if way == "one trace" else f"{to}.{rank}.cache"
+    results = {}
+    for method, captures in METHODS.items():
+        os.environ["SHARDWISE_CACHE"] = "off" if method == "one trace" else f"{to}.{rank}.cache"
         with mock.patch.object(sizes, "STATIC_CAPTURES", captures):
-            found[way] = measure(plan, world, count)
+            results[method] = measure(plan, world, count)
     if rank == 0:
-        Path(to).write_text(json.dumps(found))
+        Path(to).write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def measure(plan: str, world: int, count: int) -> dict[str, Any]:
-    """Seconds and CPU seconds of all lengths, new and again."""
+    """Return the seconds and CPU seconds of all lengths, at first and again."""
     torch.manual_seed(0)
     model = GPT(vocab=VOCABULARY, width=64, heads=4, layers=4, length=SHORTEST + count + 1)
     first = tokens(ROWS, SHORTEST, VOCABULARY)
@@ -84,18 +84,18 @@ def main() -> None:
         free.close()
         to = f"{folder}/figures.json"
         mp.spawn(worker, (args.ranks, port, args.plan, args.lengths, to), args.ranks)
-        found = json.loads(Path(to).read_text())
+        results = json.loads(Path(to).read_text())
     print(f"{args.lengths} lengths, {args.plan} on {args.ranks} ranks")
     print(f"{'':10} {'first s':>8} {'again s':>8} {'cpu first':>10} {'cpu again':>10} {'ratio':>6}")
-    for way, row in found.items():
+    for method, row in results.items():
         first, again = row["first"], row["again"]
         print(
-            f"{way:10} {first['s']:8.2f} {again['s']:8.2f} {first['cpu_s']:10.2f} "
+            f"{method:10} {first['s']:8.2f} {again['s']:8.2f} {first['cpu_s']:10.2f} "
             f"{again['cpu_s']:10.2f} {first['cpu_s'] / again['cpu_s']:6.2f}"
         )
     if args.out:
         machine = {"machine": platform.machine(), "torch": torch.__version__}
-        figures = {"command": vars(args) | {"out": str(args.out)}, **machine, "figures": found}
+        figures = {"command": vars(args) | {"out": str(args.out)}, **machine, "figures": results}
         args.out.write_text(json.dumps(figures, indent=2) + "\n")
 
 

@@ -1,15 +1,16 @@
-"""Predicted memory next to that of real ranks on one GPU: `python -m benchmarks.memory`.
+"""Compare predicted memory with real ranks on one GPU: `python -m benchmarks.memory`.
 
     python -m benchmarks.memory [--only "fsdp on 8"] [--out benchmarks/results/memory.json]
-    python -m benchmarks.memory --fixed     # segments of torch's allocator that do not grow
-    python -m benchmarks.memory --tiny      # a small model; without a GPU it only runs
+    python -m benchmarks.memory --fixed     # without expandable segments of torch's allocator
+    python -m benchmarks.memory --tiny      # a small model; measures nothing without a GPU
 
 One rank of a large plan trains Llama-3-8B in bf16 with AdamW over torch's `fake` process group: its
-collectives move nothing, all else is real. "measured" is `torch.cuda.max_memory_allocated` of
-the second and third step, "reserved" what the allocator took from the device, "context" what the
-process has beside that. "predicted" is `sw.simulate` on a cluster of the preset h200. Two more
-steps have no more of the device than what a plan of the predicted peak is given where it only just
-fits ("allowed"). Every case is a process; they compile at the same time and take turns on the GPU.
+collectives transfer nothing, everything else is real. "measured" is
+`torch.cuda.max_memory_allocated` of the second and third step, "reserved" is the memory of the
+allocator, and "context" is the other memory of the process. "predicted" is `sw.simulate` on the
+preset h200. Two more steps are limited to the memory of the smallest device on which a plan with
+the predicted peak fits ("allowed"). Every case is a process; they compile concurrently and take
+turns on the GPU.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import argparse
 import contextlib
 import fcntl
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -37,7 +39,7 @@ from shardwise.api.compile import cast_model
 from shardwise.api.memory import SingleRank
 from shardwise.runtime.memory import grow_segments
 from shardwise.runtime.mesh import axis_groups
-from shardwise.runtime.transport.process_group import ProcessGroupTransport, _combinations
+from shardwise.runtime.transport.process_group import ProcessGroupTransport
 from shardwise.simulation.memory import Budget
 
 STEPS = 3
@@ -53,7 +55,7 @@ TINY = {
 
 
 def make_model(config: dict[str, Any]) -> torch.nn.Module:
-    """Return a Hugging Face Llama without data."""
+    """Return a Hugging Face Llama without weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):
@@ -61,14 +63,14 @@ def make_model(config: dict[str, Any]) -> torch.nn.Module:
 
 
 def make_batch(rows: int, length: int, vocab: int) -> dict[str, torch.Tensor]:
-    """Random tokens, which are their own labels."""
+    """Return random tokens, which are also the labels."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocab, (rows, length), generator=generator)
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
 class FakeGroupRank(SingleRank):
-    """One rank of a plan over the `fake` process group, without the others."""
+    """A single rank of a plan over the `fake` process group."""
 
     def __init__(
         self, graph: sw.Graph, plan: sw.Plan, rank: int, device: torch.device | str
@@ -87,10 +89,12 @@ class FakeGroupRank(SingleRank):
 
 
 def _mesh(plan: sw.Plan, rank: int) -> rt.ProcessMesh:
-    """Return the rank's mesh, with the process groups that this rank is in and no others."""
+    """Return the rank's mesh, with only the process groups of this rank."""
     stage = next(s for s in plan.all_stages if rank in s.ranks)
     axes = dict(stage.mesh.axes)
-    groups = axis_groups(axes, _combinations(tuple(axes)), stage.ranks)
+    counts = range(1, len(axes) + 1)
+    combinations = [names for n in counts for names in itertools.combinations(axes, n)]
+    groups = axis_groups(axes, combinations, stage.ranks)
     return rt.ProcessMesh(
         axes,
         stage.ranks.index(rank),
@@ -103,48 +107,48 @@ def _mesh(plan: sw.Plan, rank: int) -> rt.ProcessMesh:
 
 
 def measure(
-    one: FakeGroupRank, batch: dict[str, torch.Tensor], allowed: float | None = None
+    rank: FakeGroupRank, batch: dict[str, torch.Tensor], allowed: float | None = None
 ) -> dict[str, Any]:
-    """Return the most memory of a few steps, once the optimizer's state is there.
+    """Return the peak memory of some steps, with the state of the optimizer.
 
-    With `allowed` two more steps have so many bytes of the device; `in_allowed` says whether that
-    was enough.
+    With `allowed`, two more steps are limited to that many bytes of the device; `in_allowed` is
+    whether they succeed.
     """
-    cuda = one.device.type == "cuda"
-    optimizer = sw.optimizer(one.module, torch.optim.AdamW, lr=1e-4)
+    cuda = rank.device.type == "cuda"
+    optimizer = sw.optimizer(rank.module, torch.optim.AdamW, lr=1e-4)
     for step in range(STEPS):
         if cuda and step == 1:
             torch.cuda.reset_peak_memory_stats()
-        _step(one, optimizer, batch)
+        _step(rank, optimizer, batch)
     if not cuda:
         return {}
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
-    found = {
+    figures = {
         "measured": torch.cuda.max_memory_allocated(),
         "reserved": torch.cuda.max_memory_reserved(),
         "context": total - free - torch.cuda.memory_reserved(),
     }
     if allowed is not None:
-        found["in_allowed"] = _repeat(one, optimizer, batch, allowed / total)
-    return found
+        figures["in_allowed"] = _repeat(rank, optimizer, batch, allowed / total)
+    return figures
 
 
-def _step(one: FakeGroupRank, optimizer: Any, batch: dict[str, torch.Tensor]) -> None:
-    one.module.train_step(batch)
+def _step(rank: FakeGroupRank, optimizer: Any, batch: dict[str, torch.Tensor]) -> None:
+    rank.module.train_step(batch)
     optimizer.step()
     optimizer.zero_grad()
 
 
 def _repeat(
-    one: FakeGroupRank, optimizer: Any, batch: dict[str, torch.Tensor], share: float
+    rank: FakeGroupRank, optimizer: Any, batch: dict[str, torch.Tensor], share: float
 ) -> bool:
-    """Whether two steps run through with a share of the device's memory."""
+    """Return whether two steps succeed with a share of the device's memory."""
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(min(share, 1.0))
     try:
         for _ in range(2):
-            _step(one, optimizer, batch)
+            _step(rank, optimizer, batch)
         torch.cuda.synchronize()
     except torch.OutOfMemoryError:
         return False
@@ -170,13 +174,13 @@ def _cluster(case: Case) -> sw.Cluster:
 
 
 def run_case(name: str, *, tiny: bool, lock: str) -> list[dict[str, Any]]:
-    """Return a row for every group of a case, measured where there is a GPU."""
+    """Return a row for every group of a case, measured if there is a GPU."""
     case = CASES[name]
     start = time.perf_counter()
     model, batch, plan = plan_of(case, TINY if tiny else LLAMA_8B, 64 if tiny else case.length)
     graph = sw.capture(model, batch, plan=plan)
     estimate = sw.simulate(graph, plan, _cluster(case))
-    sw.compile(graph, plan)  # before the GPU is this process's
+    sw.compile(graph, plan)  # before this process uses the GPU
     taken = Budget.of(_cluster(case).device(0)).taken
     rows = []
     with open(lock, "w") as turn:
@@ -213,14 +217,14 @@ def _short(plan: sw.Plan) -> str:
 
 def _measured(graph: Any, plan: sw.Plan, rank: int, batch: Any, allowed: float) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    one = FakeGroupRank(graph, plan, rank, device)
+    fake_rank = FakeGroupRank(graph, plan, rank, device)
     try:
-        return measure(one, batch, allowed)
+        return measure(fake_rank, batch, allowed)
     except torch.OutOfMemoryError:
         return {"out_of_memory": True}
     finally:
-        one.close()
-        del one
+        fake_rank.close()
+        del fake_rank
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
@@ -241,7 +245,7 @@ def show(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run the cases, print and write."""
+    """Run the cases, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", action="append", choices=CASES)
     parser.add_argument("--tiny", action="store_true")

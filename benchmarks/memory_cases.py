@@ -1,7 +1,6 @@
-"""The plans whose memory `benchmarks.memory` measures: Llama-3-8B on 8, 64 and 1,024 ranks.
+"""The plans of `benchmarks.memory`: Llama-3-8B on 8, 64 and 1,024 ranks.
 
-`KNOWN` were measured before, and the model of memory was corrected with them; `NEW` were not looked
-at before they were measured.
+The memory model was developed with measurements of `KNOWN`; `NEW` are held-out cases.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A plan, the batch, and of which groups of ranks one is measured.
+    """A plan, its batch, and the groups of which one rank is measured.
 
-    `strategy` is the name of one, or "plan" for what `sw.plan` finds.
+    `strategy` is the name of a strategy, or "plan" for the result of `sw.plan`.
     """
 
     strategy: str
@@ -75,9 +74,9 @@ NEW = {
         "hybrid", 1024, 256, 8192, 0, 1, 3,
         dp=32, tp=8, pp=4, zero=2, num_microbatches=8, recompute="full",
     ),
-    "found for 8": _case("plan", 8, 64, 8192),
-    "found for 64": _case("plan", 64, 256, 8192, 0, -1),
-    "found for 1,024": _case("plan", 1024, 1024, 8192, 0, -1),
+    "searched for 8": _case("plan", 8, 64, 8192),
+    "searched for 64": _case("plan", 64, 256, 8192, 0, -1),
+    "searched for 1,024": _case("plan", 1024, 1024, 8192, 0, -1),
 }  # fmt: skip
 
 CASES = {**KNOWN, **NEW}

@@ -1,4 +1,4 @@
-"""The models that benchmarks run: a plain GPT, an HF Llama, and a GPT of 1.3 billion parameters."""
+"""Models of the benchmarks: a plain GPT, an HF Llama, and a GPT of 1.3 billion parameters."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def tokens(batch: int, length: int, vocab: int) -> dict[str, Tensor]:
 
 
 def gpt() -> tuple[nn.Module, dict[str, Tensor]]:
-    """4 layers of 512, sequences of 256, a batch of 8."""
+    """Return a GPT of 4 layers of 512, and a batch of 8 sequences of 256."""
     torch.manual_seed(0)
     model = GPT(layers=4, width=512, heads=8, length=256, vocab=8192)
     return model, tokens(8, 256, 8192)
@@ -84,7 +84,7 @@ def llama() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def gpt_1b() -> tuple[nn.Module, dict[str, Tensor]]:
-    """24 layers of 2048: 1.3 billion parameters, for one GPU."""
+    """Return a GPT of 24 layers of 2048 (1.3 billion parameters) for one GPU."""
     torch.manual_seed(0)
     model = GPT(layers=24, width=2048, heads=16, length=1024, vocab=50304)
     return model, tokens(8, 1024, 50304)
@@ -94,11 +94,11 @@ MODELS = {"gpt": gpt, "llama": llama, "gpt_1b": gpt_1b}
 
 
 def block_modules(model: nn.Module) -> Any:
-    """Return the repeated blocks, which FSDP2 wraps one by one."""
+    """Return the repeated blocks, which FSDP2 wraps individually."""
     return model.blocks if hasattr(model, "blocks") else model.model.layers  # type: ignore[union-attr]
 
 
 def loss_of(output: Any) -> Tensor:
     """Return the loss of a model's output."""
-    found: Tensor = output.loss if hasattr(output, "loss") else output
-    return found
+    loss: Tensor = output.loss if hasattr(output, "loss") else output
+    return loss

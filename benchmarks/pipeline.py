@@ -1,15 +1,15 @@
-"""Pipelines next to `torch.distributed.pipelining`: step time, peak memory, bubbles.
+"""Compare pipelines with `torch.distributed.pipelining`: step time, peak memory and bubbles.
 
     python -m benchmarks.pipeline [--what time,memory,bubble] [--ranks 2,4] [--bubble-ranks 2,8]
 
-Both run the same GPT, with a head of its own, cut at the same blocks, in the same gloo processes of
-one thread and one core each, with 8 micro-batches and AdamW. That they compute the same loss and
-the same gradients is checked first. Times and memory are measured as in `benchmarks.run`; memory
-is that of the rank with the worst ratio.
+Both run the same GPT, with an untied head, split at the same blocks, in the same gloo processes of
+one thread and one core each, with 8 micro-batches and AdamW. First, both must compute the same loss
+and gradients. Times and memory are measured as in `benchmarks.run`; memory is that of the rank with
+the worst ratio.
 
-A bubble is the part of a recorded step in which ranks wait, next to that of the schedule replayed
-with the times that its actions took in this very step: what is between them is lost by the
-executor. Rows that need more cores than this machine has are left out.
+A bubble is the share of a recorded step in which ranks wait, compared with a replay of the schedule
+with the recorded times of its actions: the difference is the overhead of the executor. Rows that
+need more cores than this machine has are skipped.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ LIMITS = {"time": 1.03, "memory": 1.03, "bubble": 5.0}  # ratios, and points of 
 MICROBATCHES = 8
 LENGTH, VOCAB = 128, 2048
 STEPS_RECORDED = 5
-RIVALS: dict[str, Any] = {
+BASELINES: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
     "1f1b": pipelining.Schedule1F1B,
     "interleaved": pipelining.ScheduleInterleaved1F1B,
 }
-SCHEDULES = (*RIVALS, "zb_h1", "zb_v")
+SCHEDULES = (*BASELINES, "zb_h1", "zb_v")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a group of processes does: "time" or "bubble", or the memory of "ours" or "theirs"."""
+    """A task for a group of processes: "time", "bubble", or memory of "ours" or the "baseline"."""
 
     kind: str
     ranks: int
@@ -78,7 +78,7 @@ class Job:
 
 
 def gpt(layers: int) -> tuple[GPT, dict[str, Tensor]]:
-    """Return a GPT whose head is not its embedding, and a batch of one sequence per micro-batch."""
+    """Return a GPT with an untied head, and a batch of one sequence per micro-batch."""
     torch.manual_seed(0)
     model = GPT(layers=layers, width=384, heads=6, length=LENGTH, vocab=VOCAB)
     model.head = nn.Linear(384, VOCAB, bias=False)
@@ -86,7 +86,7 @@ def gpt(layers: int) -> tuple[GPT, dict[str, Tensor]]:
 
 
 class Part(nn.Module):
-    """Some blocks of a GPT, with the embedding or the head where they are first or last."""
+    """A range of blocks of a GPT, with the embedding or the head at its ends."""
 
     def __init__(self, model: GPT, first: int, end: int) -> None:
         super().__init__()
@@ -110,20 +110,20 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-class Theirs:
-    """`torch.distributed.pipelining`, as its documentation says to use it."""
+class Baseline:
+    """`torch.distributed.pipelining` as its documentation recommends."""
 
     def __init__(self, job: Job) -> None:
         model, self.batch = gpt(job.layers)
         rank = dist.get_rank()
-        mine = [s for s in range(job.stages) if s % job.ranks == rank]
-        self.parts = [Part(model, *job.starts[stage : stage + 2]) for stage in mine]
+        local = [s for s in range(job.stages) if s % job.ranks == rank]
+        self.parts = [Part(model, *job.starts[stage : stage + 2]) for stage in local]
         stages = [
             pipelining.PipelineStage(part, stage, job.stages, torch.device("cpu"))
-            for part, stage in zip(self.parts, mine, strict=True)
+            for part, stage in zip(self.parts, local, strict=True)
         ]
         is_one = len(stages) == 1
-        self.schedule = RIVALS[job.schedule](
+        self.schedule = BASELINES[job.schedule](
             stages[0] if is_one else stages, MICROBATCHES, loss_fn=mean_loss
         )
         self.is_first, self.is_last = rank == 0, rank == job.ranks - 1
@@ -133,9 +133,9 @@ class Theirs:
     def train(self) -> float | None:
         """Return the mean loss on the last rank."""
         losses: list[Tensor] = []
-        given = (self.batch["input_ids"],) if self.is_first else ()
-        wanted = {"target": self.batch["labels"], "losses": losses} if self.is_last else {}
-        self.schedule.step(*given, **wanted, return_outputs=False)
+        inputs = (self.batch["input_ids"],) if self.is_first else ()
+        targets = {"target": self.batch["labels"], "losses": losses} if self.is_last else {}
+        self.schedule.step(*inputs, **targets, return_outputs=False)
         return float(torch.stack(losses).detach().mean()) if losses else None
 
     def step(self) -> None:
@@ -144,13 +144,13 @@ class Theirs:
         self.optimizer.zero_grad()
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return this rank's gradients under the model's names."""
+        """Return this rank's gradients by the names of the model."""
         named = (pair for part in self.parts for pair in part.named_parameters())
         return {name: p.grad for name, p in named if p.grad is not None}
 
 
 class Ours:
-    """The same under a plan of ours."""
+    """The same model under a plan of Shardwise."""
 
     def __init__(self, job: Job, *, record: bool = False) -> None:
         model, self.batch = gpt(job.layers)
@@ -174,42 +174,42 @@ class Ours:
         self.optimizer.zero_grad()
 
 
-def check_equal(ours: Ours, theirs: Theirs) -> None:
-    """Both give the same loss and the same gradients, to float32."""
-    mine, other = ours.train(), theirs.train()
-    if other is not None:
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
-    found, wanted = ours.module.gather_gradients(), theirs.gradients()
-    assert wanted, "no gradients"
-    for name, grad in wanted.items():
-        torch.testing.assert_close(found[name], grad, rtol=1e-3, atol=1e-5, msg=name)
+def check_equal(ours: Ours, baseline: Baseline) -> None:
+    """Require that both compute the same loss and gradients, up to float32 rounding."""
+    loss, expected_loss = ours.train(), baseline.train()
+    if expected_loss is not None:
+        torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-6)
+    gradients, expected = ours.module.gather_gradients(), baseline.gradients()
+    assert expected, "no gradients"
+    for name, grad in expected.items():
+        torch.testing.assert_close(gradients[name], grad, rtol=1e-3, atol=1e-5, msg=name)
     ours.optimizer.zero_grad()
-    theirs.optimizer.zero_grad()
+    baseline.optimizer.zero_grad()
 
 
 def time_both(job: Job) -> Any:
-    """Seconds of our steps and of theirs."""
-    ours, theirs = Ours(job), Theirs(job)
-    check_equal(ours, theirs)
-    return alternate(ours.step, theirs.step, job.pairs)
+    """Return the seconds of alternating steps of both."""
+    ours, baseline = Ours(job), Baseline(job)
+    check_equal(ours, baseline)
+    return alternate(ours.step, baseline.step, job.pairs)
 
 
 def memory_of(job: Job) -> int:
-    """Return the peak of this rank."""
+    """Return the peak memory of this rank."""
 
     def begin() -> Step:
-        return Ours(job).step if job.kind == "ours" else Theirs(job).step
+        return Ours(job).step if job.kind == "ours" else Baseline(job).step
 
     return peak_bytes(begin)
 
 
 def bubbles(job: Job) -> list[tuple[float, float]]:
-    """Of some steps the recorded bubble, and that of the schedule with the times recorded."""
+    """Return the recorded and the replayed bubbles of some steps."""
     ours = Ours(job, record=True)
     schedule = make(
         job.schedule, num_groups=job.ranks, num_microbatches=MICROBATCHES, num_stages=job.stages
     )
-    found = []
+    result = []
     for step in range(-3, STEPS_RECORDED):
         dist.barrier()
         ours.step()
@@ -217,8 +217,8 @@ def bubbles(job: Job) -> list[tuple[float, float]]:
         if trace is not None and step >= 0:
             durations = dict(_durations(trace))
             replayed = replay(schedule, durations.__getitem__)
-            found.append((bubble_fraction(trace).overall, replayed.bubble_fraction))
-    return found
+            result.append((bubble_fraction(trace).overall, replayed.bubble_fraction))
+    return result
 
 
 def _durations(trace: dict[str, Any]) -> Iterator[tuple[Action, float]]:
@@ -230,13 +230,13 @@ def _durations(trace: dict[str, Any]) -> Iterator[tuple[Action, float]]:
 WORK: dict[str, Callable[[Job], Any]] = {
     "time": time_both,
     "ours": memory_of,
-    "theirs": memory_of,
+    "baseline": memory_of,
     "bubble": bubbles,
 }
 
 
 def worker(rank: int, port: int, job: Job, queue: Any) -> None:
-    """One process, on a core of its own where there are enough."""
+    """Run one process, on a separate core if there are enough."""
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= job.ranks:
@@ -244,16 +244,16 @@ def worker(rank: int, port: int, job: Job, queue: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.ranks))
     dist.init_process_group("gloo", rank=rank, world_size=job.ranks)
-    found: list[Any] = [None] * job.ranks
-    dist.all_gather_object(found, WORK[job.kind](job))
+    results: list[Any] = [None] * job.ranks
+    dist.all_gather_object(results, WORK[job.kind](job))
     if rank == 0:
-        queue.put(found)
+        queue.put(results)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def launch(job: Job) -> list[Any]:
-    """Run a job on fresh processes: the result of every rank."""
+    """Run a job in new processes and return the results of all ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -261,31 +261,31 @@ def launch(job: Job) -> list[Any]:
     processes = mp.spawn(worker, (port, job, queue), nprocs=job.ranks, join=False)
     while not processes.join(timeout=1.0):
         pass
-    found: list[Any] = queue.get()
-    return found
+    results: list[Any] = queue.get()
+    return results
 
 
 def time_row(job: Job) -> dict[str, Any]:
-    """Step times of rank 0; barriers make those of the others the same."""
-    ours, theirs = launch(job)[0]
-    return ratio(ours, theirs)
+    """Compare the step times of rank 0, which barriers make equal on all ranks."""
+    ours, baseline = launch(job)[0]
+    return ratio(ours, baseline)
 
 
 def memory_row(job: Job) -> dict[str, Any]:
-    """Peaks of all ranks, and the ratio of the worst."""
-    ours, theirs = (
-        launch(Job(kind=who, ranks=job.ranks, schedule=job.schedule, pairs=0))
-        for who in ("ours", "theirs")
+    """Return the peaks of all ranks, and the worst ratio."""
+    ours, baseline = (
+        launch(Job(kind=kind, ranks=job.ranks, schedule=job.schedule, pairs=0))
+        for kind in ("ours", "baseline")
     )
-    worst = max(a / b for a, b in zip(ours, theirs, strict=True))
-    return {"ratio": worst, "ours_bytes": ours, "theirs_bytes": theirs}
+    worst = max(a / b for a, b in zip(ours, baseline, strict=True))
+    return {"ratio": worst, "ours_bytes": ours, "theirs_bytes": baseline}
 
 
 def bubble_row(job: Job) -> dict[str, Any]:
-    """Medians over the recorded steps, in percent."""
+    """Return medians over the recorded steps, in percent."""
     steps = launch(job)[0]
     recorded, replayed = (100 * statistics.median(column) for column in zip(*steps, strict=True))
-    points = statistics.median(100 * (mine - ideal) for mine, ideal in steps)
+    points = statistics.median(100 * (actual - ideal) for actual, ideal in steps)
     return {"points": points, "recorded": recorded, "replayed": replayed, "steps": steps}
 
 
@@ -293,9 +293,9 @@ ROWS = {"time": time_row, "memory": memory_row, "bubble": bubble_row}
 
 
 def jobs(options: argparse.Namespace) -> Iterator[Job]:
-    """All rows asked for, in the order of the table."""
+    """Yield the selected jobs in the order of the table."""
     for kind in options.what:
-        schedules = SCHEDULES if kind == "bubble" else tuple(RIVALS)
+        schedules = SCHEDULES if kind == "bubble" else tuple(BASELINES)
         for ranks in options.bubble_ranks if kind == "bubble" else options.ranks:
             for schedule in schedules:
                 if schedule not in options.schedules:
@@ -305,7 +305,7 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
 
 
 def show(row: dict[str, Any]) -> None:
-    """One line of the table."""
+    """Print a line of the table."""
     what, limit = row["what"], LIMITS[row["what"]]
     value = abs(row["points"]) if what == "bubble" else row["ratio"]
     verdict = "ok" if value <= limit else "above"
@@ -325,7 +325,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers belong to."""
+    """Describe this machine."""
     names = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -353,14 +353,14 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     for job in jobs(options):
         if job.kind != "memory" and job.ranks > cores:
-            print(f"{job.ranks} ranks {job.schedule:11} {job.kind:6} left out: {cores} cores here")
+            print(f"{job.ranks} ranks {job.schedule:11} {job.kind:6} skipped: only {cores} cores")
             continue
         head = {"what": job.kind, "ranks": job.ranks, "schedule": job.schedule}
         rows.append({**head, **ROWS[job.kind](job)})
         show(rows[-1])
         command = " ".join(["python -m benchmarks.pipeline", *sys.argv[1:]])
-        found = {"machine": machine(), "command": command, "rows": rows}
-        options.out.write_text(json.dumps(found, indent=2) + "\n")
+        document = {"machine": machine(), "command": command, "rows": rows}
+        options.out.write_text(json.dumps(document, indent=2) + "\n")
 
 
 def _names(text: str) -> list[str]:

@@ -1,16 +1,17 @@
-"""The planner's plans against a full grid of Megatron-style configurations, in simulation.
+"""Compare plans of the planner with a full grid of Megatron-style configurations, simulated.
 
     python -m benchmarks.quality [--cases gpt,llama] [--output benchmarks/results/quality.json]
 
-For every case of `quality_cases`: all of dp x tp x pp x micro-batches x ZeRO x recompute x schedule
-(1f1b, and interleaved with 2 stages a group) with the layouts and the cuts of
-`sw.strategies.hybrid`, simulated; the best that fits in memory next to `sw.plan`'s. The best of the
-grid is made once more by `hybrid` itself and simulated by `sw.simulate`, which must agree.
+For every case of `quality_cases`, simulate all of dp x tp x pp x micro-batches x ZeRO x recompute x
+schedule (1f1b, and interleaved with 2 stages per group) with the layouts and stages of
+`sw.strategies.hybrid`, and compare the best that fits in memory with `sw.plan`. The best of the
+grid is also built by `hybrid` itself and simulated by `sw.simulate`, which must agree.
 
-The grid is Megatron's tensor parallelism (four all-reduces a block), without sequence parallelism
-and without scattering what stages send: with tp > 1 every rank sends the whole activation. Where tp
-and pp are both above 1, a ratio below 1 is in part this, not the search: on 64 A100 with 100 Gbit/s
-a node, tp=4 x pp=8 is 0.53 of the grid's for the same configuration, tp=4 without stages 0.99.
+The grid has Megatron's tensor parallelism (four all-reduces per block), without sequence
+parallelism and without scattering activations between stages: with tp > 1 every rank sends the full
+activation. If both tp and pp are above 1, a ratio below 1 is partly due to this and not to the
+search: on 64 A100 with 100 Gbit/s per node, tp=4 x pp=8 takes 0.53 of the grid's time for the same
+configuration, and tp=4 without stages 0.99.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from shardwise.simulation.workload import WorkloadModel, batch_rows
 
 PRECISION = "bf16"
 OUTPUT = Path("benchmarks/results/quality.json")
-BASELINE = "hybrid: no sequence parallelism, whole activations between stages"
-AGREES = 1e-6  # how far the grid's own simulation and `sw.simulate` may be apart
+BASELINE = "hybrid: no sequence parallelism, full activations between stages"
+TOLERANCE = 1e-6  # between the simulation of the grid and `sw.simulate`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """One configuration of the grid: arguments of `hybrid`."""
+    """A configuration of the grid: arguments of `hybrid`."""
 
     dp: int
     tp: int
@@ -55,15 +56,15 @@ class Config:
     virtual_stages: int
 
     def options(self) -> dict[str, Any]:
-        found = asdict(self)
+        options = asdict(self)
         if self.pp == 1:
-            return {k: v for k, v in found.items() if k != "virtual_stages"}
-        return {**found, "schedule": "1f1b" if self.virtual_stages == 1 else "interleaved"}
+            return {k: v for k, v in options.items() if k != "virtual_stages"}
+        return {**options, "schedule": "1f1b" if self.virtual_stages == 1 else "interleaved"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What a case came to."""
+    """The results of a case."""
 
     case: str
     cluster: str
@@ -83,12 +84,12 @@ class Row:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
+    """Return all divisors in ascending order."""
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def configurations(ranks: int, rows: int, node: int, blocks: int) -> Iterator[Config]:
-    """Yield the whole grid."""
+    """Yield all configurations of the grid."""
     for tp in (d for d in divisors(ranks) if d <= node):
         for pp in (d for d in divisors(ranks // tp) if d <= blocks):
             dp = ranks // tp // pp
@@ -107,7 +108,7 @@ def configurations(ranks: int, rows: int, node: int, blocks: int) -> Iterator[Co
 
 
 class Grid:
-    """Simulates configurations; those with the same tp share layouts, with as many stages cuts."""
+    """Simulate configurations; layouts are shared by tp, and stage boundaries by stages."""
 
     def __init__(self, graph: Graph, cluster: Cluster) -> None:
         self.graph, self.cluster = graph, cluster
@@ -119,11 +120,11 @@ class Grid:
         self._cuts: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def seconds(self, config: Config) -> float | None:
-        """Return the step time; None where it does not fit, or cannot be."""
-        found = self._layout(config.tp)
-        if found is None:
+        """Return the step time, or None if the configuration does not fit or is impossible."""
+        layout = self._layout(config.tp)
+        if layout is None:
             return None
-        evaluator, workloads, axes = found
+        evaluator, workloads, axes = layout
         size = config.dp * config.tp
         mesh = Mesh(axes=((("dp", config.dp),) if config.dp > 1 else ()) + axes)
         groups = tuple(
@@ -152,16 +153,16 @@ class Grid:
     ) -> tuple[Evaluator, WorkloadModel, tuple[tuple[str, int], ...]] | None:
         if tp not in self._layouts:
             dp = 2 if self.rows > 1 else 1
-            few = Cluster.preset("h100", nodes=1, devices_per_node=dp * tp)
+            small = Cluster.preset("h100", nodes=1, devices_per_node=dp * tp)
             try:
-                plan = sw.strategies.hybrid(self.graph, few, dp=dp, tp=tp)
-            except ShardwiseError:  # nothing to cut so often
+                plan = sw.strategies.hybrid(self.graph, small, dp=dp, tp=tp)
+            except ShardwiseError:  # no dim is divisible by tp
                 self._layouts[tp] = None
                 return None
             fold, workloads = workloads_of(self.graph, plan)
             axes = tuple((a, n) for a, n in plan.mesh.axes if a != "dp")
-            found = (Evaluator(fold, self.cluster), next(iter(workloads.values())), axes)
-            self._layouts[tp] = found
+            workload = next(iter(workloads.values()))
+            self._layouts[tp] = (Evaluator(fold, self.cluster), workload, axes)
         return self._layouts[tp]
 
     def _cut(self, stages: int, ranks: int) -> tuple[int, ...]:
@@ -173,7 +174,7 @@ class Grid:
 
 
 def run(case: Case) -> Row:
-    """Return the best of the grid, and our plan."""
+    """Compare the plan of a case with the best of the grid."""
     graph, cluster = case.graph(), case.cluster()
     begun = time.monotonic()
     plan = sw.plan(graph, cluster, precision=PRECISION, progress=False)
@@ -196,14 +197,14 @@ def run(case: Case) -> Row:
     )
     if best is not None:
         same = sw.strategies.hybrid(graph, cluster, precision=PRECISION, **best.options())
-        again = sw.simulate(graph, same, cluster).step_time_s
-        if abs(again / best_s - 1) > AGREES:
-            print(f"  {case.name}: the grid has {best_s:.6f} s, sw.simulate {again:.6f} s")
+        simulated_s = sw.simulate(graph, same, cluster).step_time_s
+        if abs(simulated_s / best_s - 1) > TOLERANCE:
+            print(f"  {case.name}: the grid has {best_s:.6f} s, sw.simulate {simulated_s:.6f} s")
     return row
 
 
 def search_grid(graph: Graph, cluster: Cluster) -> tuple[Config | None, float, int, int]:
-    """Return the best configuration, its step, how many there are and how many fit."""
+    """Return the best configuration, its step time, and the numbers of all and of fitting ones."""
     grid = Grid(graph, cluster)
     node = max(n.count for n in cluster.nodes)
     blocks = len({b for b in FoldedGraph.of(graph).blocks if b}) or 1
@@ -212,7 +213,7 @@ def search_grid(graph: Graph, cluster: Cluster) -> tuple[Config | None, float, i
         total += 1
         try:
             seconds = grid.seconds(config)
-        except ShardwiseError:  # too few places for so many stages
+        except ShardwiseError:  # too few places for stage boundaries
             continue
         if seconds is not None:
             fitting += 1
@@ -242,12 +243,12 @@ def main() -> None:
                 f"({row.planning_s:.1f} s, grid {row.grid_took_s:.1f} s)",
                 flush=True,
             )
-    known = json.loads(args.output.read_text())["rows"] if args.output.exists() else []
+    old = json.loads(args.output.read_text())["rows"] if args.output.exists() else []
     new = {row.case: {**asdict(row), "ratio": row.ratio} for row in rows}
-    kept = {row["case"]: row for row in known} | new
-    order = [kept[case.name] for case in CASES if case.name in kept]
-    found = {"precision": PRECISION, "baseline": BASELINE, "rows": order}
-    args.output.write_text(json.dumps(found, indent=1) + "\n")
+    merged = {row["case"]: row for row in old} | new
+    ordered = [merged[case.name] for case in CASES if case.name in merged]
+    document = {"precision": PRECISION, "baseline": BASELINE, "rows": ordered}
+    args.output.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The models and clusters on which the planner is compared with a grid of configurations.
 
-Models are built on meta tensors, in sizes that people train.
+Models are built on meta tensors, in realistic sizes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.ir import Graph
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model with its batch, and the machines to train it on."""
+    """A model with its batch, and a cluster."""
 
     name: str
     graph: Callable[[], Graph]
@@ -28,19 +28,19 @@ class Case:
 
 
 def captured(build: Callable[[], nn.Module], **batch: Tensor) -> Graph:
-    """Return a model's graph, its parameters in bfloat16."""
+    """Return the graph of a model with bfloat16 parameters."""
     with torch.device("meta"):
         model = build().to(torch.bfloat16)
     return sw.capture(model, batch)
 
 
 def texts(batch: int, length: int) -> Tensor:
-    """Token numbers."""
+    """Return token ids."""
     return torch.zeros(batch, length, dtype=torch.long, device="meta")
 
 
 def gpt(batch: int = 256, length: int = 2048) -> Graph:
-    """6.7 billion parameters, as the GPT-3 of that size."""
+    """Return the GPT-3 of 6.7 billion parameters."""
     build = lambda: GPT(layers=32, width=4096, heads=32, length=length, vocab=50304)  # noqa: E731
     return captured(build, input_ids=texts(batch, length), labels=texts(batch, length))
 
@@ -59,7 +59,7 @@ def llama(layers: int, width: int, batch: int, length: int) -> Graph:
 
 
 def t5(batch: int = 256) -> Graph:
-    """T5-3B."""
+    """Return T5-3B."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
@@ -72,7 +72,7 @@ def t5(batch: int = 256) -> Graph:
 
 
 def vit(batch: int = 1024) -> Graph:
-    """ViT-g/14: a billion parameters."""
+    """Return ViT-g/14 with a billion parameters."""
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
@@ -86,7 +86,7 @@ def vit(batch: int = 1024) -> Graph:
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions with batch statistics replaced by groups', and a shortcut."""
+    """Three convolutions with group norms, and a shortcut."""
 
     def __init__(self, wide: int, narrow: int, out: int, stride: int) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def resnet(batch: int = 256) -> Graph:
 
 
 class HugeEmbedding(nn.Module):
-    """Two million words of 2048, and a small body: nearly all parameters are one table."""
+    """An embedding of two million words of 2048, with nearly all parameters, and a small body."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,23 +157,23 @@ class HugeEmbedding(nn.Module):
 
 
 def embedding(batch: int = 512) -> Graph:
-    """`HugeEmbedding` on texts of 128 words."""
+    """Return `HugeEmbedding` on texts of 128 words."""
     labels = torch.zeros(batch, dtype=torch.long, device="meta")
     return captured(HugeEmbedding, ids=texts(batch, 128), labels=labels)
 
 
 def equal(kind: str, nodes: int, devices: int = 8) -> Callable[[], Cluster]:
-    """Equal nodes of a preset."""
+    """Return a function that builds equal nodes of a preset."""
     return lambda: Cluster.preset(kind, nodes=nodes, devices_per_node=devices)
 
 
 def slow_network() -> Cluster:
-    """Nodes with a tenth of the usual links: data parallelism alone is expensive."""
+    """Return nodes with slow links, for which pure data parallelism is expensive."""
     return Cluster.preset("a100", nodes=8, devices_per_node=8, nic_gbit_per_s=100)
 
 
 def unequal() -> Cluster:
-    """Return a node of H100 and one of A100."""
+    """Return a cluster of a node of H100 and one of A100."""
     new, old = (Cluster.preset(kind, nodes=1, devices_per_node=8) for kind in ("h100", "a100"))
     nodes = (*new.nodes, replace(old.nodes[0], name="old"))
     network = Cluster.preset("a100", nodes=2, devices_per_node=8).network

@@ -1,13 +1,12 @@
-"""The automatic plan next to all that a user could pick instead: `make bench-reality`.
+"""Compare the automatic plan with all alternatives that a user has: `make bench-reality`.
 
     python -m benchmarks.reality [--ranks 2] [--models gpt,wide,vit] [--pairs 40] [--out FILE]
 
-This machine is measured (`shardwise profile`), a plan is made for it with measured times of the
-calls that it makes (`tune`), and its predicted step is noted. Then DDP, FSDP2, every strategy of
-ours and the automatic plan train the same model in the same gloo processes of one thread each,
-taking turns step by step, in another order every round. Those that a first few rounds show to be
-far behind are left out of the others. The ratio is that of medians, the automatic plan over the
-best of the rest, with a 90% interval from resampled rounds.
+This machine is profiled, and a plan for it is tuned with measured times of operators and its step
+time predicted. Then DDP, FSDP2, every named strategy and the automatic plan train the same model in
+the same gloo processes of one thread each, alternating steps in a random order in every round.
+Systems that are far behind in the first rounds are dropped. The ratio of medians is the automatic
+plan over the best alternative, with a 90% interval from resampled rounds.
 
 For two ranks on two cores: `taskset -c 0,1 python -m benchmarks.reality --ranks 2`.
 """
@@ -49,26 +48,26 @@ from shardwise.tuning.tune import tune
 
 LIMITS = {"ratio": 1.03, "error": 0.15}
 WARM_UP, SCREENED = 1, 2  # rounds of all systems
-BEHIND = 1.2  # of the best: those slower than this in the first rounds are not measured on
-MOST_BLOCKS = 4  # stages of the named pipelines
-THEIRS = ("DDP", "FSDP2")
-TIMEOUT_S = 1800.0  # of one model
+MAX_SLOWDOWN = 1.2  # compared with the best in the first rounds; slower systems are dropped
+MAX_STAGES = 4  # of the named pipelines
+BASELINES = ("DDP", "FSDP2")
+TIMEOUT_S = 1800.0  # per model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a group of processes measures: systems by name, ours with the JSON of their plan."""
+    """The systems that a group of processes measures; ours have the JSON of their plan."""
 
     model: str
     ranks: int
     systems: tuple[tuple[str, str], ...]
     pairs: int
-    cores: tuple[int, ...] = ()  # of every rank, where each has its own
+    cores: tuple[int, ...] = ()  # of every rank, if they are pinned
 
 
 def rivals(graph: sw.Graph, cluster: sw.Cluster) -> Iterator[tuple[str, sw.Plan]]:
-    """Every strategy of ours with what it does by itself, and hybrids of all kinds."""
-    ranks, pp = cluster.num_ranks, min(MOST_BLOCKS, cluster.num_ranks)
+    """Yield plans of every named strategy with default options, and hybrids."""
+    ranks, pp = cluster.num_ranks, min(MAX_STAGES, cluster.num_ranks)
     made: dict[str, dict[str, Any]] = {n: {} for n in ("ddp", "zero1", "zero2", "fsdp", "tensor")}
     made |= {f"pipeline {s}": {"pp": pp, "schedule": s} for s in ("1f1b", "zb_h1")}
     if ranks >= 4:
@@ -81,12 +80,12 @@ def rivals(graph: sw.Graph, cluster: sw.Cluster) -> Iterator[tuple[str, sw.Plan]
     for name, options in made.items():
         try:
             yield name, getattr(sw.strategies, name.split()[0])(graph, cluster, **options)
-        except ShardwiseError as error:  # heads or rows that cannot be divided so often
+        except ShardwiseError as error:  # heads or rows are not divisible
             print(f"  {name}: {error.message}", flush=True)
 
 
 class System:
-    """One way to train a model on these processes."""
+    """A method to train a model on these processes."""
 
     def __init__(self, made: Made, name: str, plan: str) -> None:
         model, self.batch = made
@@ -99,7 +98,7 @@ class System:
             self.optimizer = torch.optim.AdamW(self.run.parameters(), lr=1e-4)
 
     def step(self) -> tuple[float, float]:
-        """Seconds of the whole step, and of its end: the optimizer."""
+        """Return the seconds of a step, and of its optimizer."""
         dist.barrier()
         start = time.perf_counter()
         if self.is_ours:
@@ -115,7 +114,7 @@ class System:
 
 
 def _wrapped(model: torch.nn.Module, batch: Any, name: str, plan: str) -> Any:
-    """Return the model as DDP, FSDP2 or our plan trains it."""
+    """Wrap the model with DDP, FSDP2 or a plan."""
     if plan:
         return sw.parallelize(model, batch, plan=sw.Plan.from_json(json.loads(plan)))
     if name == "DDP":
@@ -127,50 +126,54 @@ def _wrapped(model: torch.nn.Module, batch: Any, name: str, plan: str) -> Any:
 
 
 def measure(job: Job) -> dict[str, list[tuple[float, float]]]:
-    """Times of every round in which a system took part."""
+    """Return the times of every system in its rounds."""
     systems = {name: System(MODELS[job.model](), name, plan) for name, plan in job.systems}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in systems}
+    results: dict[str, list[tuple[float, float]]] = {name: [] for name in systems}
     names = list(systems)
     order = random.Random(0)  # the same on every rank
     for at in range(WARM_UP + SCREENED + job.pairs):
         for name in order.sample(names, len(names)):
-            took = systems[name].step()
+            times = systems[name].step()
             if at >= WARM_UP:
-                found[name].append(took)
+                results[name].append(times)
         if at == WARM_UP + SCREENED - 1:
-            names = _near(found)
-    return found
+            names = _fast_enough(results)
+    return results
 
 
-def _near(found: dict[str, list[tuple[float, float]]]) -> list[str]:
-    """Systems not far behind the best, as rank 0 sees it; they begin anew."""
-    medians = {name: statistics.median(t for t, _ in times) for name, times in found.items()}
-    best = min((took, name) for name, took in medians.items() if name != "auto")[0]
-    near = [name for name, took in medians.items() if took <= BEHIND * best or name == "auto"]
+def _fast_enough(results: dict[str, list[tuple[float, float]]]) -> list[str]:
+    """Return the systems close to the best on rank 0, and clear their times."""
+    medians = {name: statistics.median(t for t, _ in times) for name, times in results.items()}
+    best = min((seconds, name) for name, seconds in medians.items() if name != "auto")[0]
+    near = [
+        name
+        for name, seconds in medians.items()
+        if seconds <= MAX_SLOWDOWN * best or name == "auto"
+    ]
     box = [near]
     dist.broadcast_object_list(box)
     for name in box[0]:
-        found[name].clear()
+        results[name].clear()
     return box[0]
 
 
 def worker(rank: int, port: int, job: Job, queue: Any) -> None:
-    """One process."""
+    """Run one process."""
     torch.set_num_threads(1)
     if job.cores:
         os.sched_setaffinity(0, {job.cores[rank]})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.ranks))
     dist.init_process_group("gloo", rank=rank, world_size=job.ranks)
-    found = measure(job)
+    results = measure(job)
     if rank == 0:
-        queue.put(found)
+        queue.put(results)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def launch(job: Job) -> dict[str, list[tuple[float, float]]]:
-    """Run a job on fresh processes; times of rank 0, which barriers make those of all."""
+    """Run a job in new processes; return the times of rank 0, which barriers make equal."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -178,8 +181,8 @@ def launch(job: Job) -> dict[str, list[tuple[float, float]]]:
     processes = mp.spawn(worker, (port, job, queue), nprocs=job.ranks, join=False)
     while not processes.join(timeout=1.0):
         pass
-    found: dict[str, list[tuple[float, float]]] = queue.get()
-    return found
+    results: dict[str, list[tuple[float, float]]] = queue.get()
+    return results
 
 
 def row(model: str, cluster: sw.Cluster, options: argparse.Namespace) -> dict[str, Any]:
@@ -199,7 +202,7 @@ def row(model: str, cluster: sw.Cluster, options: argparse.Namespace) -> dict[st
         causes = dict(estimate.timeline.causes)
         predicted[name] = {"s": estimate.step_time_s, "computed_s": computed_s, "causes": causes}
     systems = [(name, json.dumps(plan.to_json())) for name, plan in plans.items()]
-    systems += [(name, "") for name in THEIRS]
+    systems += [(name, "") for name in BASELINES]
     times = launch(
         Job(model=model, ranks=cluster.num_ranks, systems=tuple(systems), pairs=options.pairs)
     )
@@ -214,17 +217,17 @@ def _row(
     predicted: dict[str, Any],
     times: dict[str, list[tuple[float, float]]],
 ) -> dict[str, Any]:
-    medians = {name: statistics.median(t for t, _ in mine) for name, mine in times.items()}
+    medians = {name: statistics.median(t for t, _ in rounds) for name, rounds in times.items()}
     best = min((name for name in medians if name != "auto"), key=lambda name: medians[name])
     both = zip(times["auto"], times[best], strict=False)
-    ours, theirs = zip(*(((a[0], b[0])) for a, b in both), strict=True)
+    ours, rival = zip(*(((a[0], b[0])) for a, b in both), strict=True)
     return {
         "model": model,
         "ranks": cluster.num_ranks,
         "plan": auto.figures.best.what,
         "planned_s": planned,
         "best_rival": best,
-        **ratio(list(ours), list(theirs)),
+        **ratio(list(ours), list(rival)),
         "predicted_s": predicted["auto"]["s"],
         "error": predicted["auto"]["s"] / medians["auto"] - 1,
         "systems": {
@@ -240,25 +243,23 @@ def _row(
     }
 
 
-def show(found: dict[str, Any]) -> None:
-    """One model's lines of the table."""
+def show(row: dict[str, Any]) -> None:
+    """Print the lines of a model."""
     print(
-        f"{found['model']:6} {found['ranks']:2} ranks  {found['ratio']:.3f} "
-        f"[{found['low']:.3f}, {found['high']:.3f}] of {found['best_rival']:14} "
-        f"{found['ours_s'] * 1e3:.1f} ms, predicted {found['predicted_s'] * 1e3:.1f} "
-        f"({found['error']:+.1%}): {found['plan']}",
+        f"{row['model']:6} {row['ranks']:2} ranks  {row['ratio']:.3f} "
+        f"[{row['low']:.3f}, {row['high']:.3f}] of {row['best_rival']:14} "
+        f"{row['ours_s'] * 1e3:.1f} ms, predicted {row['predicted_s'] * 1e3:.1f} "
+        f"({row['error']:+.1%}): {row['plan']}",
         flush=True,
     )
-    for name, mine in found["systems"].items():
-        text = f"    {name:14} {mine['measured_s'] * 1e3:8.1f} ms"
-        text += f"  optimizer {mine['optimizer_s'] * 1e3:6.1f}"
-        if "predicted" in mine:
-            told = mine["predicted"]
-            shown = {k: round(v * 1e3, 1) for k, v in told["causes"].items() if v}
-            text += (
-                f"  predicted {told['s'] * 1e3:8.1f} ({told['computed_s'] * 1e3:.1f} without table)"
-            )
-            text += f"  {shown}"
+    for name, system in row["systems"].items():
+        text = f"    {name:14} {system['measured_s'] * 1e3:8.1f} ms"
+        text += f"  optimizer {system['optimizer_s'] * 1e3:6.1f}"
+        if "predicted" in system:
+            predicted = system["predicted"]
+            causes = {k: round(v * 1e3, 1) for k, v in predicted["causes"].items() if v}
+            text += f"  predicted {predicted['s'] * 1e3:8.1f} "
+            text += f"({predicted['computed_s'] * 1e3:.1f} without table)  {causes}"
         print(text, flush=True)
 
 
@@ -268,8 +269,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument("--only", type=lambda text: text.split(","), help="rivals of ours")
-    parser.add_argument("--cluster", type=Path, help="a profile made before")
+    parser.add_argument("--only", type=lambda text: text.split(","), help="named strategies")
+    parser.add_argument("--cluster", type=Path, help="an existing profile")
     parser.add_argument("--quick", action="store_true", help="a shorter profile")
     parser.add_argument("--out", type=Path, default=Path("bench-results-reality.json"))
     options = parser.parse_args()
@@ -281,25 +282,34 @@ def main() -> None:
     models = options.models.split(",")
     rows = []
     for model in models:
-        alone = options.cluster and len(models) == 1
-        rows += [row(model, cluster, options)] if alone else _elsewhere(model, cluster, options)
-        if alone:
+        runs_here = options.cluster and len(models) == 1
+        rows += [row(model, cluster, options)] if runs_here else _elsewhere(model, cluster, options)
+        if runs_here:
             show(rows[-1])
         command = " ".join(["python -m benchmarks.reality", *sys.argv[1:]])
-        found = {"machine": machine(), "command": command, "cluster": cluster.to_yaml()}
-        options.out.write_text(json.dumps({**found, "rows": rows}, indent=1) + "\n")
+        document = {"machine": machine(), "command": command, "cluster": cluster.to_yaml()}
+        options.out.write_text(json.dumps({**document, "rows": rows}, indent=1) + "\n")
 
 
 def _elsewhere(
     model: str, cluster: sw.Cluster, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Return the model's row, of a process of its own: tuning begins before costs are computed."""
+    """Measure a model in a separate process, as tuning must begin before costs are computed."""
     with tempfile.TemporaryDirectory() as folder:
-        machines, out = Path(folder) / "cluster.yaml", Path(folder) / "row.json"
-        machines.write_text(cluster.to_yaml())
-        given = ["--cluster", machines, "--models", model, "--pairs", options.pairs, "--out", out]
-        given += ["--only", ",".join(options.only)] if options.only else []
-        command = [sys.executable, "-m", "benchmarks.reality", *map(str, given)]
+        cluster_file, out = Path(folder) / "cluster.yaml", Path(folder) / "row.json"
+        cluster_file.write_text(cluster.to_yaml())
+        arguments = [
+            "--cluster",
+            cluster_file,
+            "--models",
+            model,
+            "--pairs",
+            options.pairs,
+            "--out",
+            out,
+        ]
+        arguments += ["--only", ",".join(options.only)] if options.only else []
+        command = [sys.executable, "-m", "benchmarks.reality", *map(str, arguments)]
         subprocess.run(command, check=True, timeout=TIMEOUT_S)
         rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
         return rows

@@ -1,7 +1,7 @@
-"""The models of `benchmarks.reality`: small enough for processes of one thread each.
+"""The models of `benchmarks.reality`, small enough for processes of one thread each.
 
-A GPT that computes much per parameter; a convolutional net whose few dense layers hold nearly all
-parameters, so that no one way to cut suits all of it; a vision transformer.
+A GPT with much compute per parameter; a convolutional network whose few dense layers have nearly
+all parameters, so that no single strategy suits all of it; and a vision transformer.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ class ViT(nn.Module):
 
 
 def gpt() -> Made:
-    """4 layers of 256, sequences of 64, a batch of 32."""
+    """Return a GPT of 4 layers of 256, and a batch of 32 sequences of 64."""
     torch.manual_seed(0)
     model = GPT(layers=4, width=256, heads=8, length=64, vocab=2048)
     return model, tokens(32, 64, 2048)
 
 
 def wide() -> Made:
-    """4 convolutions of 32 channels on 64 x 64 pixels, dense layers of 4096, a batch of 32."""
+    """Return 4 convolutions of 32 channels with dense layers of 4096, and a batch of 32 images."""
     torch.manual_seed(0)
     model = Wide(channels=32, layers=4, width=4096, classes=1024)
     return model, _images(32, 64, 1024)
 
 
 def vit() -> Made:
-    """4 layers of 192, 64 patches, a batch of 32."""
+    """Return a ViT of 4 layers of 192, and a batch of 32 images of 64 patches."""
     torch.manual_seed(0)
     return ViT(layers=4, width=192, heads=6, patch=4, classes=100), _images(32, 32, 100)
 

@@ -1,12 +1,13 @@
-"""Predicted memory next to measured memory: `make bench-recompute`.
+"""Compare predicted with measured memory: `make bench-recompute`.
 
     python -m benchmarks.recompute [--only fsdp] [--out benchmarks/results/recompute.json]
 
-A GPT of 12 blocks trains under plans that differ in what they keep for backward. "peak" is the
-highest running sum of allocation events of `torch.profiler` opened before the model is built, from
-the second step on. "above" is the peak less what lives between steps (parameters, optimizer
-state): activations, gradients and temporary memory. "kept" is the most that lives when a backward
-begins, less the same and gradients. Every rank is a process; predictions are made in this one.
+A GPT of 12 blocks trains under plans that differ in the activations saved for backward. "peak" is
+the highest running sum of allocation events of `torch.profiler`, opened before the model is built,
+from the second step on. "above" is the peak without the memory between steps (parameters and
+optimizer state): activations, gradients and temporary memory. "kept" is the maximum at the start of
+a backward pass, without the same and without gradients. Every rank is a process; predictions are
+made in this one.
 """
 
 from __future__ import annotations
@@ -63,14 +64,14 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 def make_model(sizes: dict[str, int], device: str = "cpu") -> torch.nn.Module:
-    """Return the GPT, with weights or on meta."""
+    """Return the GPT, with weights or on meta tensors."""
     torch.manual_seed(0)
     with torch.device(device):
         return GPT(**sizes)
 
 
 def make_batch(sizes: dict[str, int], batch: int) -> dict[str, torch.Tensor]:
-    """Random tokens."""
+    """Return random tokens."""
     return tokens(batch, sizes["length"], sizes["vocab"])
 
 
@@ -89,7 +90,7 @@ def plan_for(
 def measure(
     strategy: str, ranks: int, options: dict[str, Any], sizes: dict[str, int], batch_size: int
 ) -> dict[str, int]:
-    """What one rank of a running job holds."""
+    """Return the memory of one rank of a running job."""
     with torch.profiler.profile(
         profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
     ) as profile:
@@ -108,7 +109,7 @@ def measure(
 
 
 def _mark_backward(store: Any) -> None:
-    """Leave a mark in the profile where a backward begins, with the bytes of gradients."""
+    """Mark the start of each backward pass in the profile, with the bytes of gradients."""
     original = store.backward
 
     @contextlib.contextmanager
@@ -123,11 +124,11 @@ def _mark_backward(store: Any) -> None:
 
 
 def _read(profile: Any) -> dict[str, int]:
-    """Peaks from the second step on, above what lives between steps."""
-    found = profile.profiler.kineto_results.events()
-    running = between = peak = kept = 0
+    """Return the peaks from the second step on, above the memory between steps."""
+    events = profile.profiler.kineto_results.events()
+    running = between = peak = saved = 0
     measuring = False
-    for event in sorted(found, key=lambda e: e.start_ns()):
+    for event in sorted(events, key=lambda e: e.start_ns()):
         name = event.name()
         if name == "[memory]":
             running += event.nbytes()
@@ -135,12 +136,12 @@ def _read(profile: Any) -> dict[str, int]:
         elif name == "step 1 begins":
             between, measuring = running, True
         elif name.startswith("backward ") and measuring:
-            kept = max(kept, running - between - int(name.split()[1]))
-    return {"peak": peak, "above": peak - between, "kept": kept}
+            saved = max(saved, running - between - int(name.split()[1]))
+    return {"peak": peak, "above": peak - between, "kept": saved}
 
 
 def _patient_all_reduce(*args: Any, **kwargs: Any) -> Any:
-    """Let gloo's thread, which the profiler does not see, forget a tensor before this one does."""
+    """Wait until the thread of gloo, which is not profiled, has released the tensor."""
     work = _all_reduce(*args, **kwargs)
     if work is not None:
         work.wait()
@@ -165,14 +166,14 @@ def _worker(rank: int, port: int, queue: Any, job: tuple[Any, ...]) -> None:
 
 
 def measure_all(*job: Any) -> list[dict[str, int]]:
-    """What every rank holds, in fresh processes."""
+    """Return the memory of every rank, in new processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     queue = mp.get_context("spawn").SimpleQueue()
     mp.spawn(_worker, (port, queue, job), nprocs=job[1])
-    found = dict(queue.get() for _ in range(job[1]))
-    return [found[rank] for rank in range(job[1])]
+    results = dict(queue.get() for _ in range(job[1]))
+    return [results[rank] for rank in range(job[1])]
 
 
 # ---------------------------------------------------------------- predicting
@@ -181,26 +182,26 @@ def measure_all(*job: Any) -> list[dict[str, int]]:
 def predict(
     strategy: str, ranks: int, options: dict[str, Any], sizes: dict[str, int], batch_size: int
 ) -> list[dict[str, int]]:
-    """Return the same numbers of every rank, from a model on meta."""
+    """Predict the same figures for every rank from a model on meta tensors."""
     model, batch = make_model(sizes, "meta"), make_batch(sizes, batch_size)
     plan = plan_for(model, batch, strategy, ranks, options)
     graph = sw.capture(model, batch, plan=plan)
     rows = []
     for rank in range(ranks):
-        found = sw.compile(graph, plan).memory(rank)
-        state = int(found.parts["parameters"] + found.parts["optimizer"])
+        memory = sw.compile(graph, plan).memory(rank)
+        state = int(memory.parts["parameters"] + memory.parts["optimizer"])
         rows.append(
             {
-                "peak": found.peak_bytes,
-                "above": found.peak_bytes - state,
-                "kept": found.activations_peak_bytes,
+                "peak": memory.peak_bytes,
+                "above": memory.peak_bytes - state,
+                "kept": memory.activations_peak_bytes,
             }
         )
     return rows
 
 
 def compare(name: str, sizes: dict[str, int], batch: int) -> list[dict[str, Any]]:
-    """Rows of one case: a rank each."""
+    """Return a row for each rank of a case."""
     strategy, ranks, options = CASES[name]
     pairs = zip(
         measure_all(strategy, ranks, options, sizes, batch),
@@ -214,19 +215,20 @@ def compare(name: str, sizes: dict[str, int], batch: int) -> list[dict[str, Any]
 
 
 def show(row: dict[str, Any]) -> None:
-    """One line of the table: measured, predicted and their ratio, three times."""
+    """Print a line of the table: measured, predicted and ratio of three figures."""
     parts = []
-    for what in ("peak", "above", "kept"):
-        found, said = row["measured"][what], row["predicted"][what]
-        parts.append(f"{what} {found / 2**20:7.1f} {said / 2**20:7.1f} {said / found:5.3f}")
+    for figure in ("peak", "above", "kept"):
+        actual, predicted = row["measured"][figure], row["predicted"][figure]
+        sizes = f"{actual / 2**20:7.1f} {predicted / 2**20:7.1f}"
+        parts.append(f"{figure} {sizes} {predicted / actual:5.3f}")
     print(f"{row['case']:20} {row['rank']}  {'   '.join(parts)}", flush=True)
 
 
-def off(row: dict[str, Any]) -> float:
-    """How far the prediction is off where it is worst."""
+def largest_error(row: dict[str, Any]) -> float:
+    """Return the largest relative error of a row."""
     return max(
-        abs(row["predicted"][what] / row["measured"][what] - 1)
-        for what in ("peak", "above", "kept")
+        abs(row["predicted"][figure] / row["measured"][figure] - 1)
+        for figure in ("peak", "above", "kept")
     )
 
 
@@ -243,12 +245,13 @@ def main() -> None:
         for row in compare(name, SIZES, BATCH):
             rows.append(row)
             show(row)
-    worst = max(rows, key=off)
-    print(f"worst: {worst['case']}, {100 * off(worst):.1f}% off, limit {100 * LIMIT:.0f}%")
+    worst = max(rows, key=largest_error)
+    error = largest_error(worst)
+    print(f"worst: {worst['case']}, error {error:.1%}, limit {LIMIT:.0%}")
     machine = {"cpu": platform.processor(), "cores": os.cpu_count(), "torch": torch.__version__}
     result = {"machine": machine, "sizes": {**SIZES, "batch": BATCH}, "rows": rows}
     Path(options.out).write_text(json.dumps(result, indent=2) + "\n")
-    if off(worst) > LIMIT:
+    if error > LIMIT:
         raise SystemExit(1)
 
 

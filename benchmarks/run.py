@@ -1,12 +1,11 @@
-"""Step time and memory next to what a user would pick instead: `make bench`.
+"""Compare step time and memory with DDP, FSDP2 and the plain model: `make bench`.
 
     python -m benchmarks.run [--pairs 40] [--models gpt,llama] [--out bench-results.json]
 
-Two gloo processes of one thread each hold both systems and take turns step by step; the ratio is
-that of the medians, with a 90% interval from resampled pairs. "one rank" is the generated code
-against the eager model in a single process. Peak memory is the highest running sum of allocation
-events of `torch.profiler` opened before the model is built, from the second step on, each system
-alone.
+Both systems alternate steps in two gloo processes of one thread each; the ratio of medians has a
+90% interval from resampled pairs. "one rank" compares the generated code with the eager model in a
+single process. Peak memory is the highest running sum of allocation events of `torch.profiler`,
+opened before the model is built, from the second step on, measured separately for each system.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ RANKS = 2
 Step = Callable[[], None]
 
 
-def their_step(name: str, mode: str) -> Step:
-    """DDP, FSDP2 or the plain model, as its documentation says to use it."""
+def baseline_step(name: str, mode: str) -> Step:
+    """Return a step of DDP, FSDP2 or the plain model, as its documentation recommends."""
     model, batch = MODELS[name]()
     rank = dist.get_rank() if dist.is_initialized() else 0
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -66,7 +65,7 @@ def their_step(name: str, mode: str) -> Step:
 
 
 def our_step(name: str, mode: str) -> Step:
-    """Return the same step under one of our plans."""
+    """Return the same step under a plan of Shardwise."""
     model, batch = MODELS[name]()
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     strategy = getattr(sw.strategies, "ddp" if mode == "one rank" else mode)
@@ -83,15 +82,15 @@ def our_step(name: str, mode: str) -> Step:
     return step
 
 
-def alternate(ours: Step, theirs: Step, pairs: int) -> tuple[list[float], list[float]]:
-    """Seconds of steps that take turns; who goes first changes from pair to pair."""
+def alternate(ours: Step, baseline: Step, pairs: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of alternating steps; the order changes in every pair."""
     times: tuple[list[float], list[float]] = ([], [])
     for pair in range(-WARM_UP, pairs):
         for which in (0, 1) if pair % 2 else (1, 0):
             if dist.is_initialized():
                 dist.barrier()
             start = time.perf_counter()
-            (ours, theirs)[which]()
+            (ours, baseline)[which]()
             if dist.is_initialized():
                 dist.barrier()
             if pair >= 0:
@@ -99,27 +98,27 @@ def alternate(ours: Step, theirs: Step, pairs: int) -> tuple[list[float], list[f
     return times
 
 
-def ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
-    """Ratio of medians with a 90% interval from resampled pairs."""
+def ratio(ours: list[float], baseline: list[float]) -> dict[str, float]:
+    """Return the ratio of medians with a 90% interval from resampled pairs."""
     rng = random.Random(0)
     drawn = []
     for _ in range(2000):
         picks = [rng.randrange(len(ours)) for _ in ours]
-        top = statistics.median(ours[i] for i in picks)
-        drawn.append(top / statistics.median(theirs[i] for i in picks))
+        median = statistics.median(ours[i] for i in picks)
+        drawn.append(median / statistics.median(baseline[i] for i in picks))
     drawn.sort()
     return {
-        "ratio": statistics.median(ours) / statistics.median(theirs),
+        "ratio": statistics.median(ours) / statistics.median(baseline),
         "low": drawn[100],
         "high": drawn[1899],
         "ours_s": statistics.median(ours),
-        "theirs_s": statistics.median(theirs),
+        "theirs_s": statistics.median(baseline),
         "pairs": len(ours),
     }
 
 
 def peak_bytes(make: Callable[[], Step], steps: int = 3) -> int:
-    """Highest running sum of allocations from the second step on."""
+    """Return the highest running sum of allocations from the second step on."""
     with torch.profiler.profile(
         profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
     ) as profile:
@@ -139,7 +138,7 @@ def peak_bytes(make: Callable[[], Step], steps: int = 3) -> int:
 
 
 def worker(rank: int, ranks: int, port: int, job: dict[str, Any], queue: Any) -> None:
-    """One process: time both systems, or the memory of one."""
+    """Run one process: time both systems, or measure the memory of one."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
@@ -147,10 +146,10 @@ def worker(rank: int, ranks: int, port: int, job: dict[str, Any], queue: Any) ->
         dist.init_process_group("gloo", rank=rank, world_size=ranks)
     name, mode = job["model"], job["mode"]
     if job["kind"] == "time":
-        ours, theirs = our_step(name, mode), their_step(name, mode)
-        result: Any = alternate(ours, theirs, job["pairs"])
+        ours, baseline = our_step(name, mode), baseline_step(name, mode)
+        result: Any = alternate(ours, baseline, job["pairs"])
     else:
-        make = our_step if job["kind"] == "ours" else their_step
+        make = our_step if job["kind"] == "ours" else baseline_step
         result = peak_bytes(lambda: make(name, mode))
     if rank == 0:
         queue.put(result)
@@ -160,7 +159,7 @@ def worker(rank: int, ranks: int, port: int, job: dict[str, Any], queue: Any) ->
 
 
 def launch(ranks: int, job: dict[str, Any]) -> Any:
-    """Run a job on fresh processes and return rank 0's result."""
+    """Run a job in new processes and return the result of rank 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -173,29 +172,30 @@ def launch(ranks: int, job: dict[str, Any]) -> Any:
 
 
 def measure(name: str, pairs: int) -> list[dict[str, Any]]:
-    """All rows of one model."""
+    """Return all rows of a model."""
     rows = []
     for mode, ranks, rival in (
         ("ddp", RANKS, "DDP"),
         ("fsdp", RANKS, "FSDP2"),
         ("one rank", 1, "eager"),
     ):
-        ours, theirs = launch(ranks, {"kind": "time", "model": name, "mode": mode, "pairs": pairs})
-        rows.append({"model": name, "what": mode, "rival": rival, **ratio(ours, theirs)})
+        ours, baseline = launch(
+            ranks, {"kind": "time", "model": name, "mode": mode, "pairs": pairs}
+        )
+        rows.append({"model": name, "what": mode, "rival": rival, **ratio(ours, baseline)})
         show(rows[-1])
-    found = {
-        who: launch(RANKS, {"kind": who, "model": name, "mode": "fsdp"})
-        for who in ("ours", "theirs")
-    }
-    share = found["ours"] / found["theirs"]
+    ours_bytes, baseline_bytes = (
+        launch(RANKS, {"kind": kind, "model": name, "mode": "fsdp"})
+        for kind in ("ours", "baseline")
+    )
     rows.append(
         {
             "model": name,
             "what": "fsdp memory",
             "rival": "FSDP2",
-            "ratio": share,
-            "ours_bytes": found["ours"],
-            "theirs_bytes": found["theirs"],
+            "ratio": ours_bytes / baseline_bytes,
+            "ours_bytes": ours_bytes,
+            "theirs_bytes": baseline_bytes,
         }
     )
     show(rows[-1])
@@ -203,7 +203,7 @@ def measure(name: str, pairs: int) -> list[dict[str, Any]]:
 
 
 def show(row: dict[str, Any]) -> None:
-    """One line of the table."""
+    """Print a line of the table."""
     limit = LIMITS[row["what"]]
     verdict = "ok" if row["ratio"] <= limit else "above"
     interval = f"[{row['low']:.3f}, {row['high']:.3f}]" if "low" in row else " " * 14

@@ -1,4 +1,4 @@
-"""Compare what Shardwise produces with a frozen record of it.
+"""Compare the output of Shardwise with a frozen record.
 
     python -m benchmarks.same [--quick] [--only emit,plans] [--match llama]
     python -m benchmarks.same --write
@@ -6,18 +6,18 @@
 The record is in benchmarks/results/same: every text of `benchmarks.same_cases` by section, and the
 CPU time of planning. Each item is one of
 
-    identical   character by character
-    reworded    the same code with other comments, or the same figures under other keys
-    accepted    differs as `accepted.json` allows
-    differs     anything else; the status is 1
+    identical   equal texts
+    reworded    equal code with other comments, or equal figures with other keys
+    accepted    different as `accepted.json` allows
+    differs     anything else; the exit status is 1
 
 Both texts of an item that is not identical are written to out/same, old and new. `accepted.json`
 has `replacements`, regular expressions applied to recorded texts before they are compared (for
 names that changed on purpose), `fields`, which rename or ignore single fields of JSON items by
 their dotted paths (all others must be equal, up to rounding and omitted empty values), and
 `differences`, patterns of items that may differ entirely; every entry has a reason. Planning that
-takes 25 % more CPU time than recorded is a warning, with `--strict-time` a failure: other work on
-the machine shows in it.
+takes 25 % more CPU time than recorded is a warning, or a failure with `--strict-time`, because
+other work on the machine affects it.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from typing import Any
 RECORD = Path(__file__).parent / "results/same"
 OUT = Path("out/same")
 SLOWER = 1.25
-SHORTEST_S = 1.0  # planning below this is too short to compare
-ROUNDING = 1e-11  # relative: recorded durations of a step have 12 digits
-EMPTY = (None, "", "none", 0, False)  # values that files may leave out
-SHOWN = 12  # differing items of a section
+MIN_PLANNING_S = 1.0  # differences below this are not compared
+ROUNDING = 1e-11  # relative; recorded durations have 12 digits
+EMPTY = (None, "", "none", 0, False)  # values that files may omit
+SHOWN = 12  # differing items per section
 VERDICTS = ("identical", "reworded", "accepted", "differs", "missing", "new")
 FAILURES = ("differs", "missing", "new")
 
@@ -102,7 +102,7 @@ class Accepted:
 
     @staticmethod
     def read() -> Accepted:
-        """Read the file beside the record."""
+        """Read the file next to the record."""
         path = RECORD / "accepted.json"
         data = json.loads(path.read_text()) if path.exists() else {}
         return Accepted(
@@ -122,7 +122,7 @@ class Accepted:
         )
 
     def translate(self, name: str, text: str) -> str:
-        """Return a recorded text with the names of today."""
+        """Return a recorded text with current names."""
         for items, pattern, new in self.replacements:
             if fnmatchcase(name, items):
                 text = re.sub(pattern, new, text)
@@ -149,7 +149,7 @@ def read_times() -> dict[str, float]:
 
 
 def write_record(items: Mapping[str, str], times: Mapping[str, float]) -> None:
-    """Freeze what a run gave; what it did not make stays as recorded."""
+    """Record the items of a run; other recorded items stay."""
     import numpy
     import torch
 
@@ -175,17 +175,17 @@ def write_record(items: Mapping[str, str], times: Mapping[str, float]) -> None:
 
 
 def run_jobs(names: Sequence[str]) -> list[tuple[str, Any]]:
-    """Run jobs one after the other; an unexpected error is its traceback."""
+    """Run jobs in sequence; the result of a failed job is its traceback."""
     import torch
 
     from benchmarks.same_cases import jobs
 
     torch.set_num_threads(1)
-    everything = jobs()
+    all_jobs = jobs()
     results: list[tuple[str, Any]] = []
     for name in names:
         try:
-            results.append((name, everything[name].run()))
+            results.append((name, all_jobs[name].run()))
         except Exception:
             results.append((name, traceback.format_exc()))
         print(f"  {name}", file=sys.stderr, flush=True)
@@ -193,11 +193,11 @@ def run_jobs(names: Sequence[str]) -> list[tuple[str, Any]]:
 
 
 def run_all(names: Sequence[str], processes: int) -> tuple[dict[str, str], dict[str, float], int]:
-    """Run jobs in fresh processes; return texts, CPU seconds of planning, and failed jobs."""
+    """Run jobs in new processes; return texts, CPU seconds of planning, and failed jobs."""
     items: dict[str, str] = {}
     times: dict[str, float] = {}
     failed = 0
-    # Always the same jobs in the same order in a process: caches affect the time of planning.
+    # A process always runs the same jobs in the same order, as caches affect planning times.
     shares = [names[start::processes] for start in range(processes)]
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         for results in pool.map(run_jobs, shares):
@@ -215,7 +215,7 @@ def run_all(names: Sequence[str], processes: int) -> tuple[dict[str, str], dict[
 
 
 def verdict(name: str, old: str | None, new: str | None, accepted: Accepted) -> str:
-    """Say how an item of today relates to the recorded one."""
+    """Classify an item compared with the recorded one."""
     if old is not None and new is not None:
         old = accepted.translate(name, old)
         if old == new:
@@ -230,7 +230,7 @@ def verdict(name: str, old: str | None, new: str | None, accepted: Accepted) -> 
 
 
 def meaning(name: str, text: str) -> object:
-    """Return what a text says apart from its words: code without comments, values without keys."""
+    """Return the content of a text: code without comments, or values without keys."""
     if name.endswith(".py"):
         tree = ast.parse(text)
         for node in ast.walk(tree):
@@ -283,7 +283,7 @@ def write_both(name: str, old: str | None, new: str | None) -> None:
 
 
 def compare(old: Mapping[str, str], new: Mapping[str, str], accepted: Accepted) -> int:
-    """Print how many items of each section are as recorded; return how many are not."""
+    """Print the classes of items in each section; return the number of failures."""
     counts: dict[str, Counter[str]] = {}
     lines: dict[str, list[str]] = {}
     for name in sorted({*old, *new}):
@@ -312,7 +312,7 @@ def compare(old: Mapping[str, str], new: Mapping[str, str], accepted: Accepted) 
 
 
 def compare_times(old: Mapping[str, float], new: Mapping[str, float]) -> int:
-    """Print the CPU time of planning next to the recorded one; return how many cases are slower."""
+    """Print the CPU time of planning and the recorded one; return the number of slower cases."""
     both = [name for name in new if name in old]
     if not both:
         return 0
@@ -321,7 +321,7 @@ def compare_times(old: Mapping[str, float], new: Mapping[str, float]) -> int:
         f"\nplanning: {total_new:.1f} s of CPU for {len(both)} plans, recorded {total_old:.1f} s "
         f"({total_new / total_old - 1:+.0%})"
     )
-    slower = [n for n in both if new[n] > SLOWER * old[n] and new[n] - old[n] > SHORTEST_S]
+    slower = [n for n in both if new[n] > SLOWER * old[n] and new[n] - old[n] > MIN_PLANNING_S]
     for name in slower:
         print(f"  slower: {name}: {new[name]:.1f} s, recorded {old[name]:.1f} s")
     return len(slower)
@@ -342,8 +342,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--match", default="", help="jobs whose name contains this, such as llama")
     parser.add_argument("--quick", action="store_true", help="small models only")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--write", action="store_true", help="freeze what is selected")
-    parser.add_argument("--strict-time", action="store_true", help="fail when planning is slower")
+    parser.add_argument("--write", action="store_true", help="record the selected jobs")
+    parser.add_argument("--strict-time", action="store_true", help="fail if planning is slower")
     options = parser.parse_args()
     unknown = [section for section in options.only if section not in SECTIONS]
     if unknown:
@@ -352,15 +352,15 @@ def read_options() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the selected jobs and compare or freeze what they give."""
+    """Run the selected jobs and compare or record their items."""
     from benchmarks.same_cases import jobs
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     options = read_options()
-    everything = jobs()
+    all_jobs = jobs()
     selected = [
         name
-        for name, job in everything.items()
+        for name, job in all_jobs.items()
         if options.match in name
         and (job.quick or not options.quick)
         and set(job.sections) & set(options.only)
@@ -368,12 +368,14 @@ def main() -> int:
     items, times, failed = run_all(selected, options.jobs)
     if options.write:
         write_record(items, times)
-        print(f"froze {len(items)} items in {RECORD}" + (f"; {failed} jobs failed" * bool(failed)))
+        print(
+            f"recorded {len(items)} items in {RECORD}" + (f"; {failed} jobs failed" * bool(failed))
+        )
         return 1 if failed else 0
     items = {n: text for n, text in items.items() if n.partition("/")[0] in options.only}
     recorded = read_record(options.only)
-    if len(selected) < len(everything):
-        # Items that no selected job was to make are not missing.
+    if len(selected) < len(all_jobs):
+        # Items of jobs that were not selected are not missing.
         made = {job_prefix(name) for name in items}
         recorded = {n: text for n, text in recorded.items() if job_prefix(n) in made}
     differing = compare(recorded, items, Accepted.read())
@@ -382,7 +384,7 @@ def main() -> int:
 
 
 def job_prefix(name: str) -> str:
-    """Return the section and the case of an item, without what it is divided into."""
+    """Return the section and the case of an item."""
     return "/".join(name.split("/")[:3])
 
 

@@ -1,9 +1,8 @@
-"""What `benchmarks.same` records: jobs, each of which computes named texts.
+"""The jobs of `benchmarks.same`, each of which computes named texts.
 
-A job runs in a process of its own and returns a `Result`: texts by "section/name", and the CPU
-seconds that planning took. A text is the source of an emitted file, or JSON in one canonical form
-(sorted keys, exact floats, sentences reduced to the numbers in them), so that a change of wording
-is no difference while a change of any figure is.
+A job returns a `Result`: texts by "section/name", and the CPU seconds of planning. A text is the
+source of an emitted file, or JSON in a canonical form (sorted keys, exact floats, sentences reduced
+to their numbers), so that a change of wording does not matter but a change of any figure does.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A part of the record; `sections` says which it contributes to."""
+    """A part of the record; `sections` are those that it contributes to."""
 
     sections: tuple[str, ...]
     run: Callable[[], Result]
@@ -71,7 +70,7 @@ def canonical(value: Any) -> str:
 
 
 def _reduced(value: Any) -> Any:
-    """Replace sentences by their numbers, and places in this repository by their files."""
+    """Replace sentences by their numbers, and lines in this repository by their files."""
     if isinstance(value, Mapping):
         return {str(key): _reduced(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -211,7 +210,7 @@ def estimate(graph: sw.Graph, plan: sw.Plan, cluster: sw.Cluster) -> str:
 
 
 def sources(graph: sw.Graph, plan: sw.Plan) -> dict[str, str]:
-    """Return the emitted files of a plan, and which ranks run each."""
+    """Return the emitted files of a plan, and the ranks that run each of them."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = sw.compile(graph, plan).save(folder)
         texts = {file: without_lines((Path(folder) / file).read_text()) for file in sorted(ranks)}
@@ -220,7 +219,7 @@ def sources(graph: sw.Graph, plan: sw.Plan) -> dict[str, str]:
 
 
 def decisions(plan: sw.Plan) -> str:
-    """Return what a plan decides: its file without notes and figures of the search."""
+    """Return the decisions of a plan: its file without notes and figures of the search."""
     data = dict(plan.to_json())
     for key in ("notes", "search"):
         data.pop(key, None)
@@ -240,13 +239,13 @@ def zoo_graph(name: str) -> sw.Graph:
 
 
 def preset(kind: str, nodes: int, devices: int) -> Callable[[], sw.Cluster]:
-    """Return a maker of equal nodes."""
+    """Return a function that builds equal nodes."""
     return lambda: sw.Cluster.preset(kind, nodes=nodes, devices_per_node=devices)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A model and a cluster for which a plan is searched."""
+    """A model and a cluster for a search."""
 
     graph: Callable[[], sw.Graph]
     cluster: Callable[[], sw.Cluster]
@@ -289,7 +288,7 @@ PLANNED = {
 
 
 def planned_job(name: str) -> Result:
-    """Search a plan and record its decisions, its figures and how long planning took."""
+    """Search for a plan; record its decisions, its figures and the time of planning."""
     case = PLANNED[name]
     graph, cluster = case.graph(), case.cluster()
     begun = time.process_time()
@@ -335,7 +334,7 @@ def collectives_job() -> Result:
 
 
 def published_table() -> Path | None:
-    """Return the table of published configurations, which lies beside the repository."""
+    """Return the table of published configurations next to the repository, if present."""
     for folder in Path(__file__).resolve().parents:
         path = folder / "shared/data/published_calibration.csv"
         if path.exists():
@@ -383,7 +382,7 @@ def certificate_job(name: str) -> Result:
 
 
 def certificate(checked: sw.types.Certificate) -> str:
-    """Return what a certificate compared and whether it agreed; errors are rounding."""
+    """Return the comparisons of a certificate without errors, which are rounding."""
     compared = sorted(
         [*(word for word in c.what.split() if not word.isalpha()), "ok" if c.ok else "differs"]
         for c in checked.comparisons
@@ -424,7 +423,7 @@ SAVED: dict[
 
 
 def save_rank(label: str, name: str, folder: str) -> None:
-    """Save a model and the state of its optimizer; all ranks call it."""
+    """Save a model and the state of its optimizer, on all ranks."""
     ranks, strategy, options = SAVED[label]
     model, batch = zoo.build(name, dtype=torch.float32)
     module = model
@@ -437,14 +436,14 @@ def save_rank(label: str, name: str, folder: str) -> None:
         module.train_step(batch)
     else:
         zoo.loss_of(model(**batch)).backward()  # type: ignore[no-untyped-call]
-    for parameter in module.parameters():  # state without rounding of a step
+    for parameter in module.parameters():  # for state without rounding
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     sw.save_checkpoint(folder, module, optimizer, step=1, extra={"seen": 7})
 
 
 def checkpoint_job(name: str) -> Result:
-    """Save with one process and with two, and export to Hugging Face's files."""
+    """Save with one process and with two, and export to Hugging Face files."""
     items = {}
     pool = Pool(2)
     try:
@@ -474,11 +473,11 @@ def schedules_job() -> Result:
     """Write every pipeline schedule in several sizes."""
     items = {}
     for name in ("gpipe", "1f1b", "interleaved", "zero_bubble", "zb_h1", "zb_v"):
-        for groups, microbatches in ((1, 1), (2, 2), (2, 5), (3, 7), (4, 8), (8, 16)):
-            where = f"schedules/{name}/{groups} groups, {microbatches} micro-batches"
+        for groups, count in ((1, 1), (2, 2), (2, 5), (3, 7), (4, 8), (8, 16)):
+            where = f"schedules/{name}/{groups} groups, {count} micro-batches"
             try:
-                made = sw.schedules.make(name, num_groups=groups, num_microbatches=microbatches)
-                items[where] = made.to_text()
+                schedule = sw.schedules.make(name, num_groups=groups, num_microbatches=count)
+                items[where] = schedule.to_text()
             except ShardwiseError as error:
                 items[where] = refusal(error)
     return Result(items=items)
@@ -495,7 +494,7 @@ CLUSTERS: dict[str, Callable[[], sw.Cluster]] = {
 
 
 def clusters_job() -> Result:
-    """Write clusters as files, and again after reading them."""
+    """Write clusters as files, read them, and write them again."""
     items = {}
     for name, make in CLUSTERS.items():
         try:

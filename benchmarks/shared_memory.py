@@ -1,13 +1,13 @@
-"""All-reduce through shared memory against gloo's, on one host: `make bench-shared-memory`.
+"""Compare all-reduce through shared memory with gloo on one host: `make bench-shared-memory`.
 
     python -m benchmarks.shared_memory [--pairs 40] [--out benchmarks/results/shared_memory.json]
     python -m benchmarks.shared_memory --tiny
 
-Processes of one host sum float32 buffers: by `dist.all_reduce` over gloo, and by `SharedBuckets`
-with the buffers in shared memory ("resident", as gradients are) and in memory of their own
-("staged"). The three alternate. A collective takes as long as its slowest rank; "cpu ms" is what
-all ranks together spent. "faster" is gloo's time by ours in each round: the median, and between
-which ratios it lies with 90% (bootstrap); "cpu" is the same of what was spent.
+Processes of one host reduce float32 buffers with `dist.all_reduce` over gloo, and with
+`SharedBuckets` with buffers in shared memory ("resident", like gradients) and in private memory
+("staged"). The three alternate. A collective takes as long as its slowest rank; "cpu ms" is the CPU
+time of all ranks. "faster" is the median ratio of gloo's time to ours, with a 90% bootstrap
+interval; "cpu" is the same ratio of CPU times.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from shardwise.runtime.collectives.shared_memory import SharedBuckets
 
 MB = 1_000_000
 RANKS, SIZES_MB = (2, 4), (1, 16, 64)
-WAYS = ("gloo", "resident", "staged")
-ASKED_MB, ASKED_FASTER = 16, 1.8
+METHODS = ("gloo", "resident", "staged")
+TARGET_MB, TARGET_SPEEDUP = 16, 1.8
 WARM = 3
 
 
 def worker(rank: int, world: int, port: int, sizes: tuple[int, ...], rounds: int, to: str) -> None:
-    """One process; rank 0 writes the figures of all."""
+    """Run one process; rank 0 writes the figures of all."""
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
     shared = SharedBuckets.open(timeout_s=120)
     assert shared is not None
-    found = {size: sample(shared, size * MB // 4, rounds) for size in sizes}
+    samples = {size: sample(shared, size * MB // 4, rounds) for size in sizes}
     if rank == 0:
-        Path(to).write_text(json.dumps(found))
+        Path(to).write_text(json.dumps(samples))
     shared.close()
     dist.barrier()
     dist.destroy_process_group()
 
 
 def sample(shared: SharedBuckets, numel: int, rounds: int) -> dict[str, list[list[float]]]:
-    """(seconds, CPU seconds) of each way in each round, after some that do not count."""
+    """Return (seconds, CPU seconds) of each method in each round after warm-up."""
     bucket, private = shared.allocate(numel), torch.empty(numel)
     buffers = {"gloo": private, "resident": bucket, "staged": private}
     calls: dict[str, Callable[[], object]] = {
@@ -64,31 +64,31 @@ def sample(shared: SharedBuckets, numel: int, rounds: int) -> dict[str, list[lis
         "resident": lambda: shared.all_reduce(bucket).wait(),
         "staged": lambda: shared.all_reduce(private).wait(),
     }
-    found: dict[str, list[list[float]]] = {way: [] for way in WAYS}
+    samples: dict[str, list[list[float]]] = {method: [] for method in METHODS}
     for number in range(rounds + WARM):
-        for way in WAYS[number % 3 :] + WAYS[: number % 3]:
-            buffers[way].fill_(shared.rank + 1)
+        for method in METHODS[number % 3 :] + METHODS[: number % 3]:
+            buffers[method].fill_(shared.rank + 1)
             dist.barrier()
             began, cpu = time.perf_counter(), time.process_time()
-            calls[way]()
+            calls[method]()
             spent = [time.perf_counter() - began, time.process_time() - cpu]
-            assert float(buffers[way][-1]) == shared.num_ranks * (shared.num_ranks + 1) / 2
+            assert float(buffers[method][-1]) == shared.num_ranks * (shared.num_ranks + 1) / 2
             rows = [torch.empty(2, dtype=torch.float64) for _ in range(shared.num_ranks)]
             dist.all_gather(rows, torch.tensor(spent, dtype=torch.float64))
             seconds, cpus = zip(*(row.tolist() for row in rows), strict=True)
             if number >= WARM:
-                found[way].append([max(seconds), sum(cpus)])
+                samples[method].append([max(seconds), sum(cpus)])
     shared.free(bucket)
-    return found
+    return samples
 
 
 def run_ranks(world: int, sizes: tuple[int, ...], rounds: int) -> dict[str, Any]:
-    """What rank 0 wrote."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    """Run the ranks and return the figures of rank 0."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="shardwise-shared-") as folder:
-        to = Path(folder, "found.json")
+        to = Path(folder, "samples.json")
         arguments = (world, port, sizes, rounds, str(to))
         start: Any = mp.start_processes  # type: ignore[attr-defined]
         start(worker, arguments, nprocs=world, start_method="fork")
@@ -96,72 +96,71 @@ def run_ranks(world: int, sizes: tuple[int, ...], rounds: int) -> dict[str, Any]
     return result
 
 
-def summary(world: int, size: str, found: dict[str, list[list[float]]]) -> dict[str, Any]:
-    """Medians, and how much faster than gloo."""
-    rows = {way: np.array(found[way]) for way in WAYS}
+def summary(world: int, size: str, samples: dict[str, list[list[float]]]) -> dict[str, Any]:
+    """Return medians, and the speedup over gloo."""
+    rows = {method: np.array(samples[method]) for method in METHODS}
     result: dict[str, Any] = {"ranks": world, "mb": int(size)}
-    for way in WAYS:
-        result[way] = {
-            "ms": float(np.median(rows[way][:, 0])) * 1e3,
-            "cpu_ms": float(np.median(rows[way][:, 1])) * 1e3,
+    for method in METHODS:
+        ratios = rows["gloo"][:, 0] / rows[method][:, 0]
+        result[method] = {
+            "ms": float(np.median(rows[method][:, 0])) * 1e3,
+            "cpu_ms": float(np.median(rows[method][:, 1])) * 1e3,
+            "faster": float(np.median(ratios)),
+            "faster_90": interval(ratios),
+            "less_cpu": float(np.median(rows["gloo"][:, 1] / rows[method][:, 1])),
         }
-        ratios = rows["gloo"][:, 0] / rows[way][:, 0]
-        result[way]["faster"] = float(np.median(ratios))
-        result[way]["faster_90"] = interval(ratios)
-        result[way]["less_cpu"] = float(np.median(rows["gloo"][:, 1] / rows[way][:, 1]))
     return result
 
 
 def interval(ratios: Any) -> list[float]:
-    """Between which values the median lies with 90%."""
-    chance = np.random.default_rng(0)
-    medians = np.median(chance.choice(ratios, size=(2000, len(ratios))), axis=1)
+    """Return a 90% bootstrap interval of the median."""
+    rng = np.random.default_rng(0)
+    medians = np.median(rng.choice(ratios, size=(2000, len(ratios))), axis=1)
     return [float(edge) for edge in np.quantile(medians, [0.05, 0.95])]
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """The table."""
-    print(
-        f"{'ranks':>5}{'MB':>5}{'way':>10}{'ms':>10}{'cpu ms':>9}{'faster':>8}{'90%':>14}{'cpu':>7}"
-    )
+    """Print the table."""
+    print(f"{'ranks':>5}{'MB':>5}{'method':>10}{'ms':>10}{'cpu ms':>9}", end="")
+    print(f"{'faster':>8}{'90%':>14}{'cpu':>7}")
     for row in rows:
-        for way in WAYS:
-            each = row[way]
-            low, high = each["faster_90"]
+        for method in METHODS:
+            figures = row[method]
+            low, high = figures["faster_90"]
             between = f"{low:.2f} - {high:.2f}"
             print(
-                f"{row['ranks']:5}{row['mb']:5}{way:>10}{each['ms']:10.2f}{each['cpu_ms']:9.2f}"
-                f"{each['faster']:8.2f}{between:>14}{each['less_cpu']:7.2f}"
+                f"{row['ranks']:5}{row['mb']:5}{method:>10}{figures['ms']:10.2f}{figures['cpu_ms']:9.2f}"
+                f"{figures['faster']:8.2f}{between:>14}{figures['less_cpu']:7.2f}"
             )
 
 
 def main() -> None:
-    """Measure, show, write."""
+    """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--pairs", type=int, default=40, help="rounds of all three ways")
+    parser.add_argument("--pairs", type=int, default=40, help="rounds of all three methods")
     parser.add_argument("--tiny", action="store_true", help="one size, few rounds")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     options = parser.parse_args()
     sizes, rounds = ((1,), 5) if options.tiny else (SIZES_MB, options.pairs)
     rows = []
     for world in RANKS:
-        found = run_ranks(world, sizes, rounds)
-        rows += [summary(world, size, found[size]) for size in found]
+        samples = run_ranks(world, sizes, rounds)
+        rows += [summary(world, size, samples[size]) for size in samples]
     show(rows)
-    asked = [row["resident"]["faster"] for row in rows if row["mb"] == ASKED_MB]
+    speedups = [row["resident"]["faster"] for row in rows if row["mb"] == TARGET_MB]
     result = {
         "machine": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "pairs": rounds,
-        "asked": {"mb": ASKED_MB, "faster": ASKED_FASTER},
+        "asked": {"mb": TARGET_MB, "faster": TARGET_SPEEDUP},
         "rows": rows,
-        "ok": all(ratio >= ASKED_FASTER for ratio in asked),
+        "ok": all(speedup >= TARGET_SPEEDUP for speedup in speedups),
     }
-    if asked:
+    if speedups:
         print(
-            f"resident, {ASKED_MB} MB: at least {min(asked):.2f} times faster than gloo, "
-            f"{ASKED_FASTER} asked"
+            f"resident, {TARGET_MB} MB: at least {min(speedups):.2f} times faster than gloo, "
+            f"target {TARGET_SPEEDUP}"
         )
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")

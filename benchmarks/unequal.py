@@ -1,12 +1,11 @@
-"""A plan for ranks of unequal speed next to the even split: `python -m benchmarks.unequal`.
+"""Compare a plan for ranks of unequal speed with an even split: `python -m benchmarks.unequal`.
 
     taskset -c 0,1 python -m benchmarks.unequal [--models gpt] [--pairs 40] [--out FILE]
 
-Two ranks have a core each. Another process computes on the core of rank 1 all the time, so that the
-rank gets half of it. The cluster is profiled so, and both the automatic plan and `ddp` with even
-shares are measured so, taking turns step by step; in between, the plan is made with times of calls
-at full speed (`tune`). The ratio is that of medians, the even split over the automatic plan, with a
-90% interval from resampled pairs.
+Two ranks have a core each. Another process always computes on the core of rank 1, which gets half
+of it. The cluster is profiled in this state, and the automatic plan and `ddp` with even shares
+alternate steps in it; the plan is tuned at full speed in between. The ratio of medians is the even
+split over the automatic plan, with a 90% interval from resampled pairs.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ BURN = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True:
 
 @contextlib.contextmanager
 def busy(core: int) -> Iterator[None]:
-    """Something else computes on a core."""
+    """Keep a core busy with another process."""
     process = subprocess.Popen([sys.executable, "-c", BURN, str(core)])
     try:
         yield
@@ -52,7 +51,7 @@ def busy(core: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pinned(cores: list[int], module: str) -> Iterator[None]:
-    """Processes of this one that run `module` get a core each, in the order of their start."""
+    """Pin child processes that run `module` to one core each, in the order of their start."""
     done = threading.Event()
 
     def watch() -> None:
@@ -73,17 +72,17 @@ def pinned(cores: list[int], module: str) -> Iterator[None]:
 
 
 def _children(module: str) -> list[int]:
-    found = []
+    children = []
     for tasks in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
         for pid in tasks.read_text().split():
             with contextlib.suppress(OSError):
                 if module in Path(f"/proc/{pid}/cmdline").read_text():
-                    found.append(int(pid))
-    return sorted(found)
+                    children.append(int(pid))
+    return sorted(children)
 
 
 def row(model: str, cluster: sw.Cluster, cores: list[int], pairs: int) -> dict[str, Any]:
-    """Plan and measure one model."""
+    """Plan and measure a model."""
     module, batch = MODELS[model]()
     graph = sw.capture(module, batch)
     even = sw.strategies.ddp(graph, cluster)
@@ -93,7 +92,7 @@ def row(model: str, cluster: sw.Cluster, cores: list[int], pairs: int) -> dict[s
     systems = tuple((name, json.dumps(plan.to_json())) for name, plan in plans.items())
     job = Job(model=model, ranks=2, systems=systems, pairs=pairs, cores=tuple(cores))
     with busy(cores[1]):
-        times = {name: [t for t, _ in mine] for name, mine in launch(job).items()}
+        times = {name: [t for t, _ in rounds] for name, rounds in launch(job).items()}
     predicted = {
         n: sw.simulate(graph, p, cluster, table=table).step_time_s for n, p in plans.items()
     }
@@ -126,12 +125,12 @@ def main() -> None:
     print(f"speeds {speeds}", flush=True)
     for model in options.models.split(","):
         rows.append(row(model, cluster, cores, options.pairs))
-        found = rows[-1]
+        result = rows[-1]
         print(
-            f"{model:6} even / auto {found['ratio']:.3f} [{found['low']:.3f}, "
-            f"{found['high']:.3f}] limit {LIMIT}  {found['even_s'] * 1e3:.1f} / "
-            f"{found['auto_s'] * 1e3:.1f} ms, predicted {found['predicted']['ddp'] * 1e3:.1f} "
-            f"/ {found['predicted']['auto'] * 1e3:.1f}: {found['plan']} {found['mesh']}",
+            f"{model:6} even / auto {result['ratio']:.3f} [{result['low']:.3f}, "
+            f"{result['high']:.3f}] limit {LIMIT}  {result['even_s'] * 1e3:.1f} / "
+            f"{result['auto_s'] * 1e3:.1f} ms, predicted {result['predicted']['ddp'] * 1e3:.1f} "
+            f"/ {result['predicted']['auto'] * 1e3:.1f}: {result['plan']} {result['mesh']}",
             flush=True,
         )
         command = " ".join(["python -m benchmarks.unequal", *sys.argv[1:]])

@@ -1,10 +1,10 @@
-"""Wrong rules, programs, edited code and collectives, checked with data that try to hide them.
+"""Verify wrong rules, programs, edited code and collectives with data that hides the errors.
 
     python -m benchmarks.wrong_programs [--only ddp tensor rules trees messages] [--json FILE]
 
-Every mutant is compared with what it was made from on ordinary data first, without the verifier:
-one that computes the same is counted as equivalent, one that does not is wrong. The verifier then
-checks it with each of the hostile weights and batches and must accept no wrong one.
+Every mutant is first compared with its original on ordinary data, without the verifier: a mutant
+that computes the same is equivalent, others are wrong. The verifier then checks it with all hostile
+weights and batches, and must not accept a wrong one.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from tests.unit.equivalence import mutations as m
 
 Tensors = dict[str, torch.Tensor]
 STRATEGIES = ("ddp", "fsdp", "tensor", "hybrid", "pipeline")
-MOST_TEXTS = 24  # edited texts of a strategy
+MAX_TEXTS = 24  # edited texts per strategy
 LOOSE = 1e-7
 
 
 class Net(nn.Module):
-    """An embedding, a residual block with a gate, a head with limits, and a second loss term."""
+    """An embedding, a gated residual block, a head with limits, and a second loss term."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Net(nn.Module):
 
 
 def build() -> tuple[Net, Tensors]:
-    """Return the model and a batch in which nothing is hidden."""
+    """Return the model and a batch that hide nothing."""
     torch.manual_seed(0)
     model = Net().double()
     batch = {
@@ -77,32 +77,32 @@ def build() -> tuple[Net, Tensors]:
     return model, batch
 
 
-# ------------------------------------------------ data that hide faults
+# ------------------------------------------------ data that hides faults
 
 
 def nan_in_batch(model: Net, batch: Tensors) -> None:
-    """One element of the input is NaN."""
+    """Set one element of the input to NaN."""
     batch["x"][1, 1, 1] = torch.nan
 
 
 def infinity_in_batch(model: Net, batch: Tensors) -> None:
-    """One element of the input is infinite."""
+    """Set one element of the input to infinity."""
     batch["x"][1, 1, 1] = torch.inf
 
 
 def nan_in_weights(model: Net, batch: Tensors) -> None:
-    """One weight is NaN."""
+    """Set one weight to NaN."""
     model.up.weight.data[0, 0] = torch.nan
 
 
 def zero_batch(model: Net, batch: Tensors) -> None:
-    """The batch is all zeros."""
+    """Set the batch to zero."""
     for tensor in batch.values():
         tensor.zero_()
 
 
 def zero_layers(model: Net, batch: Tensors) -> None:
-    """The block, the head and the second term are initialized with zeros."""
+    """Set the block, the head and the second term to zero."""
     for layer in (model.down, model.head):
         layer.weight.data.zero_()
         layer.bias.data.zero_()
@@ -111,44 +111,44 @@ def zero_layers(model: Net, batch: Tensors) -> None:
 
 
 def tiny_gate(model: Net, batch: Tensors) -> None:
-    """The block hardly counts."""
+    """Make the contribution of the block tiny."""
     model.gate.data.fill_(1e-12)
 
 
 def huge_feature(model: Net, batch: Tensors) -> None:
-    """One feature is far larger than the others."""
+    """Make one feature far larger than the others."""
     batch["x"][:, :, 0] = 1e15
 
 
 def huge_weight(model: Net, batch: Tensors) -> None:
-    """One weight is far larger than the others."""
+    """Make one weight far larger than the others."""
     model.v.data[0] = 1e12
 
 
 def huge_term(model: Net, batch: Tensors) -> None:
-    """One term of the loss is far larger than the other."""
+    """Make one term of the loss far larger than the other."""
     model.coefficient = 1e14
 
 
 def extreme_buffer(model: Net, batch: Tensors) -> None:
-    """A buffer holds the smallest float32."""
+    """Set an element of a buffer to the smallest float32."""
     model.limits[1] = torch.finfo(torch.float32).min
     batch["labels"][batch["labels"] == 1] = 0
 
 
 def few_labels(model: Net, batch: Tensors) -> None:
-    """All labels but one are ignored."""
+    """Ignore all labels but one."""
     batch["labels"].fill_(-100)
     batch["labels"][0, 0] = 1
 
 
 def no_labels(model: Net, batch: Tensors) -> None:
-    """All labels are ignored: the loss is NaN."""
+    """Ignore all labels, which makes the loss NaN."""
     batch["labels"].fill_(-100)
 
 
 SETUPS: dict[str, Callable[[Net, Tensors], None]] = {
-    "as it is": lambda model, batch: None,
+    "unchanged": lambda model, batch: None,
     "NaN in the batch": nan_in_batch,
     "infinity in the batch": infinity_in_batch,
     "NaN in the weights": nan_in_weights,
@@ -169,7 +169,7 @@ SETUPS: dict[str, Callable[[Net, Tensors], None]] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """A program that was changed, or the texts of one."""
+    """A changed program, or a program with changed texts."""
 
     name: str
     program: Any
@@ -177,7 +177,7 @@ class Mutant:
 
 
 def mutants(program: Any, plan: sw.Plan) -> Iterator[Mutant]:
-    """Programs with other moves, other storage and other texts."""
+    """Yield programs with changed redistributions, storage and texts."""
     if not plan.is_scheduled:
         for mutant in m.move_mutants(program):
             yield Mutant(f"move: {mutant.name}", mutant.program)
@@ -185,11 +185,11 @@ def mutants(program: Any, plan: sw.Plan) -> Iterator[Mutant]:
             if storage.sync or storage.zero:
                 broken = m.unsynced(program, storage.name)
                 yield Mutant(f"plan: {storage.name} not synchronized", broken)
-    yield from list(text_mutants(program))[:MOST_TEXTS]
+    yield from list(text_mutants(program))[:MAX_TEXTS]
 
 
 def text_mutants(program: Any) -> Iterator[Mutant]:
-    """Edits of all texts alike: a call of the runtime left out, another number or operator."""
+    """Yield edits of all texts: a runtime call removed, or another number or operator."""
     texts = subject_of(program).sources()
     counts = [len(list(_places(ast.parse(text)))) for text in texts]
     for index in range(max(counts)):
@@ -237,18 +237,19 @@ def _edit(node: ast.AST) -> str:
 
 
 def differs(mutant: Mutant, plain: Sequence[Any], data: Sequence[Any]) -> bool:
-    """Whether a mutant computes something else on ordinary data; no part of the verifier."""
+    """Return whether a mutant computes other results on ordinary data, without the verifier."""
     other = subject_of(mutant.program)
     for (state, inputs), expected in zip(data, plain, strict=True):
         try:
             texts = mutant.sources or other.sources()
-            found = other.run(texts, state, inputs, timeout_s=10)
+            outcomes = other.run(texts, state, inputs, timeout_s=10)
         except Exception:
             return True
-        for mine, theirs in zip(found, expected, strict=True):
-            pairs = [(mine.loss, theirs.loss), *zip(mine.outputs, theirs.outputs, strict=True)]
+        for outcome, original in zip(outcomes, expected, strict=True):
+            outputs = zip(outcome.outputs, original.outputs, strict=True)
+            pairs = [(outcome.loss, original.loss), *outputs]
             for kind in ("gradients", "state_after"):
-                a, b = getattr(mine, kind), getattr(theirs, kind)
+                a, b = getattr(outcome, kind), getattr(original, kind)
                 pairs += [(a.get(name), b[name]) for name in b]
             if any(_apart(a, b) for a, b in pairs):
                 return True
@@ -261,19 +262,21 @@ def _apart(a: Any, b: Any) -> bool:
     if a.shape != b.shape:
         return True
     size = b.abs().max().item() if b.numel() else 0.0
-    # Gradients that are zero but for rounding are no difference.
+    # Gradients that are zero up to rounding are equal.
     return bool(a.numel()) and (a - b).abs().max().item() > LOOSE * max(size, 1e-6)
 
 
 def ordinary(model: Net, batch: Tensors, seed: int) -> tuple[Tensors, Tensors]:
-    """Weights and a batch in which nothing is hidden."""
-    made = torch.Generator().manual_seed(seed)
+    """Return weights and a batch that hide nothing."""
+    generator = torch.Generator().manual_seed(seed)
     tensors = (*model.named_parameters(), *model.named_buffers())
-    state = {n: torch.randn(t.shape, generator=made, dtype=torch.float64) * 0.5 for n, t in tensors}
+    state = {
+        n: torch.randn(t.shape, generator=generator, dtype=torch.float64) * 0.5 for n, t in tensors
+    }
     inputs = {
-        "ids": torch.randint(11, (6, 3), generator=made),
-        "x": torch.randn(6, 3, 6, generator=made, dtype=torch.float64),
-        "labels": torch.randint(5, (6, 3), generator=made),
+        "ids": torch.randint(11, (6, 3), generator=generator),
+        "x": torch.randn(6, 3, 6, generator=generator, dtype=torch.float64),
+        "labels": torch.randint(5, (6, 3), generator=generator),
     }
     inputs["labels"][seed % 6, 1] = -100
     return state, inputs
@@ -290,18 +293,18 @@ def plan_of(graph: sw.Graph, strategy: str) -> sw.Plan:
 
 def sweep_programs(strategy: str, tally: Tally) -> None:
     """Check every mutant of a strategy with every setup."""
-    kinds: dict[str, str] = {}  # texts -> what their mutants are counted as
+    kinds: dict[str, str] = {}  # texts -> name of their mutants in the tally
     for setup, change in SETUPS.items():
         model, batch = build()
         change(model, batch)
         twin, wide = double(model, batch)
         graph = widen_graph(sw.capture(twin, wide))
         program = sw.compile(graph, plan_of(graph, strategy)).lowered
-        found = list(mutants(program, program.plan))
+        all_mutants = list(mutants(program, program.plan))
         try:
             trials = make_trials(program, run_reference(twin, wide), wide)
         except ShardwiseError:
-            tally.refused(strategy, setup, found)
+            tally.refused(strategy, setup, all_mutants)
             continue
         subject = subject_of(program)
         name = f"{strategy}, {setup}" if kinds else strategy
@@ -309,10 +312,10 @@ def sweep_programs(strategy: str, tally: Tally) -> None:
         if not tally.known(kind):
             data = [ordinary(model, batch, s) for s in (1, 2)]
             plain = [subject.run(subject.sources(), *d, timeout_s=10) for d in data]
-            tally.wrong[kind] = [differs(mutant, plain, data) for mutant in found]
+            tally.wrong[kind] = [differs(mutant, plain, data) for mutant in all_mutants]
         if not check(program, None, wide, trials=trials, timeout_s=10).ok:
             tally.false_alarm(f"{strategy}, {setup}")
-        for index, mutant in enumerate(found):
+        for index, mutant in enumerate(all_mutants):
             certificate = check(
                 mutant.program, None, wide, trials=trials, sources=mutant.sources, timeout_s=10
             )
@@ -322,11 +325,11 @@ def sweep_programs(strategy: str, tally: Tally) -> None:
 # ------------------------------------------------ wrong rules
 
 
-RULES = {  # an operator, and a rule that is wrong for it under data parallelism
+RULES = {  # an operator, and a wrong rule for it
     "centered": (lambda x: x - x.mean(0), "b n -> b n"),
     "scaled_by_largest": (lambda x: x / (1 + x.abs().amax(0)), "b n -> b n"),
     "running_sum": (lambda x: x.cumsum(0), "b n -> b n"),
-    "turned": (lambda x: x.flip(0) * 2, "b n -> b n"),
+    "flipped": (lambda x: x.flip(0) * 2, "b n -> b n"),
     "rolled": (lambda x: x.roll(1, 0), "b n -> b n"),
     "softmax_of_rows": (lambda x: x.softmax(0), "b n -> b n"),
     "mean_of_rows": (lambda x: x.mean(0), "b+ n -> n"),
@@ -351,14 +354,14 @@ def _define(name: str, function: Callable[[torch.Tensor], torch.Tensor]) -> None
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
         with torch.enable_grad():
-            held = x.detach().requires_grad_()
-            return torch.autograd.grad(function(held), held, gradient)[0]
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(function(x), x, gradient)[0]
 
     op.register_autograd(backward, setup_context=setup)
 
 
 class Ruled(nn.Module):
-    """Two layers with an operator between them, and a loss term that passes it by."""
+    """Two layers with an operator between them, and a loss term without it."""
 
     def __init__(self, operator: str) -> None:
         super().__init__()
@@ -374,13 +377,13 @@ class Ruled(nn.Module):
 
 
 def zero_rule(model: Ruled, batch: Tensors) -> None:
-    """What follows the operator is initialized with zeros."""
+    """Set the layers after the operator to zero."""
     model.b.weight.data.zero_()
     model.gate.data.zero_()
 
 
 RULE_SETUPS: dict[str, Callable[[Any, Tensors], None]] = {
-    "as it is": lambda model, batch: None,
+    "unchanged": lambda model, batch: None,
     "NaN in the batch": lambda model, batch: batch["x"][0].fill_(torch.nan),
     "infinity in the batch": lambda model, batch: batch["x"][0].fill_(torch.inf),
     "a batch of zeros": lambda model, batch: batch["x"].zero_(),
@@ -396,7 +399,7 @@ def sweep_rules(tally: Tally) -> None:
     for index, (name, (function, pattern)) in enumerate(RULES.items()):
         _define(name, function)
         sw.register_rule(f"wrong::{name}", pattern)
-        tally.wrong.setdefault("rules", []).append(True)  # each couples the rows it may cut
+        tally.wrong.setdefault("rules", []).append(True)  # all of them couple rows
         for setup, change in RULE_SETUPS.items():
             torch.manual_seed(0)
             model, batch = Ruled(name).double(), {"x": torch.randn(6, 4, dtype=torch.float64)}
@@ -414,7 +417,7 @@ def sweep_rules(tally: Tally) -> None:
 
 
 def choices() -> Iterator[CollectiveChoice]:
-    """Solved collectives of two to five ranks."""
+    """Yield solved collectives of two to five ranks."""
     model, batch = build()
     graph = sw.capture(model, batch)
     for ranks in (2, 3, 4, 5):
@@ -425,11 +428,11 @@ def choices() -> Iterator[CollectiveChoice]:
 
 
 def tree_mutants(choice: CollectiveChoice) -> Iterator[tuple[str, CollectiveChoice]]:
-    """Choices with a tree that lost something."""
+    """Yield choices with a broken tree."""
     forest = choice.forests[0]
     last = forest.trees[-1]
     small = replace(last, weight=0.03)
-    rest = (*forest.trees[:-1], replace(last, weight=last.weight - 0.03))
+    others = (*forest.trees[:-1], replace(last, weight=last.weight - 0.03))
 
     def made(trees: Sequence[Tree]) -> CollectiveChoice:
         return replace(choice, forests=(replace(forest, trees=tuple(trees)),))
@@ -437,26 +440,26 @@ def tree_mutants(choice: CollectiveChoice) -> Iterator[tuple[str, CollectiveChoi
     for half in ("inward", "outward"):
         yield (
             f"small tree without its {half} half",
-            _try(made, (*rest, replace(small, **{half: ()}))),
+            _try(made, (*others, replace(small, **{half: ()}))),
         )
         yield (
             f"tree without its {half} half",
             _try(made, (*forest.trees[:-1], replace(last, **{half: ()}))),
         )
     yield (
-        "half of a weight",
+        "half a weight",
         _try(made, (*forest.trees[:-1], replace(last, weight=last.weight / 2))),
     )
-    yield "a tree left out", _try(made, forest.trees[1:])
-    yield "a tree twice", _try(made, (*forest.trees, last))
+    yield "a missing tree", _try(made, forest.trees[1:])
+    yield "a duplicate tree", _try(made, (*forest.trees, last))
     for half in ("inward", "outward"):
         parents = list(getattr(last, half))
         if len(parents) > 2:
             leaf = next(r for r, p in enumerate(parents) if p >= 0 and r not in parents)
             parents[leaf] = leaf
             yield (
-                f"a rank cut off {half}",
-                _try(made, (*rest, replace(small, **{half: tuple(parents)}))),
+                f"a disconnected rank {half}",
+                _try(made, (*others, replace(small, **{half: tuple(parents)}))),
             )
 
 
@@ -468,7 +471,7 @@ def _try(made: Callable[[Sequence[Tree]], CollectiveChoice], trees: Sequence[Tre
 
 
 def sweep_trees(tally: Tally) -> None:
-    """Check trees of collectives."""
+    """Check broken trees of collectives."""
     for choice in choices():
         verify_trees(choice)
         for index, (name, broken) in enumerate(tree_mutants(choice)):
@@ -483,50 +486,50 @@ def sweep_trees(tally: Tally) -> None:
                 accepted = False
             place = len(tally.wrong["trees"]) - 1
             what = f"{choice.operation} of {len(choice.groups[0])}: {name}"
-            tally.add("trees", "as it is", f"tree {index}: {what}", place, accepted=accepted)
+            tally.add("trees", "unchanged", f"tree {index}: {what}", place, accepted=accepted)
 
 
 def _carries_all(choice: CollectiveChoice) -> bool:
-    """Whether the sums or copies of many elements are right, by their numbers alone."""
+    """Return whether the numeric results of a choice are correct."""
     forest, operation = choice.forests[0], choice.operation
     if not abs(sum(tree.weight for tree in forest.trees) - 1) < 1e-3:
         return False
-    ranks, each = forest.num_ranks, 210
-    counts = () if operation == "all_reduce" else (each,) * ranks
+    ranks, count = forest.num_ranks, 210
+    counts = () if operation == "all_reduce" else (count,) * ranks
     try:
-        made = lowered(
-            forest, operation, ranks * each, item_bytes=8, chunk_bytes=512, counts=counts
+        program = lowered(
+            forest, operation, ranks * count, item_bytes=8, chunk_bytes=512, counts=counts
         )
-        return _right(made.program(ranks * each))
+        return _is_correct(program.program(ranks * count))
     except (ShardwiseError, ValueError, IndexError):
         return False
 
 
-def _right(program: MessageProgram) -> bool:
-    made, numel, ranks = np.random.default_rng(0), program.numel, program.num_ranks
-    whole = [made.standard_normal(numel) for _ in range(ranks)]
-    total = np.sum(whole, axis=0)
+def _is_correct(program: MessageProgram) -> bool:
+    rng, numel, ranks = np.random.default_rng(0), program.numel, program.num_ranks
+    data = [rng.standard_normal(numel) for _ in range(ranks)]
+    total = np.sum(data, axis=0)
     ends = np.cumsum((0, *program.counts)) if program.counts else None
     if program.operation == "all_gather":
         assert ends is not None
-        inputs = [w[a:b] for w, a, b in zip(whole, ends, ends[1:], strict=False)]
+        inputs = [w[a:b] for w, a, b in zip(data, ends, ends[1:], strict=False)]
         expected = [np.concatenate(inputs)] * ranks
     else:
-        inputs, expected = whole, [total] * ranks
+        inputs, expected = data, [total] * ranks
         if ends is not None:
             expected = [total[a:b] for a, b in itertools.pairwise(ends)]
     try:
-        found = interpret(program, inputs)
+        results = interpret(program, inputs)
     except (ShardwiseError, ValueError, KeyError):
         return False
     return all(
         a is not None and a.shape == b.shape and np.allclose(a, b)
-        for a, b in zip(found, expected, strict=True)
+        for a, b in zip(results, expected, strict=True)
     )
 
 
 def sweep_messages(tally: Tally) -> None:
-    """Programs of messages with a message lost, doubled, sent elsewhere, or copied not added."""
+    """Check message programs with lost messages, wrong operations or short chunks."""
     for choice in choices():
         forest, ranks = choice.forests[0], choice.forests[0].num_ranks
         counts = () if choice.operation == "all_reduce" else (12,) * ranks
@@ -540,7 +543,7 @@ def sweep_messages(tally: Tally) -> None:
                 broken = None
             if broken == program:
                 continue
-            tally.wrong.setdefault("messages", []).append(broken is None or not _right(broken))
+            tally.wrong.setdefault("messages", []).append(broken is None or not _is_correct(broken))
             accepted = broken is not None
             try:
                 if broken is not None:
@@ -549,7 +552,7 @@ def sweep_messages(tally: Tally) -> None:
                 accepted = False
             place = len(tally.wrong["messages"]) - 1
             what = f"messages: {choice.operation} of {ranks}: {name}"
-            tally.add("messages", "as it is", what, place, accepted=accepted)
+            tally.add("messages", "unchanged", what, place, accepted=accepted)
 
 
 def _with(program: MessageProgram, rank: int, steps: Any) -> MessageProgram:
@@ -559,20 +562,20 @@ def _with(program: MessageProgram, rank: int, steps: Any) -> MessageProgram:
 
 
 def _lost(program: MessageProgram) -> MessageProgram:
-    """Return a message that is neither sent nor received."""
+    """Remove a message at its sender and receiver."""
     for source, steps in enumerate(program.instructions):
         for index, step in enumerate(steps):
             if step.kind != "send":
                 continue
-            theirs = list(program.instructions[step.peer])
+            received = list(program.instructions[step.peer])
             place = next(
                 i
-                for i, other in enumerate(theirs)
+                for i, other in enumerate(received)
                 if other.kind != "send" and other.peer == source and other.first == step.first
             )
-            del theirs[place]
+            del received[place]
             shorter = _with(program, source, (*steps[:index], *steps[index + 1 :]))
-            return _with(shorter, step.peer, theirs)
+            return _with(shorter, step.peer, received)
     return program
 
 
@@ -600,18 +603,18 @@ def _dropped(kind: str) -> Callable[[MessageProgram], MessageProgram]:
 
 
 def _shorter_chunk(program: MessageProgram) -> MessageProgram:
-    first, *rest = program.chunks
-    return replace(program, chunks=(first._replace(stop=first.stop - 1), *rest))
+    first, *others = program.chunks
+    return replace(program, chunks=(first._replace(stop=first.stop - 1), *others))
 
 
 MESSAGES: dict[str, Callable[[MessageProgram], MessageProgram]] = {
-    "a message lost": _lost,
+    "a lost message": _lost,
     "a sum that is a copy": _kind("reduce", "receive"),
     "a copy that is a sum": _kind("receive", "reduce"),
-    "a send left out": _dropped("send"),
-    "a receive left out": _dropped("receive"),
-    "a sum left out": _dropped("reduce"),
-    "a chunk too short": _shorter_chunk,
+    "a missing send": _dropped("send"),
+    "a missing receive": _dropped("receive"),
+    "a missing sum": _dropped("reduce"),
+    "a short chunk": _shorter_chunk,
 }
 
 
@@ -619,7 +622,7 @@ MESSAGES: dict[str, Callable[[MessageProgram], MessageProgram]] = {
 
 
 class Tally:
-    """Which mutants are wrong, and what the verifier said of each with each setup."""
+    """The wrong mutants, and the results of the verifier for all setups."""
 
     def __init__(self) -> None:
         self.wrong: dict[str, list[bool]] = {}
@@ -640,9 +643,9 @@ class Tally:
         if not wrong and not accepted:
             self.strict.append(f"{kind}, {setup}: {name}")
 
-    def refused(self, kind: str, setup: str, found: Sequence[Mutant]) -> None:
-        """The data are not finite: no program is certified with them."""
-        self.counts["any", "refused"] += len(found)
+    def refused(self, kind: str, setup: str, mutants: Sequence[Mutant]) -> None:
+        """Count mutants with data that is not finite, with which nothing is certified."""
+        self.counts["any", "refused"] += len(mutants)
 
     def false_alarm(self, what: str) -> None:
         self.alarms.append(what)

@@ -1,13 +1,13 @@
-"""Every model of the zoo through every strategy, each verified; a dozen on real processes.
+"""Verify every model of the zoo under every strategy, and train some on real processes.
 
     python -m benchmarks.zoo [--models llama,bert] [--strategies ddp,pipeline] [--ranks 2,4]
                              [--processes gpt2,vit | none] [--dropout 0.1] [--jobs 2]
 
-A model is captured and run on one device once; then each plan's emitted code runs in threads and is
-compared with it in float64. Pipelines have ranks of their own, in two micro-batches; a model that
-couples the samples of a batch must be refused with them, and pass without. Leaves: a table on the
-terminal, and `zoo-results/` with `zoo.json` and `zoo.md`; `--write-docs` copies the table to
-`docs/zoo.md`. Exit code 1 when a strategy passes on fewer models than it should.
+A model is captured and run once on one device; then the emitted code of each plan runs in threads
+and is compared with it in float64. Pipelines have fixed numbers of ranks and two micro-batches; a
+model that couples the samples of a batch must be refused with them, and pass without. Prints a
+table, and writes `zoo.json` and `zoo.md` to `zoo-results/`; `--write-docs` copies the table to
+`docs/zoo.md`. The exit code is 1 if a strategy passes on fewer models than required.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def run_model(name: str, cases: Sequence[Case], dropout: float) -> list[Result]:
 def run_on_processes(
     names: Sequence[str], strategies: Sequence[str], dropout: float
 ) -> Iterator[Result]:
-    """Train some models on gloo processes, next to one process."""
+    """Train some models on gloo processes, and compare them with one process."""
     from benchmarks import zoo_processes
     from tests.support.pool import pool
 
@@ -100,9 +100,7 @@ def run_on_processes(
 
 
 def one_process(name: str, graph: Any, dropout: float) -> Any:
-    """Return the plain model; with dropout the program of one rank, which draws what all ranks
-    draw.
-    """
+    """Train the plain model, or with dropout the program of one rank, which has the same draws."""
     from benchmarks import zoo_processes
     from tests.support.pool import pool
 
@@ -113,24 +111,25 @@ def one_process(name: str, graph: Any, dropout: float) -> Any:
 
 
 def run_all(options: argparse.Namespace) -> list[Result]:
-    """All models in `--jobs` processes, then some on gloo processes, with progress on stderr."""
+    """Verify models in `--jobs` processes, then train some on gloo processes."""
     results = resumed(options) if options.resume else []
-    known = {(r.model, r.strategy, r.ranks, r.where) for r in results}
+    done = {(r.model, r.strategy, r.ranks, r.where) for r in results}
     cases = [(s, n) for s in options.strategies for n in ranks_of(s, options.ranks)]
-    left = {m: [c for c in cases if (m, *c, "threads") not in known] for m in options.models}
-    left = {name: mine for name, mine in left.items() if mine}
+    remaining = {m: [c for c in cases if (m, *c, "threads") not in done] for m in options.models}
+    remaining = {name: cases for name, cases in remaining.items() if cases}
     with progress_bar() as progress, executor(options.jobs) as jobs:
-        task = progress.add_task("verify", total=len(left))
+        task = progress.add_task("verify", total=len(remaining))
         futures = {
-            jobs.submit(run_model, name, mine, options.dropout): name for name, mine in left.items()
+            jobs.submit(run_model, name, cases, options.dropout): name
+            for name, cases in remaining.items()
         }
         for future in as_completed(futures):
             results += future.result()
             missed = sum(not r.ok for r in results)
             progress.update(task, advance=1, description=f"{futures[future]}, {missed} missed")
             write(results, options)
-    done = {m for m, _, _, where in known if where == "processes"}
-    names = [n for n in options.processes if n in options.models and n not in done]
+    trained = {m for m, _, _, where in done if where == "processes"}
+    names = [n for n in options.processes if n in options.models and n not in trained]
     with progress_bar() as progress:
         task = progress.add_task("train", total=len(names) * len(PROCESS_RANKS))
         for result in run_on_processes(names, options.strategies, options.dropout):
@@ -142,7 +141,7 @@ def run_all(options: argparse.Namespace) -> list[Result]:
 
 
 def resumed(options: argparse.Namespace) -> list[Result]:
-    """What an earlier run left; only cases that it lacks run again."""
+    """Return the results of an earlier run, whose cases do not run again."""
     path = options.out / "zoo.json"
     if not path.exists():
         return []
@@ -150,7 +149,7 @@ def resumed(options: argparse.Namespace) -> list[Result]:
 
 
 def progress_bar() -> Progress:
-    """Return a line on stderr."""
+    """Return a progress bar on stderr."""
     return Progress(
         TextColumn("{task.description:<28}"),
         BarColumn(),
@@ -161,12 +160,12 @@ def progress_bar() -> Progress:
 
 
 def executor(jobs: int) -> ProcessPoolExecutor:
-    """Fresh processes, which share nothing with this one."""
+    """Return an executor of new processes."""
     return ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
 
 
 def write(results: Sequence[Result], options: argparse.Namespace) -> None:
-    """`zoo.json` and `zoo.md` in the output folder."""
+    """Write `zoo.json` and `zoo.md` to the output folder."""
     options.out.mkdir(parents=True, exist_ok=True)
     command = f"python -m benchmarks.zoo {' '.join(sys.argv[1:])}".strip()
     data = {
@@ -180,7 +179,7 @@ def write(results: Sequence[Result], options: argparse.Namespace) -> None:
 
 
 def read_options() -> argparse.Namespace:
-    """Return the command line."""
+    """Read the command line."""
 
     def words(text: str) -> list[str]:
         return [] if text == "none" else text.split(",")
@@ -194,19 +193,19 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--processes", type=words, default=ON_PROCESSES, help="models, or none")
     parser.add_argument("--dropout", type=float, nargs="?", const=0.1, default=0.0)
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--resume", action="store_true", help="keep what --out already has")
+    parser.add_argument("--resume", action="store_true", help="keep existing results in --out")
     parser.add_argument("--out", type=Path, default=Path("zoo-results"))
     parser.add_argument("--write-docs", action="store_true", help="copy the table to docs/zoo.md")
     options = parser.parse_args()
-    for given, known in ((options.models, zoo.names()), (options.strategies, STRATEGIES)):
-        unknown = [name for name in given if name not in known]
+    for names, known in ((options.models, zoo.names()), (options.strategies, STRATEGIES)):
+        unknown = [name for name in names if name not in known]
         if unknown:
             parser.error(f"unknown {unknown[0]!r}; known: {', '.join(known)}")
     return options
 
 
 def main() -> int:
-    """Run, print, write; 1 when too many models miss."""
+    """Run, print and write; return 1 if too few models pass."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     options = read_options()
     results = run_all(options)

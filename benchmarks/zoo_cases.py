@@ -1,7 +1,4 @@
-"""One zoo model under one strategy in threads, compared with one device.
-
-Enters: a captured model with its reference, and a case. Leaves: a `Result`.
-"""
+"""Compare a zoo model under a strategy, run in threads, with one device."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ Case = tuple[str, int]  # strategy, ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One model under one strategy: whether it equals one device, and why not."""
+    """Whether a model under a strategy equals one device, and why not."""
 
     model: str
     strategy: str
@@ -31,16 +28,16 @@ class Result:
     where: str  # "threads" or "processes"
     ok: bool
     error: float | None = None  # the largest relative error
-    share: float | None = None  # of all parameter bytes, what rank 0 holds
+    share: float | None = None  # of the parameter bytes, on rank 0
     reason: str = ""
-    note: str = ""  # on a pass that was refused something
+    note: str = ""  # on a pass after a refusal
     seconds: float = 0.0
 
     @staticmethod
-    def of(model: str, case: Case, **found: Any) -> Result:
+    def of(model: str, case: Case, **fields: Any) -> Result:
         """Return the result of a case in threads."""
         strategy, ranks = case
-        return Result(model=model, strategy=strategy, ranks=ranks, where="threads", **found)
+        return Result(model=model, strategy=strategy, ranks=ranks, where="threads", **fields)
 
 
 def ranks_of(strategy: str, ranks: Sequence[int]) -> Sequence[int]:
@@ -49,9 +46,7 @@ def ranks_of(strategy: str, ranks: Sequence[int]) -> Sequence[int]:
 
 
 def make_plan(graph: Any, strategy: str, ranks: int, **options: Any) -> Any:
-    """Return the strategy's plan; `hybrid` takes two data-parallel groups,
-    a pipeline two stages.
-    """
+    """Return the plan of a strategy: `hybrid` has dp=2, and pipelines have two stages."""
     import shardwise as sw
 
     sizes: dict[str, Any] = {}
@@ -66,15 +61,15 @@ def make_plan(graph: Any, strategy: str, ranks: int, **options: Any) -> Any:
 
 
 def verify(name: str, case: Case, graph: Any, reference: Any, batch: Any, dropout: float) -> Result:
-    """Check one case; what it raises is its reason."""
+    """Check a case; an exception is the reason of its failure."""
     start = time.perf_counter()
     try:
-        found = _checked(name, case, graph, reference, batch)
+        fields = _checked(name, case, graph, reference, batch)
     except Exception as error:
-        found = {"ok": False, "reason": zoo_report.shorten(error)}
+        fields = {"ok": False, "reason": zoo_report.shorten(error)}
         if "couples the samples" in str(error) and case[0] in FIXED_RANKS:
-            found = _without_microbatches(name, case, graph, reference, batch, dropout, error)
-    return Result.of(name, case, **found, seconds=time.perf_counter() - start)
+            fields = _without_microbatches(name, case, graph, reference, batch, dropout, error)
+    return Result.of(name, case, **fields, seconds=time.perf_counter() - start)
 
 
 def _checked(
@@ -87,18 +82,18 @@ def _checked(
     plan = make_plan(graph, strategy, ranks, **options)
     program = sw.compile(graph, plan).lowered
     certificate = check(program, reference, batch, timeout_s=120.0)
-    found = _found(certificate)
+    fields = _fields(certificate)
     if strategy in FIXED_RANKS:
-        return found
-    share = found["share"] = parameter_share(program)
-    if strategy == "tensor" and ranks == 2 and zoo_report.is_transformer(name) and found["ok"]:
-        found["ok"] = share <= zoo_report.LARGEST_SHARE
-        held = f"rank 0 holds {share:.2f} of the parameter bytes"
-        found["reason"] = "" if found["ok"] else held
-    return found
+        return fields
+    share = fields["share"] = parameter_share(program)
+    if strategy == "tensor" and ranks == 2 and zoo_report.is_transformer(name) and fields["ok"]:
+        fields["ok"] = share <= zoo_report.MAX_SHARE
+        problem = f"rank 0 has {share:.2f} of the parameter bytes"
+        fields["reason"] = "" if fields["ok"] else problem
+    return fields
 
 
-def _found(certificate: Any) -> dict[str, Any]:
+def _fields(certificate: Any) -> dict[str, Any]:
     reason = "" if certificate.ok else zoo_report.first_failure(certificate)
     return {"ok": certificate.ok, "error": certificate.max_relative_error, "reason": reason}
 
@@ -112,30 +107,28 @@ def _without_microbatches(
     dropout: float,
     refusal: Exception,
 ) -> dict[str, Any]:
-    """Return a model that couples samples: the batch whole, and micro-batches as batches of their
-    own.
-    """
+    """Check a model that couples samples with one micro-batch, and with separate batches."""
     import shardwise as sw
 
-    found = _checked(name, case, graph, reference, batch, num_microbatches=1)
-    words = " ".join(str(refusal).split()).partition(", so micro-batches")[0]
+    fields = _checked(name, case, graph, reference, batch, num_microbatches=1)
+    reason = " ".join(str(refusal).split()).partition(", so micro-batches")[0]
     where = getattr(refusal, "where", None)
-    if not found["ok"]:
-        return {**found, "reason": f"1 micro-batch: {found['reason']}"}
+    if not fields["ok"]:
+        return {**fields, "reason": f"1 micro-batch: {fields['reason']}"}
     plan = make_plan(graph, *case, per_microbatch=True)
-    own = _found(sw.verify(*zoo.build(name, dropout=dropout), plan))
-    if not own["ok"]:
-        return {**own, "reason": f"micro-batches as batches of their own: {own['reason']}"}
-    error = max(found["error"], own["error"])
-    return {**found, "error": error, "note": f"{words} (at {where})"}
+    separate = _fields(sw.verify(*zoo.build(name, dropout=dropout), plan))
+    if not separate["ok"]:
+        return {**separate, "reason": f"micro-batches as separate batches: {separate['reason']}"}
+    error = max(fields["error"], separate["error"])
+    return {**fields, "error": error, "note": f"{reason} (at {where})"}
 
 
 def parameter_share(program: Any) -> float:
-    """Of all parameter bytes, what rank 0 holds."""
-    held = whole = 0.0
+    """Return the share of the parameter bytes on rank 0."""
+    local = total = 0.0
     axes = dict(program.mesh.axes)
     for item in program.of_rank(0).parameters:
         size = math.prod(item.local_shape) * item.dtype.itemsize
-        held += size / math.prod(axes[a] for a in item.sync) if item.zero == 3 else size
-        whole += math.prod(item.shape) * item.dtype.itemsize
-    return held / whole if whole else 0.0
+        local += size / math.prod(axes[a] for a in item.sync) if item.zero == 3 else size
+        total += math.prod(item.shape) * item.dtype.itemsize
+    return local / total if total else 0.0

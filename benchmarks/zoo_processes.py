@@ -1,6 +1,6 @@
-"""Zoo models trained on gloo processes, next to the same steps on one process.
+"""Train zoo models on gloo processes, and compare them with the same steps on one process.
 
-Everything stays float64: casts to narrower types inside a model are widened on both sides.
+Everything is float64: narrowing casts in a model are widened on both sides.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from shardwise.equivalence.reference import KeepDouble, TraceDouble
 from tests.support import zoo
 
 STEPS, LEARNING_RATE = 2, 1e-3
-NEGLIGIBLE = 1e-4  # of the largest gradient: smaller ones are measured against this
+NEGLIGIBLE = 1e-4  # of the largest gradient; errors of smaller ones are relative to this
 
 
 @dataclass(frozen=True)
 class Training:
-    """What some steps left: losses, the first step's gradients, the state after the last."""
+    """The losses of some steps, the first gradients, and the final state."""
 
     losses: list[float]
     gradients: dict[str, torch.Tensor | None]
@@ -31,12 +31,12 @@ class Training:
 
 
 def captured(name: str, dropout: float = 0.0) -> sw.Graph:
-    """Return the model's graph in float64, for making plans."""
+    """Capture a model in float64, for plans."""
     return sw.capture(*zoo.build(name, dropout=dropout), around=TraceDouble)
 
 
 def reference(name: str) -> Training:
-    """Return the model on one process."""
+    """Train the model on one process."""
     model, batch = zoo.build(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses, gradients = [], {}
@@ -56,7 +56,7 @@ def reference(name: str) -> Training:
 
 
 def train(name: str, plan: dict[str, Any], dropout: float = 0.0) -> Training:
-    """One rank's part of the same training; gathered, so equal on all ranks."""
+    """Train on one rank; the gathered results are equal on all ranks."""
     warnings.simplefilter("ignore")
     model, batch = zoo.build(name, dropout=dropout)
     with KeepDouble():
@@ -74,39 +74,45 @@ def train(name: str, plan: dict[str, Any], dropout: float = 0.0) -> Training:
 
 
 def compare(ranks: list[Training], expected: Training) -> tuple[float, str]:
-    """Return the largest relative error over all ranks, and the first thing that differs."""
+    """Return the largest relative error of all ranks, and the first difference."""
     sizes = [
         g.abs().max().item() for g in expected.gradients.values() if g is not None and g.numel()
     ]
     floor = NEGLIGIBLE * max(sizes, default=0.0)
-    found: list[Comparison] = []
+    comparisons: list[Comparison] = []
     for rank, training in enumerate(ranks):
         for step, (a, b) in enumerate(zip(training.losses, expected.losses, strict=True)):
             what = f"loss of step {step} on rank {rank}"
-            found.append(compare_tensors(what, torch.tensor(a).double(), torch.tensor(b).double()))
+            comparisons.append(
+                compare_tensors(what, torch.tensor(a).double(), torch.tensor(b).double())
+            )
         for name, gradient in expected.gradients.items():
-            mine = training.gradients.get(name)
+            actual = training.gradients.get(name)
             what = f"gradient of {name} on rank {rank}"
-            found.append(compare_tensors(what, mine, gradient, noise=_noise(gradient, floor)))
+            comparisons.append(
+                compare_tensors(what, actual, gradient, noise=_noise(gradient, floor))
+            )
         if training.state.keys() != expected.state.keys():
             different = sorted(training.state.keys() ^ expected.state.keys())
-            found.append(Comparison("state dict", float("inf"), f"keys differ: {different[:3]}"))
+            comparisons.append(
+                Comparison("state dict", float("inf"), f"keys differ: {different[:3]}")
+            )
             continue
         for name, tensor in expected.state.items():
             floor_of = LEARNING_RATE if name in expected.gradients else 0.0
             what = f"{name} after {STEPS} steps on rank {rank}"
             noise = _noise(tensor, floor_of)
-            found.append(compare_tensors(what, training.state[name], tensor, noise=noise))
-    failures = [c for c in found if not c.ok]
-    worst = max(c.relative_error for c in found)
+            comparisons.append(compare_tensors(what, training.state[name], tensor, noise=noise))
+    failures = [c for c in comparisons if not c.ok]
+    worst = max(c.relative_error for c in comparisons)
     if not failures:
         return worst, ""
     first = failures[0]
     detail = first.problem or f"relative error {first.relative_error:.1e}"
-    return worst, f"{first.what}: {detail} ({len(failures)} of {len(found)} differ)"
+    return worst, f"{first.what}: {detail} ({len(failures)} of {len(comparisons)} differ)"
 
 
 def _noise(expected: torch.Tensor | None, floor: float) -> float:
-    """Differences of a tensor that count as rounding: by its largest element, or by `floor`."""
+    """Return the difference that counts as rounding, relative to the largest element or `floor`."""
     size = 0.0 if expected is None or not expected.numel() else expected.abs().max().item()
     return TOLERANCE * max(float(size), floor)

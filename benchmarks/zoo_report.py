@@ -1,4 +1,4 @@
-"""The zoo's results as a table for a terminal and as markdown, and whether they are enough."""
+"""Format the results of the zoo as a table and as Markdown, and judge them."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ REQUIRED = {
     "pipeline": 0.95,
     "hybrid_pp": 0.90,
 }
-LARGEST_SHARE = 0.6  # of the parameter bytes of a transformer, on each of 2 ranks
-NO_TRANSFORMER = {"mlp", "resnet", "unet", "dlrm", "mamba", "convnext", "hf_resnet"}
+MAX_SHARE = 0.6  # of the parameter bytes of a transformer, on each of 2 ranks
+NOT_TRANSFORMERS = {"mlp", "resnet", "unet", "dlrm", "mamba", "convnext", "hf_resnet"}
 
 Row = Mapping[str, Any]
 
 
 def is_transformer(name: str) -> bool:
-    """Whether a zoo model consists of attention and feed-forward blocks."""
-    return name not in NO_TRANSFORMER
+    """Return whether a zoo model consists of attention and feed-forward blocks."""
+    return name not in NOT_TRANSFORMERS
 
 
 def shorten(error: BaseException) -> str:
-    """Return an error in one line of a table."""
+    """Return an error as one line of a table."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:220]}"
 
 
 def first_failure(certificate: Any) -> str:
-    """Return the first difference a certificate found, in one line."""
+    """Return the first difference of a certificate as one line."""
     failure = certificate.failures[0]
     detail = failure.problem or f"relative error {failure.relative_error:.1e}"
     text = " ".join(f"{failure.what}: {detail}".split())[:300]
@@ -47,38 +47,38 @@ def first_failure(certificate: Any) -> str:
 
 
 def stderr() -> Console:
-    """Where progress goes."""
+    """Return a console on stderr."""
     return Console(stderr=True)
 
 
 def machine() -> str:
-    """Return the machine in a few words."""
+    """Describe this machine."""
     import torch
 
     return f"{os.cpu_count()} CPUs, torch {torch.__version__}, Python {platform.python_version()}"
 
 
 def columns(rows: Sequence[Row]) -> list[tuple[str, int, str]]:
-    """(strategy, ranks, where) in the order of the table."""
+    """Return (strategy, ranks, where) in the order of the table."""
     order = {name: i for i, name in enumerate(REQUIRED)}
-    found = {(r["strategy"], r["ranks"], r["where"]) for r in rows}
-    return sorted(found, key=lambda c: (c[2] != "threads", order[c[0]], c[1]))
+    keys = {(r["strategy"], r["ranks"], r["where"]) for r in rows}
+    return sorted(keys, key=lambda c: (c[2] != "threads", order[c[0]], c[1]))
 
 
 def summary(rows: Sequence[Row]) -> list[tuple[str, int, int]]:
-    """Of each strategy: its name, how many models pass on every number of ranks, how many ran."""
+    """Return each strategy with the numbers of models that pass on all ranks, and that ran."""
     lines = []
     for strategy in REQUIRED:
-        mine = [r for r in rows if r["strategy"] == strategy and r["where"] == "threads"]
-        models = {r["model"] for r in mine}
-        failed = {r["model"] for r in mine if not r["ok"]}
+        results = [r for r in rows if r["strategy"] == strategy and r["where"] == "threads"]
+        models = {r["model"] for r in results}
+        failed = {r["model"] for r in results if not r["ok"]}
         if models:
             lines.append((strategy, len(models - failed), len(models)))
     return lines
 
 
 def enough(rows: Sequence[Row]) -> bool:
-    """Whether every strategy passes on enough models, and every process run passes."""
+    """Return whether every strategy passes on enough models, and all process runs pass."""
     passed = all(good >= REQUIRED[name] * total for name, good, total in summary(rows))
     return passed and all(r["ok"] for r in rows if r["where"] == "processes")
 
@@ -93,7 +93,7 @@ def cell(row: Row | None) -> str:
 
 
 def table_rows(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Headers and one line per model."""
+    """Return the headers and a line for each model."""
     heads = columns(rows)
     by_key = {(r["model"], r["strategy"], r["ranks"], r["where"]): r for r in rows}
     headers = [
@@ -110,7 +110,7 @@ def table_rows(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def misses(rows: Sequence[Row]) -> list[str]:
-    """One line per miss; the same reason on several numbers of ranks is one line."""
+    """Return a line for each failure; equal reasons share a line."""
     grouped: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if not row["ok"]:
@@ -120,13 +120,13 @@ def misses(rows: Sequence[Row]) -> list[str]:
 
 
 def refusals(rows: Sequence[Row]) -> list[str]:
-    """One line per model that is not computed in micro-batches of one batch, with the node."""
-    found = {(r["model"], r["note"]): None for r in rows if r.get("note")}
-    return [f"{model}: {note}" for model, note in found]
+    """Return a line for each model that is refused in micro-batches, with the node."""
+    notes = {(r["model"], r["note"]): None for r in rows if r.get("note")}
+    return [f"{model}: {note}" for model, note in notes]
 
 
 def compact(rows: Sequence[Row]) -> Table:
-    """One line per model for a terminal of 80 columns: the worst of all numbers of ranks."""
+    """Return a table for 80 columns, with the worst of all numbers of ranks."""
     table = Table(box=None, pad_edge=False)
     heads = [s for s in REQUIRED if any(_column(r) == s for r in rows)]
     heads += ["gloo"] * any(r["where"] == "processes" for r in rows)
@@ -135,27 +135,27 @@ def compact(rows: Sequence[Row]) -> Table:
         table.add_column(head, justify="right")
     table.add_column("share", justify="right")
     for name in dict.fromkeys(r["model"] for r in rows):
-        mine = [r for r in rows if r["model"] == name]
+        results = [r for r in rows if r["model"] == name]
         cells = []
         for head in heads:
-            found = [r for r in mine if _column(r) == head]
-            missed = [str(r["ranks"]) for r in found if not r["ok"]]
-            worst = max(found, key=lambda r: r["error"] or 0.0, default=None)
+            column = [r for r in results if _column(r) == head]
+            missed = [str(r["ranks"]) for r in column if not r["ok"]]
+            worst = max(column, key=lambda r: r["error"] or 0.0, default=None)
             cells.append(f"[red]miss {','.join(missed)}[/]" if missed else cell(worst))
         share = next(
-            (r["share"] for r in mine if (r["strategy"], r["ranks"]) == ("tensor", 2)), None
+            (r["share"] for r in results if (r["strategy"], r["ranks"]) == ("tensor", 2)), None
         )
         table.add_row(name, *cells, "" if share is None else f"{share:.2f}")
     return table
 
 
 def _column(row: Row) -> str:
-    """All runs on processes are one column."""
+    """Return the column of a row; all runs on processes share one."""
     return "gloo" if row["where"] == "processes" else str(row["strategy"])
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Print the table, the misses and the counts."""
+    """Print the table, the failures and the counts."""
     console = Console()
     console.print(compact(rows))
     for miss in misses(rows):
@@ -164,7 +164,7 @@ def show(rows: Sequence[Row]) -> None:
         need = REQUIRED[name]
         mark = "[green]ok[/]" if good >= need * total else "[red]too few[/]"
         console.print(
-            f"{name:<9} {good} of {total} models equal one device, {need:.0%} needed: {mark}"
+            f"{name:<9} {good} of {total} models equal one device, {need:.0%} required: {mark}"
         )
 
 
@@ -172,19 +172,19 @@ INTRODUCTION = """\
 Tiny instances of real architectures under every strategy, compared with one device in float64: the
 loss, the outputs, every gradient, and parameters and buffers after an AdamW step. A number is the
 largest relative error; 1e-9 is the limit. Columns are strategy and ranks; `p` is on gloo processes,
-two AdamW steps. `hybrid` is `dp=2`, `pipeline` is two stages, `hybrid_pp` is `dp=2, tp=2, pp=2`;
-pipelines take the batch in two micro-batches. `share` is the part of the parameter bytes that rank
-0 holds under `tensor` on 2 ranks."""
+two AdamW steps. `hybrid` is `dp=2`, `pipeline` has two stages, `hybrid_pp` is `dp=2, tp=2, pp=2`;
+pipelines run the batch in two micro-batches. `share` is the share of the parameter bytes on rank 0
+under `tensor` on 2 ranks."""
 
 
 REFUSED = """\
 These models couple the samples of a batch, so two micro-batches of one batch are refused (`*`).
-They are equal with one micro-batch, and with micro-batches that are batches of their own, next to
-one device that accumulates over the same ones. The number is the larger of both errors."""
+They are equal with one micro-batch, and with micro-batches as separate batches compared with one
+device that accumulates over them. The number is the larger of both errors."""
 
 
 def markdown(data: Mapping[str, Any]) -> str:
-    """Return the results as a page of the documentation."""
+    """Return the results as a documentation page."""
     rows = data["results"]
     headers, lines = table_rows(rows)
     counts = [f"- `{name}`: {good} of {total} models" for name, good, total in summary(rows)]

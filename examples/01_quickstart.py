@@ -1,4 +1,4 @@
-"""Train a small GPT on several processes and save the whole model.
+"""Train a small GPT on several processes and save the full model.
 
 torchrun --nproc-per-node 4 examples/01_quickstart.py --tp 2 --out model.pt
 """
@@ -15,7 +15,7 @@ import shardwise as sw
 
 
 def main() -> None:
-    """Capture, plan, parallelize, train, save; every rank does the same."""
+    """Capture, plan, parallelize, train and save, on every rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--tp", type=int, default=1)

@@ -1,4 +1,4 @@
-"""Teach Shardwise an operator of your own in one line.
+"""Register a sharding rule for a custom operator in one line.
 
 python examples/02_own_operator.py
 """
@@ -13,7 +13,7 @@ import shardwise as sw
 
 @torch.library.custom_op("mylib::scores", mutates_args=())
 def scores(x: Tensor, w: Tensor) -> Tensor:
-    """Of each row of `x` with each row of `w`, their product: a kernel of your own."""
+    """Multiply each row of `x` with each row of `w`, with a custom kernel."""
     return x @ w.t()
 
 
@@ -23,7 +23,7 @@ def _(x: Tensor, w: Tensor) -> Tensor:
 
 
 def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of both operands."""
+    """Return the gradients of both operands."""
     x, w = ctx.saved_tensors
     return grad @ w, grad.t() @ x
 
@@ -32,12 +32,12 @@ scores.register_autograd(
     backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
 )
 
-# b and n may be cut freely; cutting k leaves partial sums, which are added: that is the `+`.
+# b and n may be sharded freely; sharding k (marked by `+`) leaves partial sums to be reduced.
 sw.register_rule("mylib::scores", "b k+, n k+ -> b n")
 
 
 class Ranker(nn.Module):
-    """Two layers of the operator."""
+    """A model with two layers of the operator."""
 
     def __init__(self, width: int = 16, hidden: int = 64, classes: int = 10) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def make() -> tuple[Ranker, dict[str, Tensor]]:
 
 
 def main() -> None:
-    """Plan, verify, and show what the operator became."""
+    """Plan, verify, and print the generated code."""
     model, batch = make()
     graph = sw.capture(model, batch)
     plan = sw.strategies.tensor(graph, sw.Cluster.local(3))

@@ -1,4 +1,4 @@
-"""A plan is a JSON file: change it by hand, and verify what you made.
+"""Edit a plan, which is a JSON file, by hand and verify the result.
 
 python examples/03_edit_a_plan.py
 """
@@ -15,7 +15,7 @@ import shardwise as sw
 
 
 def edit(path: Path, change: dict[str, dict[str, object]]) -> None:
-    """Add entries to the fields of a plan file; later entries win."""
+    """Add entries to the fields of a plan file; later entries take precedence."""
     data = json.loads(path.read_text())
     for field, entries in change.items():
         data[field] |= entries
@@ -23,27 +23,27 @@ def edit(path: Path, change: dict[str, dict[str, object]]) -> None:
 
 
 def main() -> None:
-    """Save, edit, load, verify."""
+    """Save, edit, load and verify a plan."""
     model, batch = small_gpt.make()
     graph = sw.capture(model, batch)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "plan.json")
         sw.strategies.hybrid(graph, sw.Cluster.local(4), dp=2, tp=2).save(path)
 
-        # The positions whole on every rank; optimizer state of the embedding shared over dp.
+        # Replicate the positions on every rank, and shard the embedding's optimizer state over dp.
         edit(path, {"parameters": {"positions.*": {"layout": {"tp": "replicate"}}}})
         edit(path, {"parameters": {"tokens.weight": {"layout": {"tp": "0"}, "zero": 1}}})
         plan = sw.Plan.load(path)
         print(plan)
         print(sw.verify(model, batch, plan))
 
-        # One node: the second block's `down` cut over its output instead of its input.
+        # Shard the `down` layer of the second block over its outputs instead of its inputs.
         print(sw.explain(graph, plan, node="linear_7"))
         edit(path, {"parameters": {"blocks.1.down.*": {"layout": {"tp": "0"}}}})
         edit(path, {"nodes": {"linear_7": {"tp": "shard n"}}})
         print(sw.verify(model, batch, sw.Plan.load(path)))
 
-        # A mistake is an error that names the place.
+        # A mistake raises an error with its place.
         edit(path, {"parameters": {"blocks.*.attn.qvk.weight": {"layout": {"tp": "replicate"}}}})
         try:
             sw.verify(model, batch, sw.Plan.load(path))

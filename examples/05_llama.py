@@ -1,8 +1,8 @@
-"""Llama 3 from a Hugging Face config: a small one trains here, 8B at 128K tokens is planned.
+"""Train a small Llama 3 from a Hugging Face config, or plan 8B with 128K tokens.
 
 python examples/05_llama.py
 torchrun --nproc-per-node 2 examples/05_llama.py --plan tensor
-python examples/05_llama.py --size 8b-128k      # plans and simulates 8 H100, which need not be here
+python examples/05_llama.py --size 8b-128k      # plans for and simulates 8 H100
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def make(size: str = "small") -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
-    """Return the model, without weights if it is large, and a batch that counts upwards."""
+    """Return the model (without weights if it is large), and a batch of consecutive numbers."""
     (width, inner, layers, heads, key_heads, vocabulary), (rows, tokens) = SIZES[size]
     config = LlamaConfig(
         hidden_size=width,
@@ -45,7 +45,7 @@ def make(size: str = "small") -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]
 
 
 def simulate(size: str) -> None:
-    """Find the quickest plan for 8 H100, and say what a step would take."""
+    """Find the fastest plan for 8 H100 and print its estimate."""
     model, batch = make(size)
     cluster = sw.Cluster.preset("h100", nodes=1, devices_per_node=8)
     graph = sw.capture(model.to(torch.bfloat16), batch)
@@ -54,7 +54,7 @@ def simulate(size: str) -> None:
 
 
 def train(strategy: str, steps: int) -> None:
-    """Train the small one on the ranks that were started."""
+    """Train the small model on the available ranks."""
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)

@@ -20,7 +20,7 @@ from shardwise.integrations.lightning import ShardwiseStrategy
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """Rows that count upwards, one after the other."""
+    """Rows of consecutive numbers."""
 
     def __len__(self) -> int:
         return 48
@@ -30,7 +30,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 class GPT(L.LightningModule):
-    """An ordinary LightningModule: nothing here knows of ranks."""
+    """An ordinary LightningModule without any parallel code."""
 
     def __init__(self, lr: float = 3e-3) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class GPT(L.LightningModule):
 
 
 def fit(options: argparse.Namespace, epochs: int, ckpt_path: str | None = None) -> L.Trainer:
-    """Train up to so many epochs; the batch of 8 is that of all ranks together."""
+    """Train up to some epochs, with a batch of 8 over all ranks together."""
     trainer = L.Trainer(
         strategy=ShardwiseStrategy(options.plan),
         accelerator="cpu",
@@ -74,6 +74,6 @@ if __name__ == "__main__":
     L.seed_everything(0)
     first = fit(arguments, epochs=1)
     fit(arguments, epochs=2, ckpt_path="checkpoints/last.ckpt")
-    if first.is_global_zero:  # the checkpoint is plain Lightning's
+    if first.is_global_zero:  # it is a plain Lightning checkpoint
         restored = GPT.load_from_checkpoint("checkpoints/last.ckpt")
         print(f"last.ckpt on one process: loss {restored.model(**small_gpt.batch(0)):.4f}")

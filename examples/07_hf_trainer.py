@@ -1,4 +1,4 @@
-"""`transformers.Trainer` on any plan: change the class, add a plan.
+"""Run `transformers.Trainer` with a plan: change the class and add an argument.
 
 python examples/07_hf_trainer.py
 torchrun --nproc-per-node 2 examples/07_hf_trainer.py --plan pipeline --lora
@@ -17,16 +17,16 @@ from shardwise.integrations.huggingface import ShardwiseTrainer
 
 
 def sentences(rows: int) -> Dataset:
-    """Rows of bytes that count upwards; the first bytes of each are not to be predicted."""
+    """Return rows of consecutive bytes, whose first labels are ignored."""
     ids = [[(7 * row + place) % 256 for place in range(32)] for row in range(rows)]
     labels = [[-100] * (row % 8) + row_ids[row % 8 :] for row, row_ids in enumerate(ids)]
     return Dataset.from_dict({"input_ids": ids, "labels": labels})
 
 
 def main() -> None:
-    """Train, evaluate, save, and open what was saved."""
+    """Train, evaluate, save, and load the saved model."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--plan", default="ddp", help="auto, a strategy, or a plan's file")
+    parser.add_argument("--plan", default="ddp", help="auto, a strategy, or a plan file")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--out", default="out-hf")
@@ -62,7 +62,7 @@ def main() -> None:
         if not options.lora:
             saved = GPT2LMHeadModel.from_pretrained(options.out)
             same = torch.equal(saved.transformer.wte.weight, model.transformer.wte.weight)
-            print(f"{options.out} opens with from_pretrained: {same}")
+            print(f"{options.out} loads with from_pretrained: {same}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""A strategy of your own: a function from a graph and a cluster to a plan.
+"""Write a custom strategy: a function from a graph and a cluster to a plan.
 
 python examples/08_own_strategy.py
 
-It can be used wherever a named one can: `sw.parallelize(…, plan=frugal(graph, cluster))`,
-`plan: examples/08_own_strategy.py:frugal` in a training's config, `ShardwiseStrategy(frugal)`.
+It can be used like a named one: `sw.parallelize(…, plan=frugal(graph, cluster))`,
+`plan: examples/08_own_strategy.py:frugal` in a training config, `ShardwiseStrategy(frugal)`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from shardwise.plans import ParameterEntry
 
 
 def frugal(graph: sw.Graph, cluster: sw.Cluster, *, large: int = 10_000) -> sw.Plan:
-    """Data parallelism that shards only what is worth it.
+    """Return data parallelism that shards only large parameters.
 
-    Parameters of `large` elements and more are split and gathered for use (ZeRO 3). Of the others
-    every rank keeps a copy: many small messages cost more than they save.
+    Parameters of at least `large` elements are sharded and gathered for use (ZeRO 3). The others
+    are replicated, because many small messages cost more than they save.
     """
     entries = {}
     for parameter in graph.parameters:
@@ -34,9 +34,9 @@ def frugal(graph: sw.Graph, cluster: sw.Cluster, *, large: int = 10_000) -> sw.P
 
 
 def tall_and_wide(graph: sw.Graph, cluster: sw.Cluster) -> sw.Plan:
-    """Two stages that are cut in different ways: the first over rows, the second over heads.
+    """Return a pipeline whose first stage is split over rows and the second over heads.
 
-    A plan is data, so it can also be made from another one: `with_` changes fields.
+    A plan is data, so that `with_` can derive it from another one.
     """
     ranks = cluster.num_ranks // 2
     plan = sw.strategies.pipeline(
@@ -50,14 +50,14 @@ def tall_and_wide(graph: sw.Graph, cluster: sw.Cluster) -> sw.Plan:
 
 
 def main() -> None:
-    """Make plans, verify them, and compare what a rank would hold."""
+    """Create plans, compare their memory, and verify them."""
     model, batch = small_gpt.make()
     graph = sw.capture(model, batch)
     cluster = sw.Cluster.local(4)
     for strategy in (sw.strategies.ddp, sw.strategies.fsdp, frugal, tall_and_wide):
         plan = strategy(graph, cluster)
         memory = sw.compile(graph, plan).memory(rank=0)
-        print(f"{plan.name:14}{memory.peak_bytes / 2**10:6.0f} KiB at the peak of rank 0")
+        print(f"{plan.name:14}{memory.peak_bytes / 2**10:6.0f} KiB peak memory of rank 0")
     print(frugal(graph, cluster))
     for strategy in (frugal, tall_and_wide):
         print(sw.verify(model, batch, strategy(graph, cluster)))

@@ -1,9 +1,9 @@
-"""Two unequal nodes: plan for them, look at the plan, and see what would be started on each.
+"""Plan for two unequal nodes, and print the plan and the commands that start each node.
 
 python examples/09_two_nodes.py
 shardwise launch --cluster examples/two_nodes.yaml --plan plan.json --dry-run -- train.py
 
-Nothing here needs the machines. Without `--dry-run`, `shardwise launch` checks and starts them.
+This does not need the nodes. Without `--dry-run`, `shardwise launch` checks and starts them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.plans import used_devices
 
 
 def main() -> None:
-    """From a cluster file to a plan, an estimate and the commands."""
+    """Load the cluster, and print a plan, an estimate and the commands."""
     cluster = sw.Cluster.load(Path(__file__).with_name("two_nodes.yaml"))
     print(cluster)
 

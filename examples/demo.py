@@ -1,7 +1,7 @@
 """`make demo`: a small GPT from one device to 4 processes.
 
-Captures it, plans it with three strategies, verifies each, shows generated code, and trains on 4
-gloo processes next to one.
+Capture it, plan it with three strategies, verify each, print generated code, and train on 4 gloo
+processes and on one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import shardwise as sw
 RANKS, STEPS, LEARNING_RATE = 4, 8, 3e-3
 
 
-def train_alone() -> list[float]:
+def train_one_process() -> list[float]:
     """Return the losses of the plain model on one process."""
     model, _ = small_gpt.make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
@@ -43,7 +43,7 @@ def train_alone() -> list[float]:
 
 
 def train_rank(rank: int, folder: str, results: SimpleQueue[list[float]]) -> None:
-    """One of the ranks: the same loop, with this rank's part of the model."""
+    """Train this rank's part of the model, with the same loop."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     store = dist.FileStore(f"{folder}/store", RANKS)
@@ -77,18 +77,18 @@ SHARING = ("all-reduced", "ZeRO 1", "ZeRO 2", "ZeRO 3")
 
 
 def plan_table(program: sw.types.Program) -> Table:
-    """Every entry of the plan, and what rank 0 computes with."""
-    held = program.lowered.of_rank(0).parameters
+    """Return the entries of the plan, and the local shapes of rank 0."""
+    parameters = program.lowered.of_rank(0).parameters
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("parameter", no_wrap=True)
     for column in ("full", "rank 0", "sharding", "gradients"):
         table.add_column(column, no_wrap=True)
     for glob, entry in program.plan.parameters.items():
-        item = next(p for p in held if fnmatchcase(p.name, glob))
-        cuts = [f"{axis} {text}" for axis, text in entry.layout.items() if text != "replicate"]
+        item = next(p for p in parameters if fnmatchcase(p.name, glob))
+        shardings = [f"{axis} {text}" for axis, text in entry.layout.items() if text != "replicate"]
         sync = SHARING[item.zero] if item.sync else "local"
         table.add_row(
-            glob, _times(item.shape), _times(item.local_shape), ", ".join(cuts) or "-", sync
+            glob, _times(item.shape), _times(item.local_shape), ", ".join(shardings) or "-", sync
         )
     return table
 
@@ -97,16 +97,16 @@ def _times(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def held_bytes(program: sw.types.Program) -> tuple[int, int]:
-    """Bytes of parameters that rank 0 holds between steps, and of the whole model."""
+def parameter_bytes(program: sw.types.Program) -> tuple[int, int]:
+    """Return the parameter bytes of rank 0 between steps, and of the full model."""
     sizes = dict(program.plan.mesh.axes)
-    held = whole = 0
+    stored = total = 0
     for item in program.lowered.of_rank(0).parameters:
         local = math.prod(item.local_shape) * item.dtype.itemsize
         shards = math.prod(sizes[axis] for axis in item.sync) if item.zero == 3 else 1
-        held += math.ceil(local / shards)
-        whole += math.prod(item.shape) * item.dtype.itemsize
-    return held, whole
+        stored += math.ceil(local / shards)
+        total += math.prod(item.shape) * item.dtype.itemsize
+    return stored, total
 
 
 def block_code(program: sw.types.Program) -> str:
@@ -117,7 +117,7 @@ def block_code(program: sw.types.Program) -> str:
 
 
 def verdict(certificate: sw.types.Certificate) -> str:
-    """Return the certificate in one line, or in full where something differs."""
+    """Return the certificate as one line, or in full if something differs."""
     if not certificate.ok:
         return f"[red]{certificate}[/]"
     count, error = len(certificate.comparisons), certificate.max_relative_error
@@ -125,19 +125,19 @@ def verdict(certificate: sw.types.Certificate) -> str:
 
 
 def train(console: Console, plan: sw.Plan) -> None:
-    """Both loss columns."""
+    """Train on one process and on several, and print both losses."""
     with console.status("one process, then 4"):
-        alone, together = train_alone(), train_parallel(plan)
+        single, parallel = train_one_process(), train_parallel(plan)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("step", "one process", f"{RANKS} processes", "difference"):
         table.add_column(column, justify="right")
-    for step, (one, many) in enumerate(zip(alone, together, strict=True)):
+    for step, (one, many) in enumerate(zip(single, parallel, strict=True)):
         table.add_row(str(step), f"{one:.6f}", f"{many:.6f}", f"{many - one:+.0e}")
     console.print(table)
 
 
 def main() -> None:
-    """Print every stage."""
+    """Run and print all stages."""
     start = time.perf_counter()
     warnings.simplefilter("ignore")
     console = Console(highlight=False)
@@ -161,8 +161,8 @@ def main() -> None:
             program = sw.compile(graph, strategy())
             certificate = sw.verify(model, batch, program.plan)
         console.print(plan_table(program))
-        held, whole = held_bytes(program)
-        console.print(f"rank 0 keeps {held:,} of {whole:,} parameter bytes")
+        stored, total = parameter_bytes(program)
+        console.print(f"rank 0 stores {stored:,} of {total:,} parameter bytes")
         console.print(verdict(certificate))
     console.print()
     console.rule(f"[bold]generated code: {name}", align="left")

@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class SmallGPT(nn.Module):
-    """Token ids and labels in, the mean loss over labelled tokens out."""
+    """A GPT that returns the mean loss over labelled tokens."""
 
     def __init__(self, vocab: int = 211, width: int = 64, heads: int = 4, layers: int = 2) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def make(seed: int = 0) -> tuple[SmallGPT, dict[str, Tensor]]:
 
 
 def batch(seed: int, rows: int = 8, length: int = 32) -> dict[str, Tensor]:
-    """Rows that count upwards: something a few steps can learn."""
+    """Return rows of consecutive numbers, which can be learned in a few steps."""
     start = torch.randint(0, 100, (rows, 1), generator=torch.Generator().manual_seed(seed))
     ids = start + torch.arange(length + 1)
     labels = ids[:, 1:].clone()

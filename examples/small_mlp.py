@@ -1,4 +1,4 @@
-"""Two linear layers, and a batch of 7 that no number of ranks divides."""
+"""Two linear layers, and a batch of 7 rows that ranks cannot split evenly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class MLP(nn.Module):
-    """The mean squared error of two layers."""
+    """Two layers that return the mean squared error."""
 
     def __init__(self) -> None:
         super().__init__()

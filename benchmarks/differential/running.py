@@ -167,7 +167,7 @@ def judge(script: Script, plain: Record | None, ranks: Sequence[Record]) -> Outc
 
 
 def _placed(script: Script, failure: Failure) -> bool:
-    """Whether a refusal points to a line, parameter or input of one of the script's features."""
+    """Return whether a refusal names a line, parameter or input of a feature of the script."""
     if script.lines() & set(failure.lines):
         return True
     return any(re.search(rf"(?<!\w){re.escape(p)}(?!\w)", failure.text) for p in script.places)
@@ -177,26 +177,26 @@ def _first_line(failure: Failure) -> str:
     return failure.text.partition("\n")[0]
 
 
-def _difference(found: Record, expected: Record, rank: int) -> str:
+def _difference(record: Record, expected: Record, rank: int) -> str:
     """Describe the first difference between a rank's run and plain PyTorch, if there is one."""
-    pairs: list[tuple[str, Any, Any, float]] = [("losses", found.losses, expected.losses, 0.0)]
+    pairs: list[tuple[str, Any, Any, float]] = [("losses", record.losses, expected.losses, 0.0)]
     for name, value in expected.values.items():
-        pairs.append((name, found.values.get(name), value, 0.0))
+        pairs.append((name, record.values.get(name), value, 0.0))
     for step, gradients in expected.grads.items():
         floor = NEGLIGIBLE * max((_size(g) for g in gradients.values()), default=0.0)
-        theirs = found.grads.get(step, {})
-        if theirs.keys() != gradients.keys():
-            return f"rank {rank}: gradients of {sorted(theirs.keys() ^ gradients.keys())}"
+        local = record.grads.get(step, {})
+        if local.keys() != gradients.keys():
+            return f"rank {rank}: gradients of {sorted(local.keys() ^ gradients.keys())}"
         for name, gradient in gradients.items():
-            pairs.append((f"gradient of {name} at step {step}", theirs[name], gradient, floor))
+            pairs.append((f"gradient of {name} at step {step}", local[name], gradient, floor))
     for label, state in expected.states.items():
-        theirs = found.states.get(label, {})
-        if theirs.keys() != state.keys():
-            return f"rank {rank}: the {label}'s state has {sorted(theirs.keys() ^ state.keys())}"
+        local = record.states.get(label, {})
+        if local.keys() != state.keys():
+            return f"rank {rank}: keys of the {label}: {sorted(local.keys() ^ state.keys())}"
         for name, tensor in state.items():
-            pairs.append((f"{name} of the {label} at the end", theirs[name], tensor, 1e-3))
-    for what, mine, theirs, floor in pairs:
-        error = _error(mine, theirs, floor)
+            pairs.append((f"{name} of the {label} at the end", local[name], tensor, 1e-3))
+    for what, value, reference, floor in pairs:
+        error = _error(value, reference, floor)
         if not error <= TOLERANCE:
             return f"rank {rank}: {what}: relative error {error:.1e}"
     return ""
@@ -208,17 +208,17 @@ def _size(value: Any) -> float:
     return float(value.abs().max())
 
 
-def _error(mine: Any, theirs: Any, floor: float) -> float:
+def _error(value: Any, reference: Any, floor: float) -> float:
     """Return the largest difference relative to the largest expected element, or to `floor`.
 
-    A missing gradient equals one of zeros: what an optimizer makes of the two shows in the state.
+    A missing gradient equals a zero gradient; the state shows if the optimizer treats them equally.
     """
     import torch
 
-    if theirs is None or mine is None:
-        present = mine if mine is not None else theirs
+    if reference is None or value is None:
+        present = value if value is not None else reference
         return 0.0 if present is None or _size(present) == 0.0 else math.inf
-    a, b = torch.as_tensor(mine), torch.as_tensor(theirs)
+    a, b = torch.as_tensor(value), torch.as_tensor(reference)
     if a.shape != b.shape:
         return math.inf
     a, b = a.double().cpu(), b.double().cpu()

@@ -28,7 +28,7 @@ from benchmarks.hostile import mutate
 from benchmarks.hostile.formats import Format, all_formats, with_header
 from shardwise.errors import ShardwiseError
 
-LIMIT_S = 10  # of processor time, so that a busy machine changes nothing
+LIMIT_S = 10  # of CPU time, which does not depend on other processes
 WALL_S = 120
 MEMORY_BYTES = 2 << 30
 FAULTS = ("exception", "hang", "memory", "ran code")
@@ -153,8 +153,8 @@ def _base_rss() -> int:
 
 
 def sweep_files(formats: list[Format], numbers: range, folder: Path) -> list[Outcome]:
-    """Read the damaged files of these numbers, an equal share of each format."""
-    found = []
+    """Read the corrupt files with these numbers, an equal share of each format."""
+    outcomes = []
     for number in numbers:
         form = formats[number % len(formats)]
         case, data = damaged(form, number)
@@ -162,10 +162,10 @@ def sweep_files(formats: list[Format], numbers: range, folder: Path) -> list[Out
         how, result = in_child(lambda form=form, data=data: read_once(form, data, folder))
         detail = result if how != "done" else result[1]
         how = how if how != "done" else result[0]
-        took = time.monotonic() - begin
-        found.append(Outcome(form.name, f"{number} {case}", how, detail, took))
-        _show(found[-1])
-    return found
+        seconds = time.monotonic() - begin
+        outcomes.append(Outcome(form.name, f"{number} {case}", how, detail, seconds))
+        _show(outcomes[-1])
+    return outcomes
 
 
 def _show(outcome: Outcome) -> None:
@@ -175,52 +175,52 @@ def _show(outcome: Outcome) -> None:
 
 
 def sweep_strings(formats: list[Format], count: int, folder: Path) -> list[Outcome]:
-    """Read every format with every hostile string in one of its fields; fields take turns."""
+    """Read every format with every hostile string in one of its fields, in turn."""
     sentinel = folder.parent / "ran"
     strings = mutate.hostile_strings(count, str(sentinel))
-    found = []
+    outcomes = []
     for form in formats:
         for begin in range(0, count, 50):
             numbers = range(begin, min(count, begin + 50))
 
             def work(form: Format = form, numbers: range = numbers) -> list[tuple[str, str]]:
-                seen = watch_audit(folder)
+                events = watch_audit(folder)
                 results = []
                 for number in numbers:
                     data = hostile(form, number, strings[number])
-                    seen.clear()
+                    events.clear()
                     how, detail = read_once(form, data, folder)
-                    if sentinel.exists() or seen:
-                        how, detail = "ran code", f"{seen} {strings[number]!r}"
+                    if sentinel.exists() or events:
+                        how, detail = "ran code", f"{events} {strings[number]!r}"
                     results.append((how, detail))
                 return results
 
             how, result = in_child(work, len(numbers))
             rows = result if how == "done" else [(how, str(result))] * len(numbers)
             for number, row in zip(numbers, rows, strict=True):
-                found.append(Outcome(form.name, f"string {number}", row[0], row[1]))
-                _show(found[-1])
-    return found
+                outcomes.append(Outcome(form.name, f"string {number}", row[0], row[1]))
+                _show(outcomes[-1])
+    return outcomes
 
 
 def watch_audit(folder: Path) -> list[str]:
-    """Note processes and sockets, and files that are opened for writing outside of `folder`."""
-    seen: list[str] = []
+    """Record processes, sockets, and files opened for writing outside `folder`."""
+    events: list[str] = []
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event in WATCHED:
-            seen.append(f"{event} {args[:1]}")
+            events.append(f"{event} {args[:1]}")
         elif event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR):
             place = os.path.realpath(os.fspath(args[0])) if not isinstance(args[0], int) else ""
             if place and not place.startswith(os.path.realpath(folder)) and "/dev/" not in place:
-                seen.append(f"open {place}")
+                events.append(f"open {place}")
 
     sys.addaudithook(hook)
-    return seen
+    return events
 
 
 def summary(outcomes: list[Outcome]) -> dict[str, dict[str, int]]:
-    """Return how many of each format ended how."""
+    """Return the number of each result by format."""
     counts: dict[str, Counter[str]] = {}
     for outcome in outcomes:
         counts.setdefault(outcome.format, Counter())[outcome.how] += 1
@@ -231,7 +231,7 @@ def summary(outcomes: list[Outcome]) -> dict[str, dict[str, int]]:
 def main() -> None:
     """Sweep, print the counts and every fault; the exit code is 1 if there was one."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile")
-    parser.add_argument("--files", type=int, default=2000, help="damaged files")
+    parser.add_argument("--files", type=int, default=2000, help="corrupt files")
     parser.add_argument("--strings", type=int, default=1000, help="hostile strings for each format")
     parser.add_argument("--format", help="only this format")
     parser.add_argument("--json", type=Path, help="write the counts to this file")

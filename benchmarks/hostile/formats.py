@@ -69,7 +69,7 @@ RUN = {
 
 
 class Net(nn.Module):
-    """A few layers, two of them alike."""
+    """A few layers, two of which are equal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,9 +249,9 @@ def _csv() -> bytes:
 
 
 def all_formats(base: Path) -> list[Format]:
-    """Make the examples, with their neighbours below `base`."""
-    found = sw.plan(graph(), sw.Cluster.preset("h100", devices_per_node=2))
-    value = json.loads(json.dumps(found.to_json()))
+    """Return the examples of all formats, with files that they refer to below `base`."""
+    plan = sw.plan(graph(), sw.Cluster.preset("h100", devices_per_node=2))
+    value = json.loads(json.dumps(plan.to_json()))
     return [
         *plain_formats(base),
         _json("searched plan", "plan.json", value, _plan),

@@ -102,7 +102,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Return the path to every value inside of a value, and to itself."""
+    """Yield the path of a value and of every value inside it."""
     yield path
     if isinstance(value, dict):
         for key in value:
@@ -113,15 +113,15 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def text_places(value: Any) -> list[tuple[Any, ...]]:
-    """Return where a value has text: values, and keys (after which comes a `None`)."""
-    found = []
+    """Return the paths of texts: of values, and of keys followed by `None`."""
+    paths = []
     for path in places(value):
         inner = at(value, path)
         if isinstance(inner, str):
-            found.append(path)
+            paths.append(path)
         if path and isinstance(path[-1], str):
-            found.append((*path, None))
-    return found
+            paths.append((*path, None))
+    return paths
 
 
 def at(value: Any, path: tuple[Any, ...]) -> Any:

@@ -50,4 +50,4 @@ def test_the_trainer_trains_and_saves(tmp_path: Path, options: tuple[str, ...]) 
         assert (tmp_path / "out-hf/adapter_model.safetensors").is_file()
         assert not (tmp_path / "out-hf/model.safetensors").exists()
     else:
-        assert "out-hf opens with from_pretrained: True" in text
+        assert "out-hf loads with from_pretrained: True" in text
