@@ -51,10 +51,11 @@ from shardwise.frontend.snapshots import (
     MAX_PLAIN_ITEMS,
     MISSING,
     attributes_of,
+    cell_value,
 )
 from shardwise.frontend.tracing import patched
 from shardwise.ir import Graph, tensor_bytes
-from shardwise.ir.stored import NotStorable, graph_from_json, graph_to_json
+from shardwise.ir.stored import NotStorable, graph_from_json, graph_to_json, qualified_name
 from shardwise.version import __version__
 
 __all__ = ["CachedCapture", "cache_folder", "cached_capture"]
@@ -144,18 +145,18 @@ class _Capture:
         get, iterator, opened = environment.__getitem__, environment.__iter__, builtins.open
 
         def getitem(mapping: Any, key: str) -> str:
-            if _is_for_the_model(sys._getframe(1)):
+            if _is_called_by_model(sys._getframe(1)):
                 self.variables.add(key)
             value: str = get(mapping, key)
             return value
 
         def iterate(mapping: Any) -> Iterator[str]:
-            self.is_impure |= _is_for_the_model(sys._getframe(1))
+            self.is_impure |= _is_called_by_model(sys._getframe(1))
             return iter(iterator(mapping))
 
         def open_(file: Any, *args: Any, **kwargs: Any) -> Any:
             is_code = str(file).endswith((".py", ".pyc"))
-            self.is_impure |= not is_code and _is_for_the_model(sys._getframe(1))
+            self.is_impure |= not is_code and _is_called_by_model(sys._getframe(1))
             return opened(file, *args, **kwargs)
 
         with patched(
@@ -166,8 +167,8 @@ class _Capture:
             yield
 
 
-def _is_for_the_model(frame: types.FrameType | None) -> bool:
-    """Return whether the model's code is the caller, also through a library other than torch."""
+def _is_called_by_model(frame: types.FrameType | None) -> bool:
+    """Return whether the model's code is the caller, perhaps through a library other than torch."""
     before = ""
     while frame is not None:
         file = frame.f_code.co_filename
@@ -245,14 +246,16 @@ def _settings(call: Call, options: Mapping[str, Any]) -> list[str]:
 
 def _batch(call: Call) -> list[str]:
     """Describe the batch, without the contents of its tensors."""
-    seen: dict[int, int] = {}
+    indices: dict[int, int] = {}
     parts = [call.kind, str(call.spec), repr(call.paths)]
     for leaf in call.leaves:
         if isinstance(leaf, torch.Tensor):
             if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.layout is not torch.strided:
                 raise NotStorable("a tensor subclass or layout")
             about = (leaf.dtype, leaf.device.type, tuple(leaf.shape), leaf.stride())
-            parts.append(f"{about} {leaf.requires_grad} {seen.setdefault(id(leaf), len(seen))}")
+            parts.append(
+                f"{about} {leaf.requires_grad} {indices.setdefault(id(leaf), len(indices))}"
+            )
         else:
             parts.append(f"{type(leaf).__name__} {leaf!r}")
     if any(" at 0x" in part for part in parts):
@@ -263,7 +266,7 @@ def _batch(call: Call) -> list[str]:
 def _code(reach: Reach, describe: Describe) -> list[str]:
     """Describe the code that may run, and torch's functions, which a script may have replaced."""
     _require_pure(reach)
-    patched = [
+    functions = [
         f"{name} {value.__name__} {describe_code(code) if code is not None else ''}"
         for namespace in _NAMESPACES
         for name, value in vars(namespace).items()
@@ -276,7 +279,7 @@ def _code(reach: Reach, describe: Describe) -> list[str]:
     stamps = [file_stamp(file) for file in sorted(files) if os.path.exists(file)]
     classes = sorted(describe(cls) for cls in reach.classes)
     members = [text for module in _libraries(reach) for text in _members(module, reach.names)]
-    return [*map(digest, (sorted(patched), codes, stamps, classes, sorted(set(members))))]
+    return [*map(digest, (sorted(functions), codes, stamps, classes, sorted(set(members))))]
 
 
 def _libraries(reach: Reach) -> list[types.ModuleType]:
@@ -305,8 +308,8 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# A graph is stored only if all that the user's code uses outside of itself is known to depend on
-# arguments alone. Libraries of models are followed like the user's code; these are not.
+# A graph is stored only if everything that the user's code uses outside of itself is known to
+# depend on arguments alone. Model libraries are followed like the user's code, other modules not.
 _PURE = _words(
     "abc builtins cmath collections contextlib copy dataclasses enum fractions functools heapq "
     "itertools logging math numbers numpy operator re string torch types typing warnings "
@@ -314,7 +317,7 @@ _PURE = _words(
 )
 _MODEL_LIBRARIES = ("diffusers", "einops", "lightning", "timm", "torchvision", "transformers")
 _LIBRARY_CLASSES = ("torch", "numpy", "typing", "functools", "abc", "enum", "logging")
-_PURE_OF = {  # names of modules that have state; of `os.path`, what only computes with names
+_PURE_OF = {  # the members of modules with state that depend on their arguments alone
     "os": _words("os sys environ getenv get path join sep basename dirname splitext"),
     "sys": _words("maxsize float_info byteorder version_info platform"),
 }
@@ -491,21 +494,21 @@ class Describe:
     def __init__(self, model: nn.Module, names: Set[str]) -> None:
         self._names = names
         self._paths = {id(module): path for path, module in model.named_modules()}
-        self._known: dict[int, tuple[Any, str]] = {}  # with the values, so that no id is reused
+        self._memo: dict[int, tuple[Any, str]] = {}  # with the values, so that no id is reused
         self._open: list[int] = []  # values that are being described
 
     def __call__(self, value: Any) -> str:
         """Return the text of a value."""
         if isinstance(value, Enum):
-            return f"{_name(type(value))}.{value.name} {self(value.value)}"
+            return f"{qualified_name(type(value))}.{value.name} {self(value.value)}"
         if value is NotImplemented or value is Ellipsis:
             return repr(value)
         if isinstance(value, ATOMS) and type(value).__flags__ & _HEAP_TYPE == 0:
             return f"{type(value).__name__} {value!r}"
         if value is MISSING:
             return "missing"
-        if id(value) in self._known:
-            return self._known[id(value)][1]
+        if id(value) in self._memo:
+            return self._memo[id(value)][1]
         if id(value) in self._open:
             return f"value {len(self._open) - self._open.index(id(value))} above"
         if len(self._open) >= DEPTH:
@@ -515,7 +518,7 @@ class Describe:
             text = digest(self._parts(value))
         finally:
             self._open.pop()
-        self._known[id(value)] = (value, text)
+        self._memo[id(value)] = (value, text)
         return text
 
     def _all(self, values: Iterable[Any]) -> list[str]:
@@ -523,7 +526,7 @@ class Describe:
 
     def _parts(self, value: Any) -> list[str]:
         """Return the kind of a value, and texts that distinguish it from others of its kind."""
-        kind = _name(type(value))
+        kind = qualified_name(type(value))
         if id(value) in self._paths:
             return ["part", self._paths[id(value)]]
         if isinstance(value, types.FunctionType):
@@ -588,7 +591,7 @@ class Describe:
     def _function(self, function: types.FunctionType) -> list[str]:
         if (function.__module__ or "").startswith("torch."):  # whose attributes torch may change
             return ["function", function.__module__, describe_code(function.__code__)]
-        closure = [_contents(cell) for cell in function.__closure__ or ()]
+        closure = [cell_value(cell) for cell in function.__closure__ or ()]
         defaults = (function.__defaults__, function.__kwdefaults__)
         own = {k: v for k, v in vars(function).items() if k != "__wrapped__"}
         parts = self._all((*defaults, *closure, own, getattr(function, "__wrapped__", None)))
@@ -596,14 +599,14 @@ class Describe:
 
     def class_parts(self, cls: type) -> list[str]:
         """Return the members of a class and its bases that are code or plain values."""
-        parts = ["class", _name(cls)]
+        parts = ["class", qualified_name(cls)]
         if cls.__module__.startswith("torch.") and not issubclass(cls, nn.Module):
             return parts
         if issubclass(cls, Enum):
             parts += self._all(cls)
         for base in cls.__mro__:
             if base.__flags__ & _HEAP_TYPE:
-                parts.append(_name(base))
+                parts.append(qualified_name(base))
                 for name, member in sorted(vars(base).items()):
                     if isinstance(member, (types.FunctionType, *_WRAPPERS, *ATOMS)):
                         parts.append(f"{name}: {self(member)}")
@@ -634,17 +637,6 @@ def digest(parts: Iterable[str]) -> str:
 
 def _sha(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def _name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
 
 
 def _tensor(value: torch.Tensor) -> list[str]:

@@ -35,6 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise.errors import CaptureError, ShardwiseError
 from shardwise.frontend.convert import Recorder, record_call
 from shardwise.frontend.errors import Frame, is_user_code, running_frame
+from shardwise.frontend.snapshots import cell_value
 from shardwise.frontend.tracing import patched
 from shardwise.ir import GradientHook, tensor_bytes
 
@@ -231,9 +232,7 @@ def _tensors_of_modules(hook: Hook) -> set[int]:
     """Return the ids of tensors of modules that the hook is a method of, or has in its closure."""
     function = inspect.unwrap(getattr(hook, "func", hook))
     values = [getattr(function, "__self__", None)]
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            values.append(cell.cell_contents)
+    values += map(cell_value, getattr(function, "__closure__", None) or ())
     modules = [value for value in values if isinstance(value, nn.Module)]
     return {id(t) for m in modules for t in (*m.parameters(), *m.buffers())}
 

@@ -35,6 +35,7 @@ from shardwise.frontend.snapshots import (
     MAX_ITEMS,
     MISSING,
     attributes_of,
+    cell_value,
     class_member,
     snapshot,
 )
@@ -73,10 +74,7 @@ class Variable:
     def read(self) -> Any:
         """Return the value, or `MISSING`."""
         if isinstance(self.home, types.CellType):
-            try:
-                return self.home.cell_contents
-            except ValueError:
-                return MISSING
+            return cell_value(self.home)
         home = self.home if isinstance(self.home, dict) else vars(self.home)
         return home.get(self.name, MISSING)
 

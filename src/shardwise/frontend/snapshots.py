@@ -173,6 +173,14 @@ def _large(value: Any) -> Any:
     return Same(value)
 
 
+def cell_value(cell: types.CellType) -> Any:
+    """Return the value of a closure's variable, or `MISSING` before it is assigned."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
 def class_member(cls: type, name: str) -> Any:
     """Return the member of a class or its bases as it is stored, without calling descriptors."""
     return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), MISSING)

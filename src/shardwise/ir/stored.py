@@ -34,7 +34,14 @@ from shardwise.ir.graph import (
 )
 from shardwise.ir.schema import operator
 
-__all__ = ["NotStorable", "decode", "encode", "graph_from_json", "graph_to_json"]
+__all__ = [
+    "NotStorable",
+    "decode",
+    "encode",
+    "graph_from_json",
+    "graph_to_json",
+    "qualified_name",
+]
 
 LARGEST_CONSTANT = 1 << 20  # bytes
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
@@ -191,18 +198,19 @@ def _encode_spec(spec: Any) -> Any:
     context = list(spec.context) if isinstance(spec.context, list) else spec.context
     if not (context is None or (type(context) is list and {type(k) for k in context} <= {str})):
         raise NotStorable("an output's keys are not strings")
-    return [_class_name(spec.type), context, [_encode_spec(child) for child in spec.children()]]
+    return [qualified_name(spec.type), context, [_encode_spec(child) for child in spec.children()]]
 
 
 def _decode_spec(data: Any) -> Any:
     if data is None or data == "leaf":
         return None if data is None else pytree.tree_structure(0)
     name, context, children = data
-    cls = next((c for c in pytree.SUPPORTED_NODES if _class_name(c) == name), None)
+    cls = next((c for c in pytree.SUPPORTED_NODES if qualified_name(c) == name), None)
     if cls is None or cls.__module__.partition(".")[0] not in ("builtins", "transformers"):
         raise NotStorable(f"{name} is not a known output class")
     return pytree.TreeSpec(cls, context, [_decode_spec(child) for child in children])
 
 
-def _class_name(cls: type) -> str:
+def qualified_name(cls: type) -> str:
+    """Return the name of a class with its module."""
     return f"{cls.__module__}.{cls.__qualname__}"
