@@ -8,7 +8,7 @@ return.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -148,7 +148,7 @@ class Scope:
 
     path: str
     attribute: Mapping[str, str]  # value -> "self.attn.qkv.weight"
-    class_of: Callable[[BlockCall], str]
+
     probe: bool = False
     recompute: bool = False  # whether to write recomputed regions and blocks as such
     members: frozenset[str] = frozenset()  # attributes that the user's module already has

@@ -262,15 +262,7 @@ class _File:
         attribute = {v: attribute_path("self", name) for v, name in own.items()}
         arguments = _arguments(block.inputs, self._wishes(block), self.functions.values())
         inside = self.recompute and block.group is None  # else backward recomputes the full call
-        scope = Scope(
-            block.path,
-            attribute,
-            lambda _: "",
-            recompute=inside,
-            members=_members(own.values()),
-            axes=self.axes,
-            functions=self.functions,
-        )
+        scope = self._scope(block.path, attribute, own.values(), inside)
         body = Body(scope, arguments)
         body.write(list(block.steps), block.outputs)
         returned = ", ".join(body.names[o] for o in block.outputs)
@@ -283,6 +275,20 @@ class _File:
             self._init(block.steps, block.own, scope, path_argument=True),
             f"self, {', '.join(arguments.values())}",
             [*body.lines, f"return {returned}"],
+        )
+
+    def _scope(
+        self, path: str, attribute: Mapping[str, str], members: Iterable[str], recompute: bool
+    ) -> Scope:
+        """Return the scope of a module; `members` are the dotted names of what it contains."""
+        return Scope(
+            path,
+            attribute,
+            probe=self.probe,
+            recompute=recompute,
+            members=frozenset(name.split(".")[0] for name in members),
+            axes=self.axes,
+            functions=self.functions,
         )
 
     def _wishes(self, block: BlockCall) -> dict[str, str]:
@@ -321,27 +327,18 @@ class _File:
         arguments = _arguments(
             tuple(i.value for i in self.graph.inputs), self._input_names(), self.functions.values()
         )
-        scope = Scope(
-            "",
-            attribute,
-            lambda b: self.classes[b.key],
-            self.probe,
-            self.recompute,
-            _members([*self.owners.values(), *(b.path for b in self.blocks)]),
-            self.axes,
-            self.functions,
-        )
+        members = [*self.owners.values(), *(b.path for b in self.blocks)]
+        scope = self._scope("", attribute, members, self.recompute)
         body = Body(scope, arguments)
         body.write(self.items, final_values(self.ranks))
         closing = self._closing(body)
-        signature = ", ".join(["self", *arguments.values(), "outputs=False"])
         steps = [item for item in self.items if isinstance(item, Step)]
         steps += self.ranks.output_steps
         return _class(
-            f"Model({_base([*self.owners.values(), *(b.path for b in self.blocks)])})",
+            f"Model({_base(members)})",
             f"This rank's part of {comment(self.graph.name)}.",
             self._init(tuple(steps), tuple(own), scope, path_argument=False),
-            signature,
+            ", ".join(["self", *arguments.values(), "outputs=False"]),
             [*body.lines, *closing],
         )
 
@@ -480,11 +477,6 @@ def _class(
 def _base(paths: Iterable[str]) -> str:
     """Return the base class of a module with members at these paths; `self[0]` needs indexing."""
     return "rt.Scope" if any(not is_attribute(p.split(".")[0]) for p in paths) else "nn.Module"
-
-
-def _members(names: Iterable[str]) -> frozenset[str]:
-    """Return the first components of dotted names: attributes that the module's members occupy."""
-    return frozenset(name.split(".")[0] for name in names)
 
 
 def _nested(data: Any) -> Any:
