@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 
 from shardwise.errors import InfeasiblePlan, ProgramError
-from shardwise.ir import Graph, Node, TensorType
+from shardwise.ir import Graph, TensorType
 from shardwise.layouts.factor_graph import INF, Model, MultiUse, Use, Variable
 from shardwise.layouts.moves import plan_moves
 from shardwise.layouts.options import Demand, Option, Options
@@ -100,7 +100,6 @@ class Built:
     sources: dict[str, int] = field(default_factory=dict)
     options: dict[str, tuple[Option, ...]] = field(default_factory=dict)
     storages: dict[str, tuple[Placements, ...]] = field(default_factory=dict)
-    by_name: dict[str, Node] = field(default_factory=dict)
     parameters: frozenset[str] = frozenset()
 
 
@@ -134,7 +133,6 @@ class _Builder:
             for name in dict.fromkeys(node.inputs):
                 self.users.setdefault(name, []).append(node.name)
         self.by_name = {node.name: node for node in graph.nodes}
-        self.built.by_name = self.by_name
         self.built.parameters = self.pure.parameters
         self.producers = graph.producers
         self.ends = graph.ends
@@ -406,10 +404,10 @@ def _legal(placements: Placements, pure: frozenset[int], need: Need) -> bool:
     )
 
 
-def check_feasible(model: Model, built: Built) -> None:
+def check_feasible(built: Built) -> None:
     """Raise if a variable has no possible state."""
     names = {v: k for k, v in (*built.nodes.items(), *built.sources.items())}
-    for number, variable in model.variables.items():
+    for number, variable in built.model.variables.items():
         if len(variable) == 0:
             raise InfeasiblePlan(
                 f"no sharding of {names[number]} is compatible with the constraints on its "

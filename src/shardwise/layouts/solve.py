@@ -330,7 +330,7 @@ class _Search:
     def _solve(self, joint: dict[str, tuple[Option, ...]], limit: float | None) -> _ModelSolution:
         built = build(self.options, self.prices, joint=joint, limit=limit)
         eliminated = Reducer(built.model).run()
-        check_feasible(built.model, built)
+        check_feasible(built)
         solved = solve_by_elimination(built.model)
         if solved is None:
             solved = LayoutMilp(built.model).solve(self.deadline - time.monotonic())
