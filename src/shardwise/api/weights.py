@@ -294,9 +294,9 @@ def initialize(
 ) -> dict[str, str]:
     """Pass initial values of the tensors `names` to `load`.
 
-    Return for each of the `missing` tensors that cannot be initialized the reason. Values depend on
-    the seed and on the tensors' names, not on the rank. With `init`, that function is called for
-    every module instead of the model's own initialization.
+    Return why some of the `missing` tensors cannot be initialized, by name. Values depend on the
+    seed and on the tensors' names, not on the rank. With `init`, that function is called for every
+    module instead of the model's own initialization.
     """
     twin = skeleton(model)
     slots = _slots(twin)

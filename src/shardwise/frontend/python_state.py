@@ -548,7 +548,7 @@ class Watch:
             self._plain_class[key] = not hasattr(type(class_member(cls, name)), "__get__")
         return self._plain_class[key]
 
-    def _is_torchs(self, place: Place) -> bool:
+    def _is_torch_module(self, place: Place) -> bool:
         """Return whether a module is one of torch's, which manage their own state."""
         return type(self.modules[place[0]]).__module__.startswith("torch.nn.")
 
@@ -556,7 +556,7 @@ class Watch:
         if place in self._assigned:
             return
         plain = (*ATOMS, tuple, types.FunctionType, types.BuiltinFunctionType)
-        if self._is_torchs(place) and not isinstance(value, plain):
+        if self._is_torch_module(place) and not isinstance(value, plain):
             return
         if type(value).__module__.startswith("shardwise."):  # an integration's own
             return
@@ -574,7 +574,7 @@ class Watch:
                 self._record_read((path, name), owner[name])
 
     def _record_write(self, place: Place, before: Any) -> None:
-        if self._is_torchs(place):
+        if self._is_torch_module(place):
             return
         if place not in self.first and place not in self._assigned:
             self._assigned[place] = before
@@ -630,10 +630,10 @@ class Watch:
     def _restore(self, before: dict[tuple[int, str], tuple[Any, Any, Any]]) -> list[CaptureError]:
         """Undo changes of variables and return the errors that refuse them."""
         errors = []
-        for key, (value, copied, taken) in before.items():
+        for key, (value, copied, old) in before.items():
             variable = self.reach.variables[key]
             now = variable.read()
-            if now is value and snapshot(now, self.reach.names) == taken:
+            if now is value and snapshot(now, self.reach.names) == old:
                 continue
             if now is not value:
                 variable.write(value)
