@@ -1,10 +1,8 @@
 """Plan which rank writes and reads which boxes, and read them.
 
-Planning is that of `torch.distributed.checkpoint`. Which ranks have the same boxes follows from the
-plan of the model, so that every rank makes its own `SavePlan` without communication. The first rank
-joins them (`join_plans`) with torch's planner, which also drops what two stages wrote. Reading is
-planned by torch's resharding of boxes. Ranks and files exchange JSON; torch's pickled metadata is
-never created.
+Which ranks have the same boxes follows from the plan of the model, so that ranks divide the writing
+without communication. Reading is planned by `torch.distributed.checkpoint`, which computes the
+overlap of stored and local boxes; its pickled metadata is never created.
 """
 
 from __future__ import annotations
@@ -15,31 +13,20 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from shardwise.checkpoint.files import FileEntry, TensorFile, bytes_of, dtype_named
+from shardwise.checkpoint.files import FileEntry, TensorFile, bytes_of
 from shardwise.checkpoint.manifest import Manifest, StoredBox, StoredTensor, full_name
 from shardwise.checkpoint.shards import Box, LocalBox, TensorShards, narrow, split_box
-from shardwise.dtypes import dtype_name
 from shardwise.errors import CheckpointError
 
 __all__ = [
@@ -47,10 +34,8 @@ __all__ = [
     "Portion",
     "Reader",
     "Request",
-    "join_plans",
     "local_portions",
     "read_plan",
-    "save_plan",
 ]
 
 BOX_BYTES = 32 << 20  # at most, of a box, which has one checksum and is read at once
@@ -90,62 +75,8 @@ def local_portions(sections: Mapping[str, Iterable[TensorShards]], rank: int) ->
     return result
 
 
-def save_plan(portions: Sequence[Portion]) -> SavePlan:
-    """Return this rank's plan."""
-    # Sections are separated by a colon because a model may itself have a parameter `ema.w`.
-    return SavePlan(
-        [
-            _item(f"{p.section}:{p.shards.name}", p.shards.shape, p.shards.dtype, p.local.box)
-            for p in portions
-        ]
-    )
-
-
-def _item(name: str, shape: Sequence[int], dtype: torch.dtype, box: Box) -> WriteItem:
-    return WriteItem(
-        index=MetadataIndex(name, torch.Size(box.offset)),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=_chunk(box),
-            properties=TensorProperties(dtype=dtype),
-            size=torch.Size(shape),
-        ),
-    )
-
-
 def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.size))
-
-
-def join_plans(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Return all ranks' plans without duplicates; torch checks that they cover all tensors."""
-    planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
-    try:
-        joined, _ = planner.create_global_plan(list(plans))
-    except (ValueError, AssertionError) as error:
-        raise CheckpointError(f"the ranks' shards do not cover the model: {error}") from error
-    return joined
-
-
-def plan_to_json(plan: SavePlan) -> list[list[Any]]:
-    """Return a plan as JSON, for another rank."""
-    rows: list[list[Any]] = []
-    for item in plan.items:
-        data = item.tensor_data
-        assert data is not None, item
-        kind = dtype_name(data.properties.dtype)
-        box = [list(data.chunk.offsets), list(data.chunk.sizes)]
-        rows.append([item.index.fqn, list(data.size), kind, *box])
-    return rows
-
-
-def plan_from_json(rows: Sequence[Sequence[Any]]) -> SavePlan:
-    """Return the plan of another rank."""
-    items = []
-    for name, shape, kind, offset, size in rows:
-        dtype = dtype_named(kind, str(name))
-        items.append(_item(name, shape, dtype, Box(tuple(offset), tuple(size))))
-    return SavePlan(items)
 
 
 def read_plan(name: str, stored: StoredTensor, targets: Sequence[LocalBox]) -> LoadPlan:

@@ -23,13 +23,7 @@ from shardwise.checkpoint.files import ToWrite, dtype_named, sync_folder, write_
 from shardwise.checkpoint.manifest import MANIFEST, MODEL, Manifest, StoredBox, StoredTensor, key_of
 from shardwise.checkpoint.optimizer_state import OPTIMIZER, Optimizers, save_optimizer
 from shardwise.checkpoint.shards import Box, State, TensorShards, state_of
-from shardwise.checkpoint.transfer import (
-    Portion,
-    join_plans,
-    plan_from_json,
-    plan_to_json,
-    save_plan,
-)
+from shardwise.checkpoint.transfer import Portion
 from shardwise.dtypes import dtype_name
 from shardwise.errors import CheckpointError
 from shardwise.runtime.module import ParallelModule
@@ -297,14 +291,18 @@ class Writer:
         except OSError as error:
             raise _disk_error(error, folder) from error
         return {
-            "plan": plan_to_json(save_plan(self.portions)),
-            "places": [stored[_key(p)] for p in self.portions],
-            "sections": [p.section for p in self.portions],
+            "boxes": [self._row(portion, *stored[_key(portion)]) for portion in self.portions],
             "files": sizes,
             "empty": self._empty(),
             "aliases": dict(self.contents.aliases),
             "optimizer": self.contents.optimizer,
         }
+
+    @staticmethod
+    def _row(portion: Portion, file: str, crc32: int) -> list[Any]:
+        shards, box = portion.shards, portion.local.box
+        tensor = [portion.section, shards.name, list(shards.shape), dtype_name(shards.dtype)]
+        return [*tensor, list(box.offset), list(box.size), file, crc32]
 
     def _item(self, index: int, staging: Staging) -> ToWrite:
         portion = self.portions[index]
@@ -335,7 +333,7 @@ class Writer:
         try:
             manifest.check_files(folder)
             text = manifest.to_text()
-            Manifest.from_text(text)  # do not write a manifest that would be refused
+            Manifest.from_text(text)  # raises if the boxes of all ranks do not cover a tensor
             write_text(folder / MANIFEST, text)
             sync_folder(folder)
             with replaced_folder(self.path):
@@ -444,32 +442,24 @@ def _read_report(path: Path, rank: int) -> dict[str, Any]:
 
 def _join(reports: Sequence[Mapping[str, Any]], first: Contents) -> Manifest:
     """Return the manifest of all ranks' parts."""
-    stored_at: dict[tuple[str, tuple[int, ...]], tuple[str, str, int]] = {}
-    for report in reversed(reports):
-        rows = zip(report["plan"], report["sections"], report["places"], strict=True)
-        for row, section, (file, crc32) in rows:
-            stored_at[row[0], tuple(row[3])] = section, file, crc32
-    plans = join_plans([plan_from_json(report["plan"]) for report in reports])
     shapes: dict[tuple[str, str], tuple[Any, Any]] = {}
-    boxes: dict[tuple[str, str], list[StoredBox]] = {}
-    for item in (item for plan in plans for item in plan.items):
-        data = item.tensor_data
-        assert data is not None, item
-        box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-        section, file, crc32 = stored_at[item.index.fqn, box.offset]
-        name = item.index.fqn.removeprefix(f"{section}:")
-        key = key_of(section, name, box, data.size)
-        shapes[section, name] = tuple(data.size), data.properties.dtype
+    boxes: dict[tuple[str, str], dict[tuple[int, ...], StoredBox]] = {}
+    for row in (row for report in reports for row in report["boxes"]):
+        section, name, shape, kind, offset, size, file, crc32 = row
+        shapes[section, name] = tuple(shape), dtype_named(kind, name)
+        box = Box(tuple(offset), tuple(size))
+        key = key_of(section, name, box, shape)
         stored = StoredBox(box=box, file=file, key=key, crc32=crc32)
-        boxes.setdefault((section, name), []).append(stored)
+        # Two stages may have written the same box: the first rank's is used.
+        boxes.setdefault((section, name), {}).setdefault(box.offset, stored)
     for section, name, shape, kind in (row for report in reports for row in report["empty"]):
         shapes.setdefault((section, name), (tuple(shape), dtype_named(kind, name)))
     sections: dict[str, dict[str, StoredTensor]] = {s: {} for s in first.sections}
     order = {name: number for number, name in enumerate(first.order)}
     for section, name in sorted(shapes, key=lambda key: order.get(key[1], len(order))):
         shape, dtype = shapes[section, name]
-        ordered = sorted(boxes.get((section, name), []), key=lambda b: b.box.offset)
-        tensor = StoredTensor(shape=shape, dtype=dtype, boxes=tuple(ordered))
+        ordered = sorted(boxes.get((section, name), {}).items())
+        tensor = StoredTensor(shape=shape, dtype=dtype, boxes=tuple(box for _, box in ordered))
         sections.setdefault(section, {})[name] = tensor
     return Manifest(
         sections=sections,

@@ -1,1 +1,1 @@
-"""What a model scientist touches: training, checkpoints, integrations."""
+"""Train models from a config: data, steps, evaluation, logs and export."""

@@ -176,7 +176,7 @@ class MapLoader(_Loader):
         options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"))
         loader: DataLoader[Any] = DataLoader(
             _Samples(self.dataset, self.seed),  # type: ignore[arg-type]
-            batch_sampler=_Once(batches()),
+            batch_sampler=batches(),
             num_workers=self.loading.workers,
             prefetch_factor=self.loading.prefetch,
             collate_fn=self.collate,
@@ -275,16 +275,6 @@ class _Samples:
         epoch, sample = key
         with seeded(self.seed, epoch, sample):
             return self.dataset[sample]
-
-
-class _Once:
-    """Make an iterator an iterable without a length."""
-
-    def __init__(self, items: Iterator[Any]) -> None:
-        self.items = items
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.items
 
 
 def _loaded(data: Any, batch: BatchPositions, rows: Sequence[int] | None) -> LoadedBatch:

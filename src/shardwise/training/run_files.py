@@ -18,7 +18,6 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -219,12 +218,7 @@ class RunOutputs:
     def __enter__(self) -> RunOutputs:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.terminal.close()
         try:
             if error is not None:
