@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.frontend import capture, flatten_batch
 from shardwise.ir import map_refs
-from shardwise.ir.interpret import interpret, is_random
+from shardwise.ir.operators import interpret, is_random
 from tests.property.rule_examples_math import CONSTANT, EXAMPLES, RUN
 from tests.support import zoo
 from tests.support.rules import check_rule

@@ -11,7 +11,7 @@ from torch import nn
 from shardwise.frontend import capture, flatten_batch
 from shardwise.frontend.objective import LossFn, find_loss
 from shardwise.ir import Graph
-from shardwise.ir.interpret import interpret
+from shardwise.ir.operators import interpret
 
 
 def assert_captured(

@@ -15,7 +15,7 @@ from torch import Tensor
 import shardwise.runtime
 import shardwise.runtime.operators
 from shardwise.ir import Node, Ref, TensorType, map_refs
-from shardwise.ir.schema import operator
+from shardwise.ir.operators import operator
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.splits import Split, take_local
 from shardwise.runtime.transport.threads import run_threads

@@ -21,8 +21,7 @@ from shardwise import runtime as rt
 from shardwise.api.compile import PipelineProgram, Program, batch_dim, compile
 from shardwise.errors import BatchError, InfeasiblePlan, PlanError
 from shardwise.ir import Graph, Node, Ref, node_keys
-from shardwise.ir.interpret import interpret, is_random
-from shardwise.ir.schema import bind, indexed_dim, op_name
+from shardwise.ir.operators import bind, indexed_dim, interpret, is_random, op_name
 from shardwise.plans import Plan
 from shardwise.plans.plan import known_choices
 from shardwise.program.microbatches import restrict

@@ -38,8 +38,7 @@ from shardwise.cost.kernels import (
 from shardwise.cost.signature import Signature, call_on_meta, call_signature, under_autocast
 from shardwise.dtypes import dtype_name
 from shardwise.ir import TensorType, map_refs
-from shardwise.ir.interpret import batch_norm
-from shardwise.ir.schema import operator
+from shardwise.ir.operators import batch_norm, operator
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.rng import Rng, Splits
 from shardwise.runtime.splits import Of, full_length

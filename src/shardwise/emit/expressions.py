@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.emit.quote import is_attribute, literal
-from shardwise.ir.schema import signature
+from shardwise.ir.operators import signature
 
 INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=",

@@ -36,7 +36,7 @@ from shardwise.frontend.objective import (
     run_objective,
 )
 from shardwise.ir import Constant, Graph, Node, Ref, TensorType, map_refs, node_keys
-from shardwise.ir.interpret import interpret, is_random
+from shardwise.ir.operators import interpret, is_random
 from shardwise.plans import Plan
 from shardwise.sharding.placements import Layout
 from shardwise.sharding.registry import rule_for

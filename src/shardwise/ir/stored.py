@@ -32,7 +32,7 @@ from shardwise.ir.graph import (
     tensor_bytes,
     to_text,
 )
-from shardwise.ir.schema import operator
+from shardwise.ir.operators import operator
 
 __all__ = [
     "NotStorable",

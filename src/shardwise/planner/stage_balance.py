@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from shardwise.errors import InfeasiblePlan, PlanError, did_you_mean
 from shardwise.ir import Graph, Node, TensorType, node_keys
-from shardwise.ir.interpret import is_random
+from shardwise.ir.operators import is_random
 from shardwise.layouts.microbatch_axis import values_of_inputs
 from shardwise.layouts.moves import work
 from shardwise.sharding.factors import Facts

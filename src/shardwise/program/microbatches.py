@@ -14,7 +14,7 @@ import torch
 
 from shardwise.dtypes import DTYPES, dtype_name
 from shardwise.ir import Graph, Input, Node, Ref, TensorType, map_refs
-from shardwise.ir.schema import bind
+from shardwise.ir.operators import bind
 from shardwise.layouts.microbatch_axis import MicrobatchAssignment
 from shardwise.sharding.factors import Facts, node_rule
 from shardwise.sharding.placements import PARTIAL_GRAD

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from shardwise.errors import PlanError
 from shardwise.ir import Buffer, Graph, Input, Node, Parameter, iter_refs, node_keys
-from shardwise.ir.interpret import is_random
+from shardwise.ir.operators import is_random
 from shardwise.layouts.microbatch_axis import values_of_inputs
 from shardwise.layouts.moves import PER_BYTE, PER_TRANSFER, work
 from shardwise.layouts.problem import constant_values

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.ir import Ref, format_arg, map_refs
-from shardwise.ir.schema import operator
+from shardwise.ir.operators import operator
 from shardwise.sharding.rule import Axis, Call, Dim, NodeRule, replicated_rule
 
 Run = Callable[..., Any]

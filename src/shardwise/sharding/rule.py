@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwise.errors import RuleError
 from shardwise.ir import Node, Ref, TensorType, iter_refs
-from shardwise.ir.schema import bind, signature
+from shardwise.ir.operators import bind, signature
 from shardwise.sharding.placements import Coordinate, Layout
 
 

@@ -28,7 +28,7 @@ from shardwise.errors import (
 )
 from shardwise.frontend import flatten_batch
 from shardwise.ir import Graph, Node, Ref
-from shardwise.ir.interpret import interpret
+from shardwise.ir.operators import interpret
 from shardwise.layouts.microbatch_axis import values_of_inputs
 from shardwise.plans import Plan
 from shardwise.program.microbatches import restrict, separate_means

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardwise.cost import CallCost, Kernel, call_cost
 from shardwise.cost.kernels import causal_fraction
 from shardwise.ir import Ref, TensorType, map_refs
-from shardwise.ir.schema import operator
+from shardwise.ir.operators import operator
 
 A, B, C, D = (Ref(name) for name in "abcd")
 FLOAT, HALF, INT = torch.float32, torch.bfloat16, torch.int64

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.cost import call_cost
 from shardwise.ir import Ref, TensorType, map_refs
-from shardwise.ir.schema import operator
+from shardwise.ir.operators import operator
 
 A, B, C = (Ref(name) for name in "abc")
 FLOAT, INT = torch.float32, torch.int64

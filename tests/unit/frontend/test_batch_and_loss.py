@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.errors import CaptureError, LossError
 from shardwise.frontend import capture, flatten_batch, rebuild_output
 from shardwise.ir import Ref
-from shardwise.ir.interpret import interpret
+from shardwise.ir.operators import interpret
 from tests.support.capture import assert_captured
 
 F64 = torch.float64

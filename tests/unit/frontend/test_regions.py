@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.errors import CaptureError
 from shardwise.frontend import capture
-from shardwise.ir.interpret import interpret
+from shardwise.ir.operators import interpret
 from tests.support import zoo
 from tests.support.capture import assert_captured
 

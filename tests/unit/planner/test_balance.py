@@ -14,7 +14,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import PlanError
 from shardwise.ir import Graph, Input, Node, Parameter, Ref, TensorType, node_keys
-from shardwise.ir.interpret import is_random
+from shardwise.ir.operators import is_random
 from shardwise.layouts.microbatch_axis import values_of_inputs
 from shardwise.planner.stage_balance import (
     HALVINGS,

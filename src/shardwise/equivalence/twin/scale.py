@@ -17,7 +17,7 @@ from shardwise.cluster import Mesh
 from shardwise.equivalence.trial import IGNORED
 from shardwise.equivalence.twin.sizes import Key, crop
 from shardwise.ir import Graph, Node
-from shardwise.ir.schema import bind, indexed_dim, op_name
+from shardwise.ir.operators import bind, indexed_dim, op_name
 from shardwise.plans import Plan, Stage
 from shardwise.plans.resolve import input_shards
 from shardwise.schedules import Action, default_schedule, make

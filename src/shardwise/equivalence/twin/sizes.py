@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardwise.ir import Constant, Graph, Node, TensorType, map_refs
-from shardwise.ir.interpret import resolve, takes_device
+from shardwise.ir.operators import resolve, takes_device
 from shardwise.sharding.dims import Pattern, merge
 from shardwise.sharding.rule import Call, NodeRule, Part, replace_arguments
 

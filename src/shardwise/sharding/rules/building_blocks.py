@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from shardwise.ir import Ref, iter_refs
-from shardwise.ir.schema import signature
+from shardwise.ir.operators import signature
 from shardwise.sharding.candidates import section_pattern
 from shardwise.sharding.dims import Pattern
 from shardwise.sharding.placements import Coordinate, Layout, Shard, local_dim

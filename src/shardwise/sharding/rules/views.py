@@ -11,7 +11,7 @@ from math import prod
 import torch
 
 from shardwise.ir import map_refs
-from shardwise.ir.schema import operator
+from shardwise.ir.operators import operator
 from shardwise.sharding.dims import refine_product
 from shardwise.sharding.registry import keep_replicated, rule
 from shardwise.sharding.rule import (

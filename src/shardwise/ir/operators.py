@@ -1,20 +1,82 @@
-"""Run a graph node by node with real tensors: the reference for everything derived from it."""
+"""Look up the operators of a graph, bind their arguments, and run them.
+
+`interpret` runs a graph node by node with real tensors: the reference for everything derived
+from it.
+
+>>> operator("aten.linear.default")
+<OpOverload(op='aten.linear', overload='default')>
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from shardwise.errors import ShardwiseError
-from shardwise.ir.graph import Graph, Node, map_refs
-from shardwise.ir.schema import bind, operator, signature
-
-__all__ = ["RandomOp", "batch_norm", "interpret", "is_random", "resolve", "takes_device"]
+from shardwise.ir.graph import Graph, Node, Ref, map_refs
 
 RandomOp = Callable[[Node, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def operator(name: str) -> Any:
+    """Return the `OpOverload` of `namespace.op.overload`, or None if it is not registered."""
+    try:
+        return attrgetter(name)(torch.ops)
+    except (AttributeError, RuntimeError):
+        return None
+
+
+@cache
+def signature(name: str) -> tuple[tuple[str, Any], ...] | None:
+    """Return `(argument, default)` in schema order (`...`: none); None for an op without schema."""
+    op = operator(name)
+    if not isinstance(op, torch._ops.OpOverload):
+        return None
+    return tuple(
+        (a.name, a.default_value if a.has_default_value() else ...) for a in op._schema.arguments
+    )
+
+
+def bind(node: Node) -> dict[str, Any]:
+    """Return the node's arguments by name with defaults; by position if it has no schema."""
+    arguments = signature(node.op)
+    if arguments is None:
+        return {str(i): arg for i, arg in enumerate(node.args)} | dict(node.kwargs)
+    bound = {name: default for name, default in arguments if default is not ...}
+    for (name, _), arg in zip(arguments, node.args, strict=False):
+        bound[name] = arg
+    return bound | dict(node.kwargs)
+
+
+def op_name(node: Node) -> str:
+    """Return `embedding` for `aten.embedding.default`."""
+    return node.op.split(".")[1] if node.op.count(".") == 2 else ""
+
+
+def indexed_dim(node: Node, index: str) -> tuple[str, int] | None:
+    """Return the table and the dim that a node indexes with a value, if it does."""
+    op = op_name(node)
+    if op not in ("embedding", "gather", "index_select", "scatter", "index"):
+        return None
+    arguments = bind(node)
+    if op == "embedding":
+        return (arguments["weight"].name, 0) if arguments.get("indices") == Ref(index) else None
+    if op == "index":
+        indices = list(arguments.get("indices") or ())
+        return (
+            (arguments["self"].name, indices.index(Ref(index))) if Ref(index) in indices else None
+        )
+    if arguments.get("index") != Ref(index):
+        return None
+    return arguments["self"].name, arguments.get("dim", 0)
+
+
+# ---------------------------------------------------------------- running a graph
 
 
 def interpret(
