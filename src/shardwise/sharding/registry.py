@@ -22,13 +22,7 @@ from typing import overload
 import torch
 
 from shardwise.errors import RuleError, did_you_mean
-from shardwise.sharding.rule import (
-    Axis,
-    Call,
-    NodeRule,
-    RuleFunction,
-    replicated_rule,
-)
+from shardwise.sharding.rule import Axis, Call, NodeRule, RuleFunction, replicated_rule
 
 TOKEN = re.compile(r"\s*(\(|\)|1|(?:[A-Za-z]\w*)?\.\.\.[+^]*|[A-Za-z]\w*[+^]*)")
 
