@@ -42,11 +42,17 @@ Item = Step | BlockCall
 def find_blocks(program: RankProgram, owners: Mapping[str, str]) -> list[Item]:
     """Return the program's steps with numbered modules folded into blocks.
 
-    `owners` maps parameter and buffer values to their full names.
+    A block's steps are contiguous and enough for a class. `owners` maps parameter and buffer values
+    to their full names.
     """
     blocks = assign_blocks([s.fn for s in program.steps], [s.module for s in program.steps])
     steps, blocks = _hoist(list(program.steps), blocks)
-    spans = {p: s for p, s in _spans(blocks).items() if _is_block(steps[slice(*s)])}
+    spans = {
+        path: (first, last)
+        for path, (first, last) in block_spans(blocks).items()
+        if all(block == path for block in blocks[first:last])
+        and sum(not step.is_move for step in steps[first:last]) >= MIN_BLOCK_NODES
+    }
     items: list[Item] = []
     position = 0
     ends = set(final_values(program))
@@ -91,19 +97,6 @@ def _hoist(steps: list[Step], blocks: list[str | None]) -> tuple[list[Step], lis
             order.append((index, 1, step, block))
     order.sort(key=lambda item: item[:2])
     return [step for _, _, step, _ in order], [block for *_, block in order]
-
-
-def _spans(blocks: list[str | None]) -> dict[str, tuple[int, int]]:
-    """Return the index ranges of blocks whose steps are contiguous."""
-    return {
-        path: (first, last)
-        for path, (first, last) in block_spans(blocks).items()
-        if all(block == path for block in blocks[first:last])
-    }
-
-
-def _is_block(steps: list[Step]) -> bool:
-    return sum(not step.is_move for step in steps) >= MIN_BLOCK_NODES
 
 
 def _block(

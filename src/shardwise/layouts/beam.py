@@ -116,7 +116,10 @@ class Search:
             groups.setdefault(tuple(numbers[i] for i in where), []).append(state)
         best: dict[tuple[int, ...], State] = {}
         for numbers, members in groups.items():
-            present = {n: self._placements_of(i) for n, i in zip(operands, numbers, strict=True)}
+            present = {
+                name: None if number == UNBORN else self.placements[number]
+                for name, number in zip(operands, numbers, strict=True)
+            }
             for candidate in options:
                 move = self._move(node, candidate, present)
                 if move is None:
@@ -184,9 +187,6 @@ class Search:
             cost = sum(self._price(name, available, need) for need in self.placements[new])
             self.conversions[key] = cost
         return cost
-
-    def _placements_of(self, number: int) -> Available | None:
-        return None if number == UNBORN else self.placements[number]
 
     def _move(
         self, node: Node, candidate: Candidate, present: Mapping[str, Available | None]

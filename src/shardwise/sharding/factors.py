@@ -108,12 +108,6 @@ class _Refiner:
             while self._visit(self.nodes[name]):
                 pass
 
-    def _push(self, names: list[str]) -> None:
-        for name in names:
-            if name not in self.queued:
-                self.queued.add(name)
-                self.queue.append(name)
-
     def _visit(self, node: Node) -> bool:
         """Unify a node's axes with its values' dims; return whether an axis changed."""
         rule, axes = self.table[node.name], self.axes[node.name]
@@ -132,7 +126,10 @@ class _Refiner:
                     continue
                 if refined != self.dims[value][index]:
                     self.dims[value][index] = refined
-                    self._push([n for n in self.touching[value] if n != node.name])
+                    for name in self.touching[value]:
+                        if name != node.name and name not in self.queued:
+                            self.queued.add(name)
+                            self.queue.append(name)
                 changed |= refined != own and _narrow(dim, refined, axes, rule)
         return changed
 
