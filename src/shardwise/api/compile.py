@@ -65,7 +65,7 @@ def capture(
     mode of the captured copy, by default the model's own. `device` is where tensors are taken to
     be, by default the model's device, or the CPU for meta tensors. With `precision`, for example
     "bf16", the step is captured in these dtypes; with `plan`, in the plan's dtypes, and for one
-    micro-batch if each is a batch of its own (`per_microbatch`).
+    micro-batch if micro-batches are separate batches (`per_microbatch`).
 
     Instead of a model and its loss function, a `step` may define what is computed: a function of
     the modules (the model, or a mapping from names to several) and the batch that returns the
