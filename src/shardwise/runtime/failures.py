@@ -179,9 +179,21 @@ def naming_failures(timeout_s: float) -> Iterator[None]:
     except BaseException as error:
         _limit_exit_time()
         if not _is_communication(error):
-            _publish_own(reports, error)
+            text = f"{type(error).__name__}: {first_line(error)}"
+            with contextlib.suppress(RuntimeError):
+                own = _Cause(f"rank {reports.rank} failed: {text}", [reports.rank])
+                cause = reports.record(own)
+                reports.publish(text)
+                if isinstance(error, Exception):
+                    reports.linger(cause)
             raise
-        cause = _find_cause(reports, error, timeout_s)
+        try:
+            reports.publish(first_line(error))
+            observed = _wait_for_cause(reports, min(timeout_s, GRACE_S), first_line(error))
+            cause = reports.record(observed)
+            reports.linger(cause)
+        except RuntimeError:
+            cause = reports.last_cause or _Cause(*lost_store())
         raise RankError(
             cause.text,
             where=f"rank {reports.rank} saw: {first_line(error)}",
@@ -193,25 +205,6 @@ def _is_communication(error: BaseException) -> bool:
     if isinstance(error, (dist.DistError, LinkError)):
         return True
     return type(error) is RuntimeError and bool(_COMMUNICATION.search(str(error)))
-
-
-def _publish_own(reports: FailureReports, error: BaseException) -> None:
-    text = f"{type(error).__name__}: {first_line(error)}"
-    with contextlib.suppress(RuntimeError):
-        cause = reports.record(_Cause(f"rank {reports.rank} failed: {text}", [reports.rank]))
-        reports.publish(text)
-        if isinstance(error, Exception):
-            reports.linger(cause)
-
-
-def _find_cause(reports: FailureReports, error: BaseException, timeout_s: float) -> _Cause:
-    try:
-        reports.publish(first_line(error))
-        cause = reports.record(_wait_for_cause(reports, min(timeout_s, GRACE_S), first_line(error)))
-        reports.linger(cause)
-        return cause
-    except RuntimeError:
-        return reports.last_cause or _Cause(*lost_store())
 
 
 def _wait_for_cause(reports: FailureReports, grace: float, observed_error: str) -> _Cause:

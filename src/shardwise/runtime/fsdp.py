@@ -14,11 +14,12 @@ A step without windows is one forward and one backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shardwise.runtime.parameters import Entry, FlatGroup
 from shardwise.runtime.transport import Pending
@@ -221,8 +222,8 @@ class Units:
                 return
             call = self._pass.inside.pop()
             if torch.is_grad_enabled():
-                for tensor in _tensors(output):
-                    if tensor.requires_grad:
+                for tensor in tree_leaves(output):
+                    if isinstance(tensor, Tensor) and tensor.requires_grad:
                         self._announce(tensor, unit, self._pass, call)
             unit.free()
 
@@ -261,14 +262,6 @@ def _find_called(module: nn.Module, path: str) -> nn.Module | None:
     except AttributeError:
         return None
     return None if type(submodule).forward is nn.Module.forward else submodule
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | tuple | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
 
 
 def _eager(hook: Callable[..., None]) -> Callable[..., None]:

@@ -44,6 +44,16 @@ World = Callable[[], Hashable]
 AGREED_CHANGES = 3  # times that ranks agree at once on a change from one world state to another
 
 
+def _refusal(message: str, hint: str) -> Callable[..., NoReturn]:
+    """Return a method that raises: it would be misleading on a parallel module."""
+
+    def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ProgramError(message, hint=hint)
+
+    refuse.__doc__ = f"Raise: {message}."
+    return refuse
+
+
 class ParallelModule(nn.Module):
     """This rank's part of a model that all ranks train together.
 
@@ -316,12 +326,6 @@ class ParallelModule(nn.Module):
         """Copy this rank's part of a full model's state dict."""
         self.store.load_state_dict(state_dict)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise: a state dict of shards would be mistaken for the model's."""
-        raise ProgramError(
-            "the state of a parallel module is sharded over ranks", hint="pm.gather_state_dict()"
-        )
-
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse the model's attributes: setting them here would silently have no effect."""
         attributes = self.__dict__
@@ -361,49 +365,35 @@ class ParallelModule(nn.Module):
                 )
         return self
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise ProgramError(
-            "a parallel module cannot be copied: its memory is shared with programs and ranks",
-            hint="for an average of its weights: {name: p.detach().clone() for name, p in "
-            "pm.named_parameters()}, updated with lerp_ (docs/guides/loops.md); for the weights: "
-            "pm.gather_state_dict() or pm.copy_to(model)",
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise ProgramError(
-            "a parallel module cannot be pickled",
-            hint="sw.save_checkpoint(folder, pm, optimizer), or torch.save(pm.gather_state_dict())",
-        )
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> NoReturn:
-        """Raise: a parallel module has no submodules to apply anything to."""
-        raise ProgramError(
-            "a parallel module has no submodules for apply",
-            hint="initialize the model before sw.parallelize, or change pm.named_parameters()",
-        )
-
-    def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
-        """Raise: a parallel module's memory is in use."""
-        raise ProgramError(
-            "a parallel module cannot be emptied", hint="pm.load_state_dict(state) for new weights"
-        )
-
-    def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise: a parallel module is not called, so its hooks would never run."""
-        raise ProgramError(
-            "a hook on the parallel module would never run",
-            hint="register it on the model: the next step captures it",
-        )
-
-    register_forward_pre_hook = register_forward_hook = _refuse_hook
+    __deepcopy__ = _refusal(
+        "a parallel module cannot be copied: its memory is shared with programs and ranks",
+        "for an average of its weights: {name: p.detach().clone() for name, p in "
+        "pm.named_parameters()}, updated with lerp_ (docs/guides/loops.md); for the weights: "
+        "pm.gather_state_dict() or pm.copy_to(model)",
+    )
+    __reduce_ex__ = _refusal(
+        "a parallel module cannot be pickled",
+        "sw.save_checkpoint(folder, pm, optimizer), or torch.save(pm.gather_state_dict())",
+    )
+    apply = _refusal(
+        "a parallel module has no submodules for apply",
+        "initialize the model before sw.parallelize, or change pm.named_parameters()",
+    )
+    to_empty = _refusal(
+        "a parallel module cannot be emptied", "pm.load_state_dict(state) for new weights"
+    )
+    forward = _refusal(
+        "a parallel module is not called", "pm.train_step(batch) or pm.eval_step(batch)"
+    )
+    state_dict = _refusal(
+        "the state of a parallel module is sharded over ranks", "pm.gather_state_dict()"
+    )
+    register_forward_pre_hook = register_forward_hook = _refuse_hook = _refusal(
+        "a hook on the parallel module would never run",
+        "register it on the model: the next step captures it",
+    )
     register_full_backward_pre_hook = register_full_backward_hook = _refuse_hook
     register_backward_hook = _refuse_hook
-
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise: a parallel module is run by its steps."""
-        raise ProgramError(
-            "a parallel module is not called", hint="pm.train_step(batch) or pm.eval_step(batch)"
-        )
 
 
 class StepLoss(Tensor):

@@ -71,14 +71,6 @@ def _names(entry: Entry) -> tuple[str, ...]:
     return (entry.spec.name, *entry.spec.aliases)
 
 
-def select_entries(store: ParameterStore, params: Params | None) -> list[Entry]:
-    """Return the entries of these parameters on this rank; all of them by default."""
-    if params is None:
-        return list(store.entries)
-    selection = _Selection(store, params)
-    return [entry for entry in store.entries if selection.matches(_names(entry))]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
     """Options and entries of each group, and the names of all parameters in them on all ranks."""
@@ -155,12 +147,6 @@ def _as_dicts(groups: Iterable[Mapping[str, Any] | Tensor]) -> list[Mapping[str,
 
 def _is_inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
-
-
-def claim_names(store: ParameterStore, owner: torch.optim.Optimizer, names: Iterable[str]) -> None:
-    """Register the optimizer that updates these parameters; it replaces any earlier one."""
-    for name in names:
-        store.optimizers[name] = weakref.ref(owner)
 
 
 def require_claimed(
@@ -242,7 +228,8 @@ def optimizer(
     inner = cls([{**g, "params": [e.piece for e in group]} for g, group in pairs], **options)
     result = ShardedOptimizer(store, inner, grouped.entries)
     result.elementwise, result.claimed = elementwise, tuple(sorted(grouped.names))
-    claim_names(store, result, result.claimed)
+    # An earlier optimizer of these parameters may not step any more.
+    store.optimizers.update(dict.fromkeys(result.claimed, weakref.ref(result)))
     return result
 
 
@@ -507,7 +494,10 @@ def clip_grad_norm_(
     for `optimizer`: every element of every rank's part counts once. It is the same on all ranks,
     which call this together.
     """
-    store, entries = pm.store, select_entries(pm.store, params)
+    store, entries = pm.store, pm.store.entries
+    if params is not None:
+        selection = _Selection(store, params)
+        entries = [entry for entry in entries if selection.matches(_names(entry))]
     with store.recorder.span("compute", "clipping"):
         grads = {e: grad for e in entries if (grad := store.gradient(e)) is not None}
         counted = [grad for e, grad in grads.items() if _is_counted(store, e) and grad.numel()]

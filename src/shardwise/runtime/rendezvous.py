@@ -297,9 +297,6 @@ class _StoreRendezvous(Rendezvous):
         self.prefix = f"{name}/{self.number}"
         self._failed = False
         self._keys: list[str] = []
-        self._forget_old()
-
-    def _forget_old(self) -> None:
         recent = _published.setdefault(self.name, deque())
         recent.append(self._keys)
         if len(recent) > _MAX_RENDEZVOUS:

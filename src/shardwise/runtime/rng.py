@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardwise.errors import ProgramError, did_you_mean
 from shardwise.runtime.mesh import ProcessMesh
+from shardwise.runtime.operators import untraced
 from shardwise.runtime.splits import Segments, Split, local_shape, take_local
 
 MODES = ("exact", "fast")
@@ -77,28 +78,6 @@ class Rng:
         return fill(local, self.generator(key, device, place))
 
 
-def _draw(
-    kind: str,
-    rng: Rng,
-    key: str,
-    shape: Sequence[int],
-    splits: Splits,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    *options: float,
-) -> Tensor:
-    if kind not in _KINDS:
-        raise ProgramError(f"unknown distribution {kind!r}{did_you_mean(kind, _KINDS)}")
-
-    def fill(size: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        return _KINDS[kind](torch.empty(size, dtype=dtype, device=device), generator, *options)
-
-    return rng.part(fill, key, shape, splits, device)
-
-
-# torch.compile cannot trace generators.
-_draw_eagerly: Callable[..., Tensor] = torch.compiler.disable(_draw)  # type: ignore[no-untyped-call]
-
 ALPHA = 1.7580993408473766  # SELU's scale times its alpha
 
 _KINDS: dict[str, Callable[..., Tensor]] = {
@@ -114,6 +93,7 @@ _KINDS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@untraced
 def draw(
     kind: str,
     rng: Rng,
@@ -131,7 +111,13 @@ def draw(
     exponential(rate), randint(low, high), cauchy(median, sigma), log_normal(mean, std),
     geometric(p), randperm (unsharded only).
     """
-    return _draw_eagerly(kind, rng, key, shape, splits, dtype, device, *options)
+    if kind not in _KINDS:
+        raise ProgramError(f"unknown distribution {kind!r}{did_you_mean(kind, _KINDS)}")
+
+    def fill(size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return _KINDS[kind](torch.empty(size, dtype=dtype, device=device), generator, *options)
+
+    return rng.part(fill, key, shape, splits, device)
 
 
 def dropout(

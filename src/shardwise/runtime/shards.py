@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.errors import OptimizerError, ProgramError
 from shardwise.runtime.parameters import Entry
@@ -140,10 +141,11 @@ class ShardTensor(Tensor):
         if func in _SAME_MEMORY:
             source = args[0]
             return ShardTensor(source.place, source.local.detach(), source.changed)
-        shards = list(_shards((args, tuple(kwargs.values()))))
+        shards = [s for s in tree_leaves((args, kwargs)) if isinstance(s, ShardTensor)]
         if not _is_elementwise(func):
             if not func._schema.is_mutable and all(shard.place.is_replicated for shard in shards):
-                return func(*_plain(args), **{k: _plain(v) for k, v in kwargs.items()})
+                plain = tree_map_only(ShardTensor, ShardTensor.to_local, (args, kwargs))
+                return func(*plain[0], **plain[1])
             _refuse(func.__name__.partition(".")[0], shards[0])
         if func.__name__.startswith("_foreach_"):
             return _run_foreach(func, args, kwargs)
@@ -157,12 +159,6 @@ def _is_elementwise(func: Any) -> bool:
     return func in _ELEMENTWISE or torch.Tag.pointwise in func.tags
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, ShardTensor):
-        return value.local
-    return type(value)(map(_plain, value)) if isinstance(value, list | tuple) else value
-
-
 def _refuse(name: str, tensor: ShardTensor) -> NoReturn:
     kind = "norm" if "norm" in name else "random" if "rand" in name or name in _RANDOM else "other"
     raise OptimizerError(
@@ -174,14 +170,6 @@ def _refuse(name: str, tensor: ShardTensor) -> NoReturn:
 
 
 _RANDOM = {"normal_", "uniform_", "bernoulli", "bernoulli_", "exponential_", "native_dropout"}
-
-
-def _shards(value: Any) -> Sequence[ShardTensor]:
-    if isinstance(value, ShardTensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [shard for item in value for shard in _shards(item)]
-    return []
 
 
 def _compute(func: Any, shards: Sequence[ShardTensor], args: Any, kwargs: Any) -> Any:

@@ -5,8 +5,8 @@ every segment is split, evenly or by the weights of a mesh axis. A fused QKV dim
 split on heads is `((3, H, E),)`, a dim `[H*E | K*E | K*E]` is `((1, H, E), (1, K, E), (1, K, E))`,
 and a plain dim of n is `n` or `((1, n, 1),)`. A part keeps the order of the full dim.
 
-`take` and `join` split one dim over one axis. A `Split` names the mesh axis and dim, and a tuple of
-them splits a tensor over several axes: on different dims, on different factors of one dim, or on
+`take_part` and `join` split one dim over one axis. A `Split` names the mesh axis and dim; a tuple
+of them splits a tensor over several axes: on different dims, on different factors of one dim, or on
 the same factor, where the later axis splits the earlier one's part.
 """
 
@@ -17,7 +17,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,13 +27,6 @@ from shardwise.shares import AxisSize, part
 Segments = tuple[tuple[int, int, int], ...]
 Of = int | Segments
 Runs = tuple[tuple[int, int], ...]
-
-
-class Place(Protocol):
-    """The attributes of an axis that `take` uses."""
-
-    shares: AxisSize
-    index: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +87,6 @@ def take_part(full: Tensor, dim: int, of: Of, parts: AxisSize, index: int) -> Te
     if full.shape[dim] != full_length(of):
         raise ProgramError(f"dim {dim} of {tuple(full.shape)} does not consist of {of}")
     return _take_runs(full, dim, runs(of, parts, index))
-
-
-def take(full: Tensor, dim: int, of: Of, axis: Place) -> Tensor:
-    """Return this rank's part of a full tensor."""
-    return take_part(full, dim, of, axis.shares, axis.index)
 
 
 def _take_runs(full: Tensor, dim: int, pieces: Runs) -> Tensor:

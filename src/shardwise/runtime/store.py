@@ -65,7 +65,10 @@ class ParameterStore:
             if isinstance(module, nn.Module)
             else list(module.items() if isinstance(module, Mapping) else module)
         )
-        self.entries = [self._entry(spec) for spec in specs]
+        self.entries = [
+            Entry(spec, local_shape(spec.shape, spec.splits, mesh.coordinates, mesh.axes))
+            for spec in specs
+        ]
         for entry in self.entries:
             entry.parts = {part for part, owner in modules if _slots(owner, entry)}
         self.groups = self._group()
@@ -94,10 +97,6 @@ class ParameterStore:
         self.parameters_elsewhere: tuple[tuple[str, ...], ...] = ()  # with their aliases
         for part, owner in modules:
             self.attach(owner, part)
-
-    def _entry(self, spec: ParameterSpec) -> Entry:
-        shape = local_shape(spec.shape, spec.splits, self.mesh.coordinates, self.mesh.axes)
-        return Entry(spec, shape)
 
     def _group(self) -> list[FlatGroup]:
         """Allocate every entry, separately or in flat groups, and return the groups.

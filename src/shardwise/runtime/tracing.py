@@ -108,7 +108,8 @@ class Recorder:
         Recomputed forwards are recorded within their backward. A backward ends when the gradients
         of the inputs exist; it has no length where no input needs one. Call the result to stop.
         """
-        watch = _Watch([(module.get_submodule(path), path) for path in paths], self._open)
+        modules = [(module.get_submodule(path), path) for path in paths]
+        watch = _Watch(modules, lambda name: self._new_span("groups", name, {}))
         self._watched.append(watch)
         if self.enabled:
             watch.attach()
@@ -119,9 +120,6 @@ class Recorder:
                 self._watched.remove(watch)
 
         return stop
-
-    def _open(self, name: str) -> _Hooks:
-        return _Hooks(lambda: self._new_span("groups", name, {}))
 
     def _new_span(self, lane: str, name: str, details: Mapping[str, Any]) -> _Span:
         if self._cuda is not None and self._origin is None:
@@ -185,45 +183,42 @@ def _cuda_event() -> torch.cuda.Event:
     return event
 
 
-class _Hooks:
-    """Hooks that begin and end spans of one name; the last one begun ends first."""
-
-    def __init__(self, new_span: Callable[[], _Span]) -> None:
-        self._open: list[_Span] = []
-
-        def begin(*_: Any) -> None:
-            span = new_span()
-            self._open.append(span)
-            span.__enter__()
-
-        def end(*_: Any) -> None:
-            if self._open:
-                self._open.pop().__exit__(None, None, None)
-
-        # A compiled program calls them without tracing into them.
-        self.begin = torch.compiler.disable(begin)  # type: ignore[no-untyped-call]
-        self.end = torch.compiler.disable(end)  # type: ignore[no-untyped-call]
-
-
 class _Watch:
     """Submodules whose forward and backward are recorded, while hooks are attached to them."""
 
     def __init__(
-        self, modules: Sequence[tuple[nn.Module, str]], spans: Callable[[str], _Hooks]
+        self, modules: Sequence[tuple[nn.Module, str]], new_span: Callable[[str], _Span]
     ) -> None:
-        self._modules, self._spans = modules, spans
+        self._modules, self._new_span = modules, new_span
         self._handles: list[Any] = []
 
     def attach(self) -> None:
         """Add the hooks, unless they are already attached."""
         for module, path in self._modules if not self._handles else ():
-            forward, backward = self._spans(f"forward {path}"), self._spans(f"backward {path}")
+            begin_forward, end_forward = self._hooks(f"forward {path}")
+            begin_backward, end_backward = self._hooks(f"backward {path}")
             self._handles += [
-                module.register_forward_pre_hook(forward.begin),
-                module.register_forward_hook(forward.end, always_call=True),
-                module.register_full_backward_pre_hook(backward.begin),
-                module.register_full_backward_hook(backward.end),
+                module.register_forward_pre_hook(begin_forward),
+                module.register_forward_hook(end_forward, always_call=True),
+                module.register_full_backward_pre_hook(begin_backward),
+                module.register_full_backward_hook(end_backward),
             ]
+
+    def _hooks(self, name: str) -> tuple[Callable[..., None], ...]:
+        """Return hooks that begin and end spans; the last one begun ends first."""
+        open_spans: list[_Span] = []
+
+        def begin(*_: Any) -> None:
+            span = self._new_span(name)
+            open_spans.append(span)
+            span.__enter__()
+
+        def end(*_: Any) -> None:
+            if open_spans:
+                open_spans.pop().__exit__(None, None, None)
+
+        # A compiled program calls them without tracing into them.
+        return torch.compiler.disable(begin), torch.compiler.disable(end)  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
         """Remove the hooks."""

@@ -62,8 +62,11 @@ class RegisteredHooks:
 @contextlib.contextmanager
 def hooked(store: ParameterStore, hooks: Sequence[Hook]) -> Iterator[None]:
     """Apply the hooks to a step's gradients before they are added to earlier ones."""
-    by_entry = _by_entry(store, hooks)
-    earlier = {entry: store.take_gradient(entry) for entry in by_entry}
+    by_name: dict[str, list[Hook]] = {}
+    for hook in hooks:
+        by_name.setdefault(hook.parameter, []).append(hook)
+    hooked_entries = [e for e in store.entries if e.spec.name in by_name and e.trained]
+    earlier = {entry: store.take_gradient(entry) for entry in hooked_entries}
     try:
         yield
     except BaseException:
@@ -71,8 +74,8 @@ def hooked(store: ParameterStore, hooks: Sequence[Hook]) -> Iterator[None]:
             store.set_gradient(entry, grad)
         raise
     with torch.no_grad():
-        for entry, own in by_entry.items():
-            _apply(store, entry, own, earlier[entry])
+        for entry in hooked_entries:
+            _apply(store, entry, by_name[entry.spec.name], earlier[entry])
 
 
 def refuse_hooks_on_parts(store: ParameterStore) -> None:
@@ -84,18 +87,6 @@ def refuse_hooks_on_parts(store: ParameterStore) -> None:
             not module.startswith("shardwise.runtime") for module in modules
         ):
             raise hook_error(entry.spec.name)
-
-
-def _by_entry(store: ParameterStore, hooks: Sequence[Hook]) -> dict[Entry, list[Hook]]:
-    """Return the hooks of each parameter whose gradient is on this rank, in the store's order."""
-    by_name: dict[str, list[Hook]] = {}
-    for hook in hooks:
-        by_name.setdefault(hook.parameter, []).append(hook)
-    return {
-        entry: by_name[entry.spec.name]
-        for entry in store.entries
-        if entry.spec.name in by_name and entry.trained
-    }
 
 
 def _apply(

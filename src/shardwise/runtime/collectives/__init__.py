@@ -42,7 +42,7 @@ class Handle:
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the collective has ended; raise its error if it failed."""
         limit = self._limit_s if timeout_s is None else timeout_s
-        if not self._ended.wait(limit):
+        if not self._ended.wait(min(limit, threading.TIMEOUT_MAX)):
             raise RankError(f"a collective did not finish within {limit:g} s")
         if self._error is not None:
             raise self._error

@@ -22,7 +22,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def untraced(function: Function) -> Function:
-    """Exclude a function from torch.compile: communication is never traced."""
+    """Exclude a function from torch.compile, which cannot trace communication and generators."""
     return cast(Function, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 

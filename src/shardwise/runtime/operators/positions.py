@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.operators import empty_result, local_range, require_in_range
-from shardwise.runtime.splits import Of, full_length, runs, take
+from shardwise.runtime.splits import Of, full_length, runs, take_part
 
 
 def positions(of: Of, axis: Axis, *, device: torch.device | str | None = None) -> Tensor:
@@ -57,7 +57,7 @@ def linspace(
 ) -> Tensor:
     """Return this rank's part of `torch.linspace`."""
     full = torch.linspace(start, end, steps, dtype=dtype, device=device)
-    return take(full, 0, of, axis)
+    return take_part(full, 0, of, axis.shares, axis.index)
 
 
 def one_hot(classes: Tensor, of: Of, axis: Axis) -> Tensor:

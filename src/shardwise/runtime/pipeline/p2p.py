@@ -6,8 +6,7 @@ A message is a `Transfer` of one micro-batch, forward (a value) or backward (its
 from __future__ import annotations
 
 import functools
-import queue
-import threading
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from shardwise.runtime.collectives import CommunicationThread, Handle
 from shardwise.runtime.mesh import TIME
 from shardwise.runtime.parameters import torch_dtype
 from shardwise.runtime.pipeline import PipelineSpec, TransferSpec
@@ -28,81 +28,44 @@ from shardwise.schedules import Action
 # memory is released in the thread that allocated it, because profilers miss other frees.
 
 
-_Done = Callable[[], None] | None
-
-
 class PendingSends:
-    """Wait for sends in the background; `finish` waits for all of them and raises their error."""
+    """Wait for sends in the background; `finish` waits for all of them."""
 
     def __init__(self) -> None:
-        self._sends: deque[Sequence[Pending]] = deque()
-        self._released = 0
-        self._waiter: _Waiter | None = None
+        self._sends: deque[tuple[Handle, Sequence[Pending]]] = deque()
+        self._thread: CommunicationThread | None = None
 
-    def add(self, sends: Sequence[Pending], done: _Done = None) -> None:
-        """Take over some sends; `done` is called after them."""
-        if all(send.is_done for send in sends):
-            if done is not None:
-                done()
-            return
-        if self._waiter is None:
-            self._waiter = _Waiter()
-            self._waiter.start()
-        self._sends.append(sends)
-        self._waiter.waiting.put((sends, done))
+    def add(self, sends: Sequence[Pending], done: Callable[[], None] | None = None) -> None:
+        """Take over some sends; call `done` after them."""
 
-    def release(self) -> None:
-        """Release the memory of completed sends."""
-        if self._waiter is not None:
-            while self._released < self._waiter.finished:
-                self._sends.popleft()
-                self._released += 1
-
-    def finish(self) -> None:
-        """Wait for all sends."""
-        waiter = self._waiter
-        if waiter is not None:
-            waiter.waiting.put(None)
-            waiter.join()
-        self._forget()
-        if waiter is not None and waiter.error is not None:
-            raise waiter.error
-
-    def abandon(self) -> None:
-        """Stop waiting after an error; open sends end with their timeout."""
-        if self._waiter is not None:
-            self._waiter.waiting.put(None)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._sends.clear()
-        self._released, self._waiter = 0, None
-
-
-class _Waiter(threading.Thread):
-    """Wait for the sends in the queue, in order, until None; count the finished ones."""
-
-    def __init__(self) -> None:
-        super().__init__(name="sends", daemon=True)
-        self.waiting: queue.SimpleQueue[tuple[Sequence[Pending], _Done] | None]
-        self.waiting = queue.SimpleQueue()
-        self.finished = 0
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        while (item := self.waiting.get()) is not None:
-            self._wait(*item)
-            del item
-            self.finished += 1
-
-    def _wait(self, sends: Sequence[Pending], done: _Done) -> None:
-        try:
+        def wait() -> None:
             for send in sends:
                 send.wait()
             if done is not None:
                 done()
-        except BaseException as error:
-            self.error = self.error or error
+
+        if all(send.is_done for send in sends):
+            wait()
+            return
+        if self._thread is None:
+            self._thread = CommunicationThread("sends")
+        # No limit: the sends have the timeout of the process group.
+        self._sends.append((self._thread.start(wait, math.inf), sends))
+
+    def release(self) -> None:
+        """Release the memory of completed sends, and raise the error of a failed one."""
+        while self._sends and self._sends[0][0].done():
+            self._sends.popleft()[0].wait()
+
+    def finish(self) -> None:
+        """Wait for all sends, and raise the error of a failed one."""
+        while self._sends:
+            self._sends.popleft()[0].wait()
+
+    def abandon(self) -> None:
+        """Stop waiting after an error; open sends end with their timeout."""
+        self._sends.clear()
+        self._thread = None
 
 
 LOOKAHEAD = 1  # actions whose receives are posted ahead of the one being computed
