@@ -8,7 +8,6 @@ from shardwise.ir import Graph, node_keys
 from shardwise.plans import Plan, Resolved, resolve
 from shardwise.plans.text import explain_plan, format_plan
 from shardwise.program import Pipeline, Program, build_pipeline, lower
-from shardwise.sharding.candidates import candidates
 
 NAME_WIDTH = 32
 
@@ -103,7 +102,7 @@ def _explain_node(resolved: Resolved, name: str) -> str:
     for assignment in resolved.assignments:
         lines.append(f"  {assignment.axis}={assignment.ranks}: {assignment.nodes[name].choice}")
     lines.append("  candidates, with the placements of operands and results:")
-    for candidate in candidates(rule, resolved.facts.structures[name]):
+    for candidate in resolved.facts.candidates(name):
         operands = " ".join(map(str, candidate.operands))
         results = " ".join(map(str, candidate.results))
         lines.append(f"    {candidate.choice!s:<20} {operands} -> {results}")

@@ -30,7 +30,7 @@ from shardwise.layouts.moves import (
     work,
 )
 from shardwise.layouts.problem import Allowed, Assignment, Task, constant_values, nest
-from shardwise.sharding.candidates import Candidate, Pass, Same, ShardAxis, candidates
+from shardwise.sharding.candidates import Candidate, Pass, Same, ShardAxis
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import (
     PARTIAL_GRAD,
@@ -404,7 +404,7 @@ def _as_used(
     shard = needs[0] if needs else None
     if not isinstance(shard, Shard) or not all(same_placement(shard, n, ranks) for n in needs):
         return current
-    for candidate in candidates(facts.rules[node.name], facts.structures[node.name]):
+    for candidate in facts.candidates(node.name):
         fits = isinstance(candidate.choice, ShardAxis) and same_placement(
             candidate.results[0], shard, ranks
         )

@@ -17,7 +17,7 @@ from shardwise.errors import InfeasiblePlan
 from shardwise.ir import Graph, Node
 from shardwise.layouts.moves import same_placement
 from shardwise.layouts.problem import Assignment, dependents
-from shardwise.sharding.candidates import Candidate, ShardAxis, candidates, pass_candidate
+from shardwise.sharding.candidates import Candidate, ShardAxis, pass_candidate
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import (
     PARTIAL,
@@ -86,7 +86,7 @@ def _options(node: Node, facts: Facts, batch_values: frozenset[str]) -> list[Can
     """Return the node's candidates that need no other micro-batch while they run."""
     rule = facts.rules[node.name]
     options = []
-    possible = candidates(rule, facts.structures[node.name])
+    possible = facts.candidates(node.name)
     if _is_cast(node, facts) and not rule.linear:
         # A cast rounds each term instead of their sum: not linear, but close enough.
         possible = (*possible, pass_candidate(rule, frozenset({0})))

@@ -42,7 +42,7 @@ from shardwise.layouts.problem import (
     splits_heads,
 )
 from shardwise.layouts.tie_layers import roots_of
-from shardwise.sharding.candidates import Candidate, Pass, Same, ShardAxis, candidates
+from shardwise.sharding.candidates import Candidate, Pass, Same, ShardAxis
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import (
     PARTIAL_GRAD,
@@ -198,7 +198,7 @@ class Options:
         if forced is not None:
             admitted = list(forced_candidates(node, self.facts, axis.name, forced))
         else:
-            options = candidates(self.facts.rules[node.name], self.facts.structures[node.name])
+            options = self.facts.candidates(node.name)
             if axis.ranks == 1:
                 admitted = [c for c in options if isinstance(c.choice, Same)]
             else:

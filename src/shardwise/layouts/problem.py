@@ -16,7 +16,7 @@ from typing import Protocol
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.ir import Graph, Node
 from shardwise.layouts.moves import work
-from shardwise.sharding.candidates import Candidate, Pass, Same, ShardAxis, candidates, match_choice
+from shardwise.sharding.candidates import Candidate, Pass, Same, ShardAxis, match_choice
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import (
     REPLICATE,
@@ -230,7 +230,7 @@ class Allowed:
             if not options:
                 raise _no_such_choice(node, self.facts, self.task.axis, forced)
             return options
-        options = candidates(self.facts.rules[node.name], self.facts.structures[node.name])
+        options = self.facts.candidates(node.name)
         return tuple(c for c in options if self._fits(node, c) and self._suits(node, c))
 
     def _fits(self, node: Node, candidate: Candidate) -> bool:
@@ -280,19 +280,17 @@ class Allowed:
 
 def forced_candidates(node: Node, facts: Facts, axis: str, text: str) -> tuple[Candidate, ...]:
     """Return the candidates that match the text of a plan; raise if there are none."""
-    rule = facts.rules[node.name]
-    matching = match_choice(rule, candidates(rule, facts.structures[node.name]), text)
+    matching = match_choice(facts.rules[node.name], facts.candidates(node.name), text)
     if not matching:
         raise _no_such_choice(node, facts, axis, text)
     return matching
 
 
 def _no_such_choice(node: Node, facts: Facts, axis: str, text: str) -> PlanError:
-    options = candidates(facts.rules[node.name], facts.structures[node.name])
     return PlanError(
         f"node {node.name} ({node.op}) cannot '{text}' on mesh axis {axis}",
         where=node.origin,
-        hint="one of " + ", ".join(f"'{c.choice}'" for c in options),
+        hint="one of " + ", ".join(f"'{c.choice}'" for c in facts.candidates(node.name)),
     )
 
 

@@ -15,7 +15,7 @@ from math import prod
 from shardwise.errors import RuleError
 from shardwise.ir import Graph, Node
 from shardwise.sharding import discovery, rules  # noqa: F401 - rules registers the table
-from shardwise.sharding.candidates import axis_structures, compose
+from shardwise.sharding.candidates import Candidate, axis_structures, candidates, compose
 from shardwise.sharding.dims import Structure, refine, replace_section, unfactored
 from shardwise.sharding.registry import require_operators, rule_for
 from shardwise.sharding.rule import Call, Dim, NodeRule, Part, replicated_rule
@@ -30,6 +30,10 @@ class Facts:
     structures: Mapping[str, Mapping[str, Structure]]
     dims: Mapping[str, tuple[Structure, ...]]
     carries_grad: frozenset[str]
+
+    def candidates(self, node: str) -> tuple[Candidate, ...]:
+        """Return all candidates of a node, with the refined structures of its axes."""
+        return candidates(self.rules[node], self.structures[node])
 
 
 def analyze(graph: Graph) -> Facts:
