@@ -174,11 +174,8 @@ class Bounds:
         key = (id(sender), id(receiver))
         if key not in self._links:
             model = self.evaluator.costs.collective("send", pairs(sender.array, receiver.array))
-            self._links[key] = (
-                sender,
-                receiver,
-                model,
-            )  # keeps the groups, so that ids stay unique
+            # The entry keeps the groups alive, so that their ids stay unique.
+            self._links[key] = (sender, receiver, model)
         return self._links[key][2]
 
     def _times(

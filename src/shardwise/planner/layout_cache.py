@@ -169,13 +169,14 @@ class LayoutCache:
     def _number(
         self, tp: int, assignments: tuple[Assignment, ...], tensor: tuple[tuple[str, int], ...]
     ) -> int:
-        """Return the variant as which `get` returns these layouts."""
+        """Return the variant under which `get` returns these layouts."""
         names = [axis for axis, _ in tensor]
-        on_axes = [a for a in assignments if a.axis in names]
-        text = str(
-            [[*map(str, a.nodes.values()), *map(str, a.parameters.values())] for a in on_axes]
-        )
-        key = (tp, text)
+        texts = [
+            [*map(str, a.nodes.values()), *map(str, a.parameters.values())]
+            for a in assignments
+            if a.axis in names
+        ]
+        key = (tp, str(texts))
         if key not in self._numbers:
             number = self._numbers[key] = RANKED + len(self._numbers)
             solution = replace(self.get(tp, FASTEST).solution, assignments=assignments)

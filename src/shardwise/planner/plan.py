@@ -77,7 +77,7 @@ def plan(
     """Return the plan with the shortest simulated step that fits in memory.
 
     Of all plans within 1 % of it, the simplest is chosen. Devices that would make the step longer
-    are left out unless `all_devices` is set; the plan is then for fewer ranks, and says so.
+    are left out, so the plan may be for fewer ranks; `all_devices` uses all of them.
 
     `constraints` maps globs of parameters to a sharding ("0", "replicate") or to shardings by mesh
     axis. Options fix parts of the plan: `dp`, `tp`, `pp`, `virtual_stages`, `schedule`,
