@@ -16,7 +16,7 @@ from shardwise.cli import launch, planning, profile, report, train
 from shardwise.cli.checkpoint import app as checkpoint_app
 from shardwise.cli.checkpoint import export
 from shardwise.cli.collective import app as collective_app
-from shardwise.cli.options import AsJson, load_target
+from shardwise.cli.options import AsJson, load_target, option
 from shardwise.cli.output import FAILURE, echo, exit_code, fit
 from shardwise.errors import InfeasiblePlan, ShardwiseError
 from shardwise.version import __version__
@@ -34,10 +34,9 @@ def _print_version(requested: bool) -> None:
 
 @app.callback()
 def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    debug: Annotated[bool, option("--debug", "Show tracebacks of errors.")] = False,
     version: Annotated[
-        bool,
-        typer.Option("--version", help="Show the version.", callback=_print_version, is_eager=True),
+        bool, option("--version", "Show the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Turn a PyTorch training step for one device into a verified, readable one for many."""

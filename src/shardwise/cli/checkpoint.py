@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.options import AsJson, load_target
+from shardwise.cli.options import AsJson, load_target, option
 from shardwise.cli.output import FAILURE, echo, require_own
 from shardwise.formatting import Column, size, table, terminal_width
 
@@ -23,18 +23,14 @@ Folder = Annotated[
         metavar="CHECKPOINT", help="Checkpoint or Hugging Face folder.", show_default=False
     ),
 ]
-Section = Annotated[
-    str, typer.Option("--section", help="Section with the model's weights: model, ema, …")
-]
-Dtype = Annotated[
-    str | None, typer.Option("--dtype", help="Dtype of floating-point tensors: bfloat16, …")
-]
+Section = Annotated[str, option("--section", "Section with the model's weights: model, ema, …")]
+Dtype = Annotated[str | None, option("--dtype", "Dtype of floating-point tensors: bfloat16, …")]
 
 
 @app.command()
 def inspect(
     folder: Folder,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    tensors: Annotated[bool, option("--tensors", "List every tensor.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the contents of a checkpoint without reading its tensors."""
@@ -99,13 +95,10 @@ def verify(folder: Folder, as_json: AsJson = False) -> None:
 @app.command()
 def convert(
     folder: Folder,
-    to: Annotated[str, typer.Option("--to", help="hf, torch (one file) or shardwise (one rank).")],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Output folder, or file for --to torch.")
-    ],
+    to: Annotated[str, option("--to", "hf, torch (one file) or shardwise (one rank).")],
+    out: Annotated[Path, option("--out -o", "Output folder, or file for --to torch.")],
     config: Annotated[
-        Path | None,
-        typer.Option("--config", help="config.json or its folder, for --to hf."),
+        Path | None, option("--config", "config.json or its folder, for --to hf.")
     ] = None,
     section: Section = "model",
     dtype: Dtype = None,
@@ -165,17 +158,14 @@ def _tensor_rows(manifest: Manifest) -> list[tuple[str, dict[str, Any]]]:
 def export(
     checkpoint: Folder,
     out: Annotated[
-        Path,
-        typer.Option("--out", "-o", help="Output: a program MODEL.pt2, or a Hugging Face folder."),
+        Path, option("--out -o", "Output: a program MODEL.pt2, or a Hugging Face folder.")
     ],
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model", help="MODULE.py:FUNCTION returning (model, inputs), for a program."
-        ),
+        option("--model", "MODULE.py:FUNCTION returning (model, inputs), for a program."),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option("--config", help="config.json or its folder, for a folder.")
+        Path | None, option("--config", "config.json or its folder, for a folder.")
     ] = None,
     section: Section = "model",
     dtype: Dtype = None,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.options import AsJson, PlanOut
+from shardwise.cli.options import AsJson, PlanOut, option
 from shardwise.cli.output import echo, load_plan, require_own, write_output
 from shardwise.dtypes import DTYPES
 from shardwise.errors import did_you_mean
@@ -35,20 +35,16 @@ ITEM_BYTES = {dtype.name: dtype.num_bytes for dtype in DTYPES.values()}
 MAX_CHUNKS = 40  # listed by `show` without --rank
 
 ClusterArgument = Annotated[
-    str,
-    typer.Argument(metavar="CLUSTER", help="Cluster: a file, or h100:8x8.", show_default=False),
+    str, typer.Argument(metavar="CLUSTER", help="Cluster: a file, or h100:8x8.", show_default=False)
 ]
 Operation = Annotated[
-    str,
-    typer.Option("--op", help="all_reduce, reduce_scatter, all_gather, broadcast, reduce, …"),
+    str, option("--op", "all_reduce, reduce_scatter, all_gather, broadcast, reduce, …")
 ]
-Bytes = Annotated[str, typer.Option("--bytes", help="Size of the data: 64MB, 16MiB, 4096.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="Dtype of the elements.")]
-Root = Annotated[int | None, typer.Option("--root", help="Root rank (broadcast and reduce only).")]
-Members = Annotated[
-    str, typer.Option("--members", help="Ranks of the group: 0-3,8.", show_default="all")
-]
-Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Number of timed runs.")]
+Bytes = Annotated[str, option("--bytes", "Size of the data: 64MB, 16MiB, 4096.")]
+Dtype = Annotated[str, option("--dtype", "Dtype of the elements.")]
+Root = Annotated[int | None, option("--root", "Root rank (broadcast and reduce only).")]
+Members = Annotated[str, option("--members", "Ranks of the group: 0-3,8.", show_default="all")]
+Rounds = Annotated[int, option("--rounds", "Number of timed runs.", min=1)]
 
 
 def _print_choices(plan: Plan) -> None:
@@ -61,12 +57,10 @@ def tune(
     plan_file: Annotated[
         Path, typer.Argument(metavar="PLAN.json", help="Plan with chosen collectives.")
     ],
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Output file: the tuned plan.")
-    ] = None,
+    out: Annotated[Path | None, option("--out -o", "Output file: the tuned plan.")] = None,
     num_bytes: Bytes = "16MiB",
     rounds: Rounds = 3,
-    timeout_s: Annotated[float, typer.Option("--timeout-s", help="Timeout in seconds.")] = 60.0,
+    timeout_s: Annotated[float, option("--timeout-s", "Timeout in seconds.")] = 60.0,
 ) -> None:
     """Time chunk sizes and the library on the ranks of a plan, and select the fastest.
 
@@ -104,12 +98,10 @@ def tune(
 @app.command()
 def choose(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN.json", help="Plan file.")],
-    cluster: Annotated[
-        str, typer.Option("--cluster", "-c", help="The plan's cluster: a file, or h100:8x8.")
-    ],
+    cluster: Annotated[str, option("--cluster -c", "The plan's cluster: a file, or h100:8x8.")],
     out: PlanOut = None,
     use: Annotated[
-        str, typer.Option("--use", help="Always use library, hierarchical, solved or shared.")
+        str, option("--use", "Always use library, hierarchical, solved or shared.")
     ] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -135,9 +127,7 @@ def solve(
     dtype: Dtype = "float32",
     root: Root = None,
     members: Members = "",
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Output file: the program.")
-    ] = None,
+    out: Annotated[Path | None, option("--out -o", "Output file: the program.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest message program, and print its time and a lower bound."""
@@ -165,12 +155,8 @@ def show(
     dtype: Dtype = "float32",
     root: Root = None,
     members: Members = "",
-    rank: Annotated[
-        int | None, typer.Option("--rank", help="Show only the actions of this rank.")
-    ] = None,
-    picture: Annotated[
-        Path | None, typer.Option("--svg", help="Output file: a drawing of the trees.")
-    ] = None,
+    rank: Annotated[int | None, option("--rank", "Show only the actions of this rank.")] = None,
+    picture: Annotated[Path | None, option("--svg", "Output file: a drawing of the trees.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the trees of a program, and what each rank sends, receives and adds."""
@@ -195,21 +181,19 @@ def show(
 def bench(
     cluster: ClusterArgument,
     operation: Operation = "all_reduce",
-    num_bytes: Annotated[
-        str, typer.Option("--bytes", help="Sizes of the data: 16MB,64MB.")
-    ] = "64MB",
+    num_bytes: Annotated[str, option("--bytes", "Sizes of the data: 16MB,64MB.")] = "64MB",
     dtype: Dtype = "float32",
     root: Root = None,
     members: Members = "",
     rounds: Rounds = 5,
     emulate: Annotated[
-        bool, typer.Option("--emulate", help="Emulate the cluster's links (needs root).")
+        bool, option("--emulate", "Emulate the cluster's links (needs root).")
     ] = False,
     use: Annotated[
-        str, typer.Option("--use", help="solved or library.", show_default="as chosen for a plan")
+        str, option("--use", "solved or library.", show_default="as chosen for a plan")
     ] = "",
     timeout_s: Annotated[
-        float, typer.Option("--timeout-s", min=1, help="Timeout of the run in seconds.")
+        float, option("--timeout-s", "Timeout of the run in seconds.", min=1)
     ] = 300.0,
     as_json: AsJson = False,
 ) -> None:

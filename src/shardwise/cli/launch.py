@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from shardwise.cli.options import option
 from shardwise.cli.output import load_plan, require_own, write_output
 from shardwise.errors import ClusterError
 
@@ -34,40 +35,32 @@ def launch(
         ),
     ] = None,
     cluster: Annotated[
-        str, typer.Option("--cluster", "-c", help="Cluster file, or cpu:4 for this machine.")
+        str, option("--cluster -c", "Cluster file, or cpu:4 for this machine.")
     ] = "cluster.yaml",
     plan: Annotated[
-        Path | None,
-        typer.Option("--plan", help="Plan file; starts only the devices that it uses."),
+        Path | None, option("--plan", "Plan file; starts only the devices that it uses.")
     ] = None,
-    to: Annotated[To, typer.Option("--to", help="Start with ssh, or write a job file.")] = To.ssh,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Output file: the job.")] = None,
+    to: Annotated[To, option("--to", "Start with ssh, or write a job file.")] = To.ssh,
+    out: Annotated[Path | None, option("--out -o", "Output file: the job.")] = None,
     port: Annotated[
-        int | None,
-        typer.Option("--port", min=0, max=65535, help="Rendezvous port; 0 picks a free one."),
+        int | None, option("--port", "Rendezvous port; 0 picks a free one.", min=0, max=65535)
     ] = None,
-    timeout_s: Annotated[
-        float, typer.Option("--timeout-s", min=1, help="Start-up timeout in seconds.")
-    ] = 120,
+    timeout_s: Annotated[float, option("--timeout-s", "Start-up timeout in seconds.", min=1)] = 120,
     grace_s: Annotated[
-        float, typer.Option("--grace-s", min=0, help="Seconds to wait before killing processes.")
+        float, option("--grace-s", "Seconds to wait before killing processes.", min=0)
     ] = 20,
     ssh_program: Annotated[
-        str | None,
-        typer.Option("--ssh-program", help="SSH client, instead of ssh or the cluster file's."),
+        str | None, option("--ssh-program", "SSH client, instead of ssh or the cluster file's.")
     ] = None,
     env: Annotated[
         list[str] | None,
-        typer.Option(
-            "--env", "-e", help="NAME=VALUE for every node, or NAME to copy it from here."
-        ),
+        option("--env -e", "NAME=VALUE for every node, or NAME to copy it from here."),
     ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option("--option", help="NAME=VALUE for sbatch, Kubernetes (image, …) or Ray."),
+    job_options: Annotated[
+        list[str] | None, option("--option", "NAME=VALUE for sbatch, Kubernetes (image, …) or Ray.")
     ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Name of the job.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the commands.")] = False,
+    name: Annotated[str | None, option("--name", "Name of the job.")] = None,
+    dry_run: Annotated[bool, option("--dry-run", "Only print the commands.")] = False,
 ) -> None:
     """Start a command on every node of a cluster, or write a job file that does."""
     from shardwise import launch as launching
@@ -87,7 +80,7 @@ def launch(
             To.kubernetes: launching.pytorch_job,
             To.ray: launching.ray_driver,
         }[to]
-        options = dict(_pair(text) for text in option or [])
+        options = dict(_pair(text) for text in job_options or [])
         job = write(
             nodes, words, name=name, port=port or 0, environment=environment, options=options
         )
@@ -97,7 +90,7 @@ def launch(
             write_output(out, job)
             typer.echo(str(out))
         return
-    if out is not None or option or name is not None:
+    if out is not None or job_options or name is not None:
         raise typer.BadParameter("--out, --option and --name are for --to slurm|kubernetes|ray")
     settings: dict[str, Any] = {
         "port": port,

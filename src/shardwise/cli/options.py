@@ -28,6 +28,13 @@ if TYPE_CHECKING:
     from shardwise.plans import Plan
 
 DEFAULT_RANKS = 2
+
+
+def option(names: str, help: str, **settings: Any) -> Any:
+    """Return an option of a command; `names` are separated by spaces."""
+    return typer.Option(*names.split(), help=help, **settings)
+
+
 SIZES = ("dp", "tp", "pp", "virtual_stages", "zero")
 
 Target = Annotated[
@@ -39,30 +46,26 @@ Target = Annotated[
         show_default=False,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsJson = Annotated[bool, option("--json", "Print JSON.")]
 Perfetto = Annotated[
-    Path | None,
-    typer.Option("--perfetto", help="Output file: timelines for https://ui.perfetto.dev."),
+    Path | None, option("--perfetto", "Output file: timelines for https://ui.perfetto.dev.")
 ]
 Table = Annotated[
     Path | None,
-    typer.Option(
-        "--table", help="File with measured times of operators.", exists=True, dir_okay=False
-    ),
+    option("--table", "File with measured times of operators.", exists=True, dir_okay=False),
 ]
 Simulated = Annotated[
-    str | None,
-    typer.Option("--cluster", "-c", help="Cluster to simulate: a file, or h100:8x8."),
+    str | None, option("--cluster -c", "Cluster to simulate: a file, or h100:8x8.")
 ]
 PlanFile = Annotated[
     Path, typer.Argument(metavar="PLAN.json", help="Plan written by `shardwise plan -o`.")
 ]
-PlanOut = Annotated[Path | None, typer.Option("--out", "-o", help="Output file: the plan.")]
-NoProgress = Annotated[bool, typer.Option("--no-progress", help="Do not show progress.")]
+PlanOut = Annotated[Path | None, option("--out -o", "Output file: the plan.")]
+NoProgress = Annotated[bool, option("--no-progress", "Do not show progress.")]
 
 
-def _size(name: str, help: str, **limits: Any) -> Any:
-    return typer.Option(*name.split(), help=help, **{"min": 1, **limits})
+def _size(names: str, help: str, **limits: Any) -> Any:
+    return option(names, help, **{"min": 1, **limits})
 
 
 def _check_strategy(name: str | None) -> str | None:
@@ -76,17 +79,15 @@ class PlanOptions:
 
     strategy: Annotated[
         str | None,
-        typer.Option(
-            "--strategy",
-            "-s",
-            help=f"Named strategy: {', '.join(strategy_names())}.",
+        option(
+            "--strategy -s",
+            f"Named strategy: {', '.join(strategy_names())}.",
             show_default="ddp; none with --cluster",
             callback=_check_strategy,
         ),
     ] = None
     cluster: Annotated[
-        str | None,
-        typer.Option("--cluster", "-c", help="Cluster: a file, or h100:8x8 (8 nodes of 8)."),
+        str | None, option("--cluster -c", "Cluster: a file, or h100:8x8 (8 nodes of 8).")
     ] = None
     ranks: Annotated[
         int | None, _size("--ranks -n", "Number of ranks.", show_default="2, or dp x tp x pp")
@@ -102,51 +103,37 @@ class PlanOptions:
         int | None, _size("--num-microbatches -m", "Micro-batches per step.")
     ] = None
     per_microbatch: Annotated[
-        bool, typer.Option("--per-microbatch", help="Treat each micro-batch as a separate batch.")
+        bool, option("--per-microbatch", "Treat each micro-batch as a separate batch.")
     ] = False
-    schedule: Annotated[
-        str | None, typer.Option("--schedule", help=f"{', '.join(SCHEDULES)}, or a file.")
-    ] = None
+    schedule: Annotated[str | None, option("--schedule", f"{', '.join(SCHEDULES)}, or a file.")] = (
+        None
+    )
     recompute: Annotated[
-        str | None,
-        typer.Option("--recompute", help="none, full, selective, or comma-separated module globs."),
+        str | None, option("--recompute", "none, full, selective, or comma-separated module globs.")
     ] = None
     offload: Annotated[
-        str | None,
-        typer.Option("--offload", help="Move to host memory: optimizer, activations, parameters."),
+        str | None, option("--offload", "Move to host memory: optimizer, activations, parameters.")
     ] = None
-    precision: Annotated[
-        str | None, typer.Option("--precision", help="bf16, fp16, bf16-autocast, …")
-    ] = None
+    precision: Annotated[str | None, option("--precision", "bf16, fp16, bf16-autocast, …")] = None
     memory_gib: Annotated[
-        float | None,
-        typer.Option("--memory-gib", help="Memory limit per device, with --cluster.", min=1e-6),
+        float | None, option("--memory-gib", "Memory limit per device, with --cluster.", min=1e-6)
     ] = None
     constraint: Annotated[
-        list[str], typer.Option("--constraint", help="Sharding of parameters: 'lm_head.*=0'.")
+        list[str], option("--constraint", "Sharding of parameters: 'lm_head.*=0'.")
     ] = field(default_factory=list)
     table: Table = None
     all_devices: Annotated[
-        bool,
-        typer.Option(
-            "--all-devices",
-            help="Use all devices, even if fewer were faster, with --cluster.",
-        ),
+        bool, option("--all-devices", "Use all devices, even if fewer were faster, with --cluster.")
     ] = False
     no_progress: NoProgress = False
     plan_file: Annotated[
-        Path | None,
-        typer.Option("--plan", help="Use this plan file.", exists=True, dir_okay=False),
+        Path | None, option("--plan", "Use this plan file.", exists=True, dir_okay=False)
     ] = None
 
     @property
     def is_automatic(self) -> bool:
         """Whether the planner searches for the plan."""
         return self.cluster is not None and self.strategy is None and self.plan_file is None
-
-    def check_search(self) -> None:
-        """Report mistakes in the options of a search before the model is captured."""
-        self.load_cluster(), self.search_options()
 
     def load_plan(self) -> Plan | None:
         """Return the plan of `--plan`, if given."""

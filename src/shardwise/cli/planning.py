@@ -17,6 +17,7 @@ from shardwise.cli.options import (
     Target,
     capture_target,
     load_target,
+    option,
     with_plan_options,
 )
 from shardwise.cli.output import (
@@ -59,8 +60,8 @@ def plan(
 ) -> None:
     """Find the best plan for a cluster, or build a named one, and print it."""
     require_own(out, "plan")
-    if options.is_automatic:
-        options.check_search()
+    if options.is_automatic:  # report mistakes before the model is captured
+        options.load_cluster(), options.search_options()
     _, graph = _capture(target, options)
     _finish_plan(options.make_plan(graph), graph, target, out, as_json)
 
@@ -71,8 +72,7 @@ def tune(
     options: PlanOptions,
     out: PlanOut = None,
     table_out: Annotated[
-        Path | None,
-        typer.Option("--table-out", help="File with measured times: read, extended and written."),
+        Path | None, option("--table-out", "File with measured times: read, extended and written.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -81,7 +81,7 @@ def tune(
     require_own(table_out, "times", option="--table-out")
     if not options.is_automatic:
         raise typer.BadParameter("tune needs --cluster, without --strategy or --plan")
-    options.check_search()
+    options.search_options()  # report mistakes before the model is captured
     options.hide_unplanned_gpus()
     _, graph = _capture(target, options)
     _finish_plan(options.tune(graph, table_out), graph, target, out, as_json)
@@ -117,8 +117,7 @@ def verify(
     target: Target,
     options: PlanOptions,
     program: Annotated[
-        Path | None,
-        typer.Option("--program", help="Check the code in this folder, with its plan.json."),
+        Path | None, option("--program", "Check the code in this folder, with its plan.json.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -160,9 +159,7 @@ def certificate_json(certificate: Certificate) -> dict[str, Any]:
 def compile(
     target: Target,
     options: PlanOptions,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Output folder: the code.")] = Path(
-        "out"
-    ),
+    out: Annotated[Path, option("--out -o", "Output folder: the code.")] = Path("out"),
     as_json: AsJson = False,
 ) -> None:
     """Write the parallel program as Python files."""
@@ -193,9 +190,7 @@ def explain(
         ),
     ],
     options: PlanOptions,
-    node: Annotated[
-        str | None, typer.Option("--node", help="Show all options of one node.")
-    ] = None,
+    node: Annotated[str | None, option("--node", "Show all options of one node.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Explain why a plan was chosen, or what it shards and communicates at each line."""
@@ -225,16 +220,14 @@ def _explain_file(path: Path, node: str | None, as_json: bool) -> None:
 
 def advise(
     target: Target,
-    devices: Annotated[
-        str, typer.Option("--devices", help="Kinds of devices.")
-    ] = "a100-80,h100,h200",
-    counts: Annotated[str, typer.Option("--counts", help="Numbers of devices.")] = "8,16,64",
+    devices: Annotated[str, option("--devices", "Kinds of devices.")] = "a100-80,h100,h200",
+    counts: Annotated[str, option("--counts", "Numbers of devices.")] = "8,16,64",
     cluster: Annotated[
-        list[str], typer.Option("--cluster", "-c", help="Clusters instead: files, or h100:8x8.")
+        list[str], option("--cluster -c", "Clusters instead: files, or h100:8x8.")
     ] = [],  # noqa: B006  typer reads it
-    precision: Annotated[str | None, typer.Option("--precision", help="bf16, fp16, …")] = None,
+    precision: Annotated[str | None, option("--precision", "bf16, fp16, …")] = None,
     memory_gib: Annotated[
-        float | None, typer.Option("--memory-gib", min=1e-6, help="Memory limit per device.")
+        float | None, option("--memory-gib", "Memory limit per device.", min=1e-6)
     ] = None,
     no_progress: NoProgress = False,
     as_json: AsJson = False,

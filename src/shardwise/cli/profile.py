@@ -9,30 +9,21 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.options import AsJson
+from shardwise.cli.options import AsJson, option
 from shardwise.cli.output import echo, require_own, write_output
 
 PATIENCE_S = 2.0  # before progress is shown
 
 
 def profile(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Output file: the cluster.")] = Path(
-        "cluster.yaml"
-    ),
+    out: Annotated[Path, option("--out -o", "Output file: the cluster.")] = Path("cluster.yaml"),
     ranks: Annotated[
-        int | None,
-        typer.Option(
-            "--ranks", "-n", min=1, show_default="GPUs, or cores", help="Number of ranks."
-        ),
+        int | None, option("--ranks -n", "Number of ranks.", min=1, show_default="GPUs, or cores")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option("--device", help="Kind of device: cpu or cuda.")
-    ] = None,
-    threads: Annotated[int, typer.Option("--threads", min=1, help="Threads per CPU rank.")] = 1,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Measure fewer sizes for less time.")
-    ] = False,
-    timeout_s: Annotated[float, typer.Option("--timeout-s", help="Timeout in seconds.")] = 300,
+    device: Annotated[str | None, option("--device", "Kind of device: cpu or cuda.")] = None,
+    threads: Annotated[int, option("--threads", "Threads per CPU rank.", min=1)] = 1,
+    quick: Annotated[bool, option("--quick", "Measure fewer sizes for less time.")] = False,
+    timeout_s: Annotated[float, option("--timeout-s", "Timeout in seconds.")] = 300,
     as_json: AsJson = False,
 ) -> None:
     """Measure the compute, memory and links of this machine, and write a cluster file."""
@@ -60,12 +51,8 @@ def profile(
 
 
 def predict(
-    table: Annotated[
-        Path, typer.Option("--csv", help="Configurations, one per row.", show_default=False)
-    ],
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Output file: the predictions as CSV.")
-    ] = None,
+    table: Annotated[Path, option("--csv", "Configurations, one per row.", show_default=False)],
+    out: Annotated[Path | None, option("--out -o", "Output file: the predictions as CSV.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict step time and memory of published configurations."""

@@ -17,6 +17,7 @@ from shardwise.cli.options import (
     Table,
     capture_target,
     load_table,
+    option,
 )
 from shardwise.cli.output import PERFETTO, echo, load_plan, naming_plan, require_own, write_output
 from shardwise.formatting import (
@@ -220,16 +221,15 @@ def report(
             help="Model, to show generated code or a plan without figures.",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Output file: the page.")] = REPORT,
+    out: Annotated[Path, option("--out -o", "Output file: the page.")] = REPORT,
     trace: Annotated[
-        Path | None,
-        typer.Option("--trace", help="Recorded trace of a run to compare with the plan."),
+        Path | None, option("--trace", "Recorded trace of a run to compare with the plan.")
     ] = None,
     cluster: Simulated = None,
     table: Table = None,
     perfetto: Perfetto = None,
     plan_out: Annotated[
-        Path | None, typer.Option("--plan-out", help="Output file: the plan with its figures.")
+        Path | None, option("--plan-out", "Output file: the plan with its figures.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -6,16 +6,19 @@ codes of all verbs it returns 75 (try again) if a signal stopped it after it sav
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.options import AsJson
+from shardwise.cli.options import AsJson, option
 from shardwise.cli.output import echo, exit_code
 from shardwise.cli.planning import plan_text
 from shardwise.errors import ShardwiseError, WatchError
@@ -35,98 +38,64 @@ def train(
         Path, typer.Argument(metavar="CONFIG.yaml", help="Config file.", show_default=False)
     ],
     set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Override a config value: optimizer.args.lr=1e-3."),
+        list[str] | None, option("--set", "Override a config value: optimizer.args.lr=1e-3.")
     ] = None,
     ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", "-n", min=1, help="Number of ranks to start on this machine."),
+        int | None, option("--ranks -n", "Number of ranks to start on this machine.", min=1)
     ] = None,
     folder: Annotated[
         str | None,
-        typer.Option(
-            "--folder", help="Folder for all files of the run.", show_default="runs/CONFIG"
-        ),
+        option("--folder", "Folder for all files of the run.", show_default="runs/CONFIG"),
     ] = None,
-    resume: Annotated[
-        str | None, typer.Option("--resume", help="auto, never, or a checkpoint.")
-    ] = None,
+    resume: Annotated[str | None, option("--resume", "auto, never, or a checkpoint.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan and its estimates without training.")
+        bool, option("--dry-run", "Print the plan and its estimates without training.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train the model of a config, from the latest checkpoint if there is one."""
-    try:
-        _train(config, set_, ranks, folder, resume, dry_run, as_json)
-    except ShardwiseError as error:
-        if "RANK" not in os.environ:
-            raise
-        raise typer.Exit(_report_as_rank(error)) from error
-    except KeyboardInterrupt:
-        if _prints():
-            typer.echo("interrupted", err=True)
-        raise typer.Exit(INTERRUPTED) from None
-
-
-def _train(
-    config: Path,
-    set_: list[str] | None,
-    ranks: int | None,
-    folder: str | None,
-    resume: str | None,
-    dry_run: bool,
-    as_json: bool,
-) -> None:
-    from shardwise.training.processes import EXIT_STOPPED
+    from shardwise.training.processes import EXIT_STOPPED, start_ranks
     from shardwise.training.trainer import Trainer
 
-    trainer = Trainer.from_config(config, set_ or [], folder=folder, resume=resume)
-    if dry_run:
-        _print_plan(trainer.dry_run(ranks), as_json)
-        return
-    if ranks is not None and ranks > 1 and "RANK" not in os.environ:
-        from shardwise.training.processes import start_ranks
-
-        trainer.check()
-        raise typer.Exit(start_ranks(ranks, _for_ranks(config, set_, folder, resume, as_json)))
-    if trainer.config.folder is None:
-        default = f"runs/{config.stem}"
-        trainer = Trainer.from_config(config, set_ or [], folder=default, resume=resume)
-    with trainer:
-        result = trainer.fit()
-    if _prints():
+    with _reported():
+        trainer = Trainer.from_config(config, set_ or [], folder=folder, resume=resume)
+        if dry_run:
+            _print_plan(trainer.dry_run(ranks), as_json)
+            return
+        if ranks is not None and ranks > 1 and "RANK" not in os.environ:
+            trainer.check()
+            command = ["--debug"] if "--debug" in sys.argv else []
+            command += ["train", str(config), *(word for s in set_ or [] for word in ("--set", s))]
+            command += ["--folder", folder] if folder is not None else []
+            command += ["--resume", resume] if resume is not None else []
+            raise typer.Exit(start_ranks(ranks, command + ["--json"] * as_json))
+        if trainer.config.folder is None:
+            default = f"runs/{config.stem}"
+            trainer = Trainer.from_config(config, set_ or [], folder=default, resume=resume)
+        with trainer:
+            result = trainer.fit()
+    if os.environ.get("RANK", "0") == "0":
         echo(_to_json(result) if as_json else _to_text(result))
     if result.stopped == "signal":
         raise typer.Exit(EXIT_STOPPED)
 
 
-def _prints() -> bool:
-    """Return whether this process is rank 0 or the only one."""
-    return os.environ.get("RANK", "0") == "0"
+@contextmanager
+def _reported() -> Iterator[None]:
+    """On a rank of several, print an error unless another rank does, and exit."""
+    try:
+        yield
+    except ShardwiseError as error:
+        if "RANK" not in os.environ or "--debug" in sys.argv:
+            raise
+        from shardwise.training.processes import print_error
 
-
-def _for_ranks(
-    config: Path, set_: list[str] | None, folder: str | None, resume: str | None, as_json: bool
-) -> list[str]:
-    """Return the command that each rank runs."""
-    command = ["--debug"] if "--debug" in sys.argv else []
-    command += ["train", str(config)]
-    for text in set_ or []:
-        command += ["--set", text]
-    command += ["--folder", folder] if folder is not None else []
-    command += ["--resume", resume] if resume is not None else []
-    return command + (["--json"] if as_json else [])
-
-
-def _report_as_rank(error: ShardwiseError) -> int:
-    """Print an error that ends this rank unless another rank does; return the exit code."""
-    from shardwise.training.processes import print_error
-
-    if "--debug" in sys.argv:
-        raise error
-    print_error(error)
-    return exit_code(error)
+        print_error(error)
+        raise typer.Exit(exit_code(error)) from error
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            typer.echo("interrupted", err=True)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _print_plan(run: DryRun, as_json: bool) -> None:
@@ -137,16 +106,9 @@ def _print_plan(run: DryRun, as_json: bool) -> None:
 
 
 def _to_json(result: FitResult) -> dict[str, Any]:
-    return {
-        "steps": result.steps,
-        "epoch": result.epoch,
-        "stopped": result.stopped,
-        "metrics": dict(result.metrics),
-        "checkpoint": str(result.checkpoint) if result.checkpoint else None,
-        "trace": str(result.trace) if result.trace else None,
-        "resumed_from": str(result.resumed_from) if result.resumed_from else None,
-        "losses": list(result.losses),
-    }
+    fields = {f.name: getattr(result, f.name) for f in dataclasses.fields(result)}
+    paths = {name: str(value) for name, value in fields.items() if isinstance(value, Path)}
+    return {**fields, "metrics": dict(result.metrics), **paths}
 
 
 def _to_text(result: FitResult) -> str:
@@ -174,17 +136,16 @@ def watch(
     folder: Annotated[
         Path, typer.Argument(metavar="RUN", help="Folder of the run.", show_default=False)
     ],
-    once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
+    once: Annotated[bool, option("--once", "Print the current state and exit.")] = False,
     wait_s: Annotated[
-        float, typer.Option("--wait-s", min=0, help="Seconds to wait for the run to begin.")
+        float, option("--wait-s", "Seconds to wait for the run to begin.", min=0)
     ] = 60.0,
-    page: Annotated[bool, typer.Option("--page", help="Serve a page instead of printing.")] = False,
+    page: Annotated[bool, option("--page", "Serve a page instead of printing.")] = False,
     port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port of the page; 0 picks a free one.")
+        int, option("--port", "Port of the page; 0 picks a free one.", min=0, max=65535)
     ] = 0,
     host: Annotated[
-        str,
-        typer.Option("--host", help="Address of the page; loopback is private to this machine."),
+        str, option("--host", "Address of the page; loopback is private to this machine.")
     ] = "127.0.0.1",
     as_json: AsJson = False,
 ) -> None:
