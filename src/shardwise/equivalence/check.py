@@ -9,7 +9,7 @@ The second also compares every intermediate value and its gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -91,13 +91,31 @@ def check(
     subject = subject_of(program)
     trials = trials or make_trials(program, reference, batch, rerun)
     texts = list(emitted or subject.sources())
-    run = _Check(subject, Edit(texts, list(sources or texts)), trials, timeout_s)
-    difference = run.first_difference()
+    edit = Edit(texts, list(sources or texts))
+    comparisons: list[Comparison] = []
+    difference: str | None = None
+    for trial in trials:
+        compared, raised = _compare_results(subject, edit, trial, timeout_s)
+        probed: Probed | None = None
+        if trial is trials[-1] and all(c.ok for c in compared):
+            if edit.edited != edit.emitted:
+                compared += differing_statements(subject, edit, trial, timeout_s)
+            else:
+                values, probed = _compare_values(subject, trial, timeout_s)
+                compared += values
+        comparisons += compared
+        if not all(c.ok for c in compared):
+            if edit.edited != edit.emitted:
+                difference = locate_edit(subject, edit, trial, timeout_s, raised)
+            if difference is None:
+                probed = probed or run_probed(subject, trial, timeout_s)
+                difference = locate(subject, trial, comparisons, probed)
+            break
     return Certificate(
         plan=subject.plan.name,
         model=subject.graph.name,
         mesh=subject.mesh,
-        comparisons=run.comparisons(),
+        comparisons=_worst(comparisons),
         first_difference=difference,
         scaled=scaled,
         trials=tuple(trial.about for trial in trials),
@@ -118,97 +136,56 @@ def make_trials(
     return [given] if other is None else [given, other]
 
 
-class _Check:
-    """Compare all trials, up to the first one that shows a difference."""
-
-    def __init__(
-        self, subject: Subject, edit: Edit, trials: Sequence[Trial], timeout_s: float
-    ) -> None:
-        self.subject, self.edit, self.timeout_s = subject, edit, timeout_s
-        self.edited = edit.edited != edit.emitted
-        self.compared: list[Comparison] = []
-        self.failed: _Failed | None = None
-        for trial in trials:
-            compared, failure = self._results(trial)
-            probed: Probed | None = None
-            if trial is trials[-1] and all(c.ok for c in compared):
-                if self.edited:
-                    compared += differing_statements(subject, edit, trial, timeout_s)
-                else:
-                    values, probed = self._values(trial)
-                    compared += values
-            self.compared += compared
-            if not all(c.ok for c in compared):
-                self.failed = _Failed(trial, failure, probed)
-                return
-
-    def _results(self, trial: Trial) -> tuple[list[Comparison], Exception | None]:
-        """Compare what a training step produces; return the exception that ended it, if any."""
-        reference = trial.reference
-        try:
-            outcomes = self.subject.run(
-                self.edit.edited, reference.state, trial.inputs, timeout_s=self.timeout_s
-            )
-        except Exception as error:
-            is_own = isinstance(error, ShardwiseError)
-            text = str(error) if is_own else f"{type(error).__name__}: {error}"
-            return [Comparison("the run", float("inf"), text, trial.about)], error
-        return [*compare_outcome(outcomes[0], trial), *_agreement(outcomes, trial)], None
-
-    def _values(self, trial: Trial) -> tuple[list[Comparison], Probed]:
-        """Compare every value of the program and its gradient."""
-        probed = run_probed(self.subject, trial, self.timeout_s)
-        if probed.raised is not None:
-            text = f"{type(probed.raised).__name__}: {probed.raised}"
-            return [Comparison("the run with probes", float("inf"), text, trial.about)], probed
-        compared = [
-            compared.comparison
-            for view in self.subject.views
-            for compare_all in (compare_values, compare_gradients)
-            for compared in compare_all(view, probed.records, trial)
-        ]
-        return compared, probed
-
-    def comparisons(self) -> tuple[Comparison, ...]:
-        """Return one comparison for each tensor, with its largest error.
-
-        A tensor whose noise could hide an error in every trial counts as different.
-        """
-        worst: dict[str, Comparison] = {}
-        noise: dict[str, float] = {}
-        for comparison in self.compared:
-            name = comparison.what
-            worst[name] = max(worst.get(name, comparison), comparison, key=_badness)
-            noise[name] = min(noise.get(name, float("inf")), comparison.vague)
-        return tuple(
-            replace(c, problem=f"rounding alone moves it by {noise[name]:.0e} of its size")
-            if noise[name] and c.ok
-            else c
-            for name, c in worst.items()
+def _compare_results(
+    subject: Subject, edit: Edit, trial: Trial, timeout_s: float
+) -> tuple[list[Comparison], Exception | None]:
+    """Compare what a training step produces; return the exception that ended it, if any."""
+    try:
+        outcomes = subject.run(
+            edit.edited, trial.reference.state, trial.inputs, timeout_s=timeout_s
         )
-
-    def first_difference(self) -> str | None:
-        """Describe where the program first differs, or return None if it agrees."""
-        if self.failed is None:
-            return None
-        trial, failure, probed = self.failed.trial, self.failed.raised, self.failed.probed
-        if self.edited:
-            text = locate_edit(self.subject, self.edit, trial, self.timeout_s, failure)
-            if text is not None:
-                return text
-        probed = probed or run_probed(self.subject, trial, self.timeout_s)
-        return locate(self.subject, trial, self.compared, probed)
+    except Exception as error:
+        is_own = isinstance(error, ShardwiseError)
+        text = str(error) if is_own else f"{type(error).__name__}: {error}"
+        return [Comparison("the run", float("inf"), text, trial.about)], error
+    return [*compare_outcome(outcomes[0], trial), *_agreement(outcomes, trial)], None
 
 
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    trial: Trial
-    raised: Exception | None
-    probed: Probed | None
+def _compare_values(
+    subject: Subject, trial: Trial, timeout_s: float
+) -> tuple[list[Comparison], Probed]:
+    """Compare every value of the program and its gradient."""
+    probed = run_probed(subject, trial, timeout_s)
+    if probed.raised is not None:
+        text = f"{type(probed.raised).__name__}: {probed.raised}"
+        return [Comparison("the run with probes", float("inf"), text, trial.about)], probed
+    comparisons = [
+        compared.comparison
+        for view in subject.views
+        for compare_all in (compare_values, compare_gradients)
+        for compared in compare_all(view, probed.records, trial)
+    ]
+    return comparisons, probed
 
 
-def _badness(comparison: Comparison) -> tuple[bool, float]:
-    return not comparison.ok, comparison.relative_error
+def _worst(comparisons: Sequence[Comparison]) -> tuple[Comparison, ...]:
+    """Return one comparison for each tensor, with its largest error.
+
+    A tensor whose noise could hide an error in every trial counts as different.
+    """
+    worst: dict[str, Comparison] = {}
+    noise: dict[str, float] = {}
+    for comparison in comparisons:
+        name = comparison.what
+        pair = (worst.get(name, comparison), comparison)
+        worst[name] = max(pair, key=lambda c: (not c.ok, c.relative_error))
+        noise[name] = min(noise.get(name, float("inf")), comparison.vague)
+    return tuple(
+        replace(c, problem=f"rounding alone moves it by {noise[name]:.0e} of its size")
+        if noise[name] and c.ok
+        else c
+        for name, c in worst.items()
+    )
 
 
 def compare_outcome(actual: Outcome, trial: Trial) -> list[Comparison]:

@@ -303,13 +303,13 @@ class Unassembled(Exception):
 
 def gradient_layout(layout: Layout) -> Layout:
     """Return the layout of a value's gradient: S for S, R for P and R, P for R~."""
-    return Layout(tuple((axis, _gradient_placement(p)) for axis, p in layout.axes))
 
+    def dual(placement: Placement) -> Placement:
+        if isinstance(placement, Replicate) and placement.partial_grad:
+            return PARTIAL
+        return REPLICATE if isinstance(placement, Partial | Replicate) else placement
 
-def _gradient_placement(placement: Placement) -> Placement:
-    if isinstance(placement, Replicate) and placement.partial_grad:
-        return PARTIAL
-    return placement if not isinstance(placement, Partial | Replicate) else REPLICATE
+    return Layout(tuple((axis, dual(p)) for axis, p in layout.axes))
 
 
 def full_values(

@@ -100,7 +100,8 @@ class TraceDouble(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         narrow = _any_narrow((args, kwargs))
-        if narrow and _PRODUCT.fullmatch(getattr(func, "__name__", "")) and _is_mixed(args):
+        is_mixed = len({arg.dtype for arg in args if isinstance(arg, torch.Tensor)}) > 1
+        if narrow and is_mixed and _PRODUCT.fullmatch(getattr(func, "__name__", "")):
             return func(*_widen_operands(args), **_widen_operands(kwargs))
         try:
             return func(*args, **kwargs)
@@ -112,10 +113,6 @@ class TraceDouble(TorchFunctionMode):
 
 # Real devices refuse products of mixed dtypes, but the fake tensors of a trace do not.
 _PRODUCT = re.compile(r"linear|(__r?)?matmul(__)?|mm|addmm|bmm|baddbmm|conv(_transpose)?[123]d")
-
-
-def _is_mixed(args: tuple[Any, ...]) -> bool:
-    return len({arg.dtype for arg in args if isinstance(arg, torch.Tensor)}) > 1
 
 
 def _any_narrow(arg: Any) -> bool:

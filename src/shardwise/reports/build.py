@@ -132,7 +132,15 @@ def _build(plan: Plan, estimate: Estimate) -> Report:
         title=f"{verdict.model} on {verdict.cluster}, {plan.num_ranks} ranks",
         verdict=verdict,
         missing={**missing, "measured": MISSING["measured"]},
-        causes=tuple(_causes(estimate)),
+        causes=tuple(
+            Cause(
+                name=name,
+                text=CAUSES.get(name, name),
+                seconds=seconds,
+                share=seconds / estimate.step_time_s if estimate.step_time_s else 0.0,
+            )
+            for name, seconds in estimate.timeline.causes.items()
+        ),
         groups=groups_of(plan, classes),
         classes=classes,
         memory=memory_of(search, estimate, classes),
@@ -142,13 +150,6 @@ def _build(plan: Plan, estimate: Estimate) -> Report:
         collectives=tuple(_collective(choice) for choice in plan.collectives) or None,
         **sections,
     )
-
-
-def _causes(estimate: Estimate) -> Iterator[Cause]:
-    time = estimate.step_time_s
-    for name, seconds in estimate.timeline.causes.items():
-        share = seconds / time if time else 0.0
-        yield Cause(name=name, text=CAUSES.get(name, name), seconds=seconds, share=share)
 
 
 def _verdict(plan: Plan, estimate: Estimate) -> Verdict:

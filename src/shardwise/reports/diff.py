@@ -133,10 +133,13 @@ def _changes(before: Plan, after: Plan) -> Iterator[Change]:
     yield from _stages(before, after)
     names = dict.fromkeys((*before.parameters, *after.parameters))
     yield from _by_name("parameters", _parameters(before, names), _parameters(after, names))
-    yield from _by_name("nodes", *({n: _shards(c) for n, c in p.nodes.items()}
-                                   for p in (before, after)))  # fmt: skip
-    yield from _by_name("inputs", *({n: _dim(d) for n, d in p.inputs.items()}
-                                    for p in (before, after)))  # fmt: skip
+    choices = ({n: _shards(c) for n, c in plan.nodes.items()} for plan in (before, after))
+    yield from _by_name("nodes", *choices)
+    dims = (
+        {n: REPLICATED if dim is None else f"dim {dim}" for n, dim in plan.inputs.items()}
+        for plan in (before, after)
+    )
+    yield from _by_name("inputs", *dims)
     yield from _by_name("collectives", _collectives(before), _collectives(after))
 
 
@@ -171,9 +174,8 @@ def _single(before: Plan, after: Plan) -> dict[str, tuple[str, str]]:
 
 
 def _cluster(plan: Plan) -> str:
-    if plan.search is None:
-        return "not recorded"
-    return f"{plan.search.cluster.name} ({plan.search.cluster.fingerprint[:8]})"
+    cluster = plan.search and plan.search.cluster
+    return f"{cluster.name} ({cluster.fingerprint[:8]})" if cluster else "not recorded"
 
 
 def _schedule(plan: Plan) -> str:
@@ -238,10 +240,6 @@ def _entry(entry: ParameterEntry) -> str:
 
 def _shards(layout: Mapping[str, str]) -> str:
     return ", ".join(f"{axis}: {shard}" for axis, shard in layout.items())
-
-
-def _dim(dim: int | None) -> str:
-    return REPLICATED if dim is None else f"dim {dim}"
 
 
 def _collectives(plan: Plan) -> dict[str, str]:

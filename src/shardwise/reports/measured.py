@@ -344,7 +344,9 @@ class Measured:
             done = self.step.ranks[rank]
             lanes = {}
             for lane, spans, kinds in _lanes(done):
-                shown = _longest(spans)
+                seconds = spans.seconds
+                longest = sorted(range(len(seconds)), key=lambda i: -seconds[i])[:MAX_SPANS]
+                shown = sorted(longest)
                 num_omitted += len(spans.names) - len(shown)
                 lanes[lane] = _columns(spans, kinds, shown, names)
             rows.append(
@@ -484,12 +486,6 @@ def _lanes(rank: RankStep) -> list[tuple[str, Spans, list[str]]]:
 def _communication_kind(name: str) -> str:
     word = name.partition(" ")[0]
     return word if word in ("send", "receive") else COMMUNICATION.get(name, "collective")
-
-
-def _longest(spans: Spans) -> list[int]:
-    """Return the positions of the longest spans, in order."""
-    seconds = spans.seconds
-    return sorted(sorted(range(len(seconds)), key=lambda i: -seconds[i])[:MAX_SPANS])
 
 
 def _columns(

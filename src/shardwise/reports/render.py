@@ -44,10 +44,14 @@ class Document(Protocol):
 def render(document: Document | Mapping[str, Any]) -> str:
     """Return the page of a report."""
     data = document if isinstance(document, Mapping) else document.to_json()
-    style, script = _style(), _script()
+    style, script = "\n".join(_read(f"{name}.css") for name in STYLES), _script()
     title = str(data.get("title", "Shardwise")).encode(errors="replace").decode()
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
     parts = {
-        "policy": f'<meta http-equiv="Content-Security-Policy" content="{_policy(style, script)}">',
+        "policy": f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
         "title": f"<title>{html.escape(title)}</title>",
         "style": f"<style>{style}</style>",
         "data": f'<script type="application/json" id="report-data">{embedded(data)}</script>',
@@ -76,13 +80,6 @@ def embedded(data: Mapping[str, Any]) -> str:
     return text.translate(UNSAFE)
 
 
-def _policy(style: str, script: str) -> str:
-    return (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
-    )
-
-
 def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
@@ -90,11 +87,6 @@ def _hash(text: str) -> str:
 @cache
 def _read(name: str) -> str:
     return (files("shardwise.reports") / "page" / name).read_text(encoding="utf-8")
-
-
-@cache
-def _style() -> str:
-    return "\n".join(_read(f"{name}.css") for name in STYLES)
 
 
 @cache
@@ -202,12 +194,7 @@ def read_code(details: PlanDetails) -> Code | None:
             numbers.setdefault(source, len(numbers)) if source else -1 for source in _sources(lines)
         ]
         files.append(
-            CodeFile(
-                name=file.name,
-                ranks=file.ranks,
-                lines=tuple(lines),
-                sources=tuple(sources),
-            )
+            CodeFile(name=file.name, ranks=file.ranks, lines=tuple(lines), sources=tuple(sources))
         )
     return Code(
         files=tuple(files),

@@ -52,7 +52,7 @@ class Spans:
 
     def of_pass(self, kind: str) -> Spans:
         """Return the actions of a pass, such as "backward"."""
-        return self.only([_kind(name) == kind for name in self.names])
+        return self.only([PASSES.get(_letter(name)) == kind for name in self.names])
 
 
 class _Cover:
@@ -152,10 +152,6 @@ class RankStep:
 def _letter(name: str) -> str:
     match = ACTION.fullmatch(name)
     return match[2] if match else ""
-
-
-def _kind(name: str) -> str:
-    return PASSES.get(_letter(name), "")
 
 
 def _outermost(spans: Spans) -> Spans:

@@ -26,7 +26,7 @@ from shardwise.schedules.levels import KINDS as LETTERS
 from shardwise.schedules.levels import Levels, levels_of
 from shardwise.shares import num_ranks
 from shardwise.simulation import Estimate
-from shardwise.simulation.step import KINDS, Span
+from shardwise.simulation.step import KINDS
 
 MAX_CLASSES = 32
 EDGES = 8  # groups at either end that are always shown
@@ -183,16 +183,14 @@ class CriticalPath:
         for i in own:
             if abs(after[i].end - now) <= self.near:
                 self.path.after.add(i)
-                self._spend(after[i])
+                seconds = after[i].end - after[i].start
+                if after[i].lane == "compute":
+                    self.path.compute_s += seconds
+                else:
+                    self.path.communication_s += seconds
                 now = after[i].start
         self.path.groups.add(group)
         return now, group
-
-    def _spend(self, span: Span) -> None:
-        if span.lane == "compute":
-            self.path.compute_s += span.end - span.start
-        else:
-            self.path.communication_s += span.end - span.start
 
     def _action_at(self, group: int, now: float) -> int | None:
         """Return the last action of a group that has ended at a time."""

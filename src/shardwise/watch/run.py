@@ -57,6 +57,13 @@ class _Bucket:
                 elif value > figure[3]:
                     figure[3] = value
 
+    def summary(self, name: str) -> tuple[float | None, float | None, float | None]:
+        """Return the mean, minimum and maximum of a metric, or None for each."""
+        if name not in self.figures:
+            return None, None, None
+        total, count, low, high = self.figures[name]
+        return total / count, low, high
+
     def join(self, other: _Bucket) -> None:
         self.step, self.rows = other.step, self.rows + other.rows
         for name, (total, count, low, high) in other.figures.items():
@@ -107,31 +114,20 @@ class History:
 
     def means(self, name: str) -> list[float | None]:
         """Return the mean of each bucket."""
-        return [_mean(bucket, name) for bucket in self._buckets]
+        return [bucket.summary(name)[0] for bucket in self._buckets]
 
     def to_json(self, first: int = 0) -> dict[str, Any]:
         """Return columns from a bucket on, without metrics that never occurred."""
         buckets = self._buckets[first:]
         columns = {
             name: {
-                "mean": [_short(_mean(b, name)) for b in buckets],
-                "min": [_short(_extreme(b, name, 2)) for b in buckets],
-                "max": [_short(_extreme(b, name, 3)) for b in buckets],
+                key: [_short(b.summary(name)[at]) for b in buckets]
+                for at, key in enumerate(("mean", "min", "max"))
             }
             for name in self.names
             if any(name in b.figures for b in self._buckets)
         }
         return {"from": first, "width": self.width, "step": [b.step for b in buckets], **columns}
-
-
-def _mean(bucket: _Bucket, name: str) -> float | None:
-    figure = bucket.figures.get(name)
-    return None if figure is None else figure[0] / figure[1]
-
-
-def _extreme(bucket: _Bucket, name: str, place: int) -> float | None:
-    figure = bucket.figures.get(name)
-    return None if figure is None else figure[place]
 
 
 def _short(value: float | None) -> float | None:
@@ -467,7 +463,11 @@ def _ranks_row(row: Mapping[str, Any]) -> dict[str, Any] | None:
     if not all(_has(rank, "rank", "own_s", "ratio", "memory_bytes") for rank in slowest):
         return None
     by_rank = row.get("each") if isinstance(row.get("each"), dict) else {}
-    lists = {name: values for name, values in (by_rank or {}).items() if _are_numbers(values)}
+    lists = {
+        name: values
+        for name, values in (by_rank or {}).items()
+        if isinstance(values, list) and all(map(is_number, values))
+    }
     names = ("rank", "group", "own_s", "ratio", "memory_bytes")
     return {
         "step": row["step"],
@@ -484,10 +484,6 @@ def _ranks_row(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _has(value: Any, *names: str) -> bool:
     return isinstance(value, dict) and all(is_number(value.get(name)) for name in names)
-
-
-def _are_numbers(values: Any) -> bool:
-    return isinstance(values, list) and all(is_number(value) for value in values)
 
 
 def _is_gone(about: Mapping[str, Any]) -> bool:

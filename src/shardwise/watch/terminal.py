@@ -35,10 +35,11 @@ def panel(run: Run, width: int) -> RenderableType:
         table.add_row("progress", done)
     for label, text in _rows(run, inside):
         table.add_row(label, Text(text))
+    title = run.title
     style = "red" if run.state in ("failed", "gone") else "green" if run.ended else "cyan"
     return Panel(
         Group(Text(progress_text(run)), table),
-        title=Text(_shorten(run.title, width - 6)),
+        title=Text(title if len(title) <= width - 6 else title[: max(0, width - 7)] + "…"),
         title_align="left",
         border_style=style,
     )
@@ -168,7 +169,3 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     spread = (high - low) or 1.0
     top = len(BLOCKS) - 1
     return "".join(" " if m is None else BLOCKS[round((m - low) / spread * top)] for m in means)
-
-
-def _shorten(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: max(0, width - 1)] + "…"
