@@ -74,31 +74,32 @@ def match_names(
     synonyms = {name: [name] for name in local_names}
     for alias, name in aliases.items():
         synonyms.setdefault(name, [name]).append(alias)
-    known = {n for group in synonyms.values() for n in group} | set(remote_names)
+    module_names = {n for group in synonyms.values() for n in group} | set(remote_names)
     saved = {**{n: n for n in manifest.sections.get(MODEL, {})}, **manifest.aliases}
     if is_hf:
-        saved = _with_prefix(saved, known)
+        saved = _with_prefix(saved, module_names)
     stored: dict[str, str] = {}
     for group in synonyms.values():
         saved_name = next((saved[n] for n in group if n in saved), None)
         if saved_name is not None:
             stored.update(dict.fromkeys(group, saved_name))
     missing = tuple(name for name in local_names if name not in stored)
-    unexpected = tuple(name for name in saved if name not in known)
+    unexpected = tuple(name for name in saved if name not in module_names)
     return Match(stored=stored, missing=missing, unexpected=unexpected)
 
 
-def _with_prefix(saved: Mapping[str, str], known: Collection[str]) -> dict[str, str]:
+def _with_prefix(saved: Mapping[str, str], module_names: Collection[str]) -> dict[str, str]:
     """Add or remove a prefix of the saved names if more of them then match the module's."""
-    prefixes = {name.partition(".")[0] + "." for name in (*saved, *known) if "." in name}
-    best, num_matches = dict(saved), sum(name in known for name in saved)
+    prefixes = {name.partition(".")[0] + "." for name in (*saved, *module_names) if "." in name}
+    best, num_matches = dict(saved), sum(name in module_names for name in saved)
     for prefix in sorted(prefixes):
-        longer = {prefix + n if prefix + n in known else n: s for n, s in saved.items()}
+        longer = {prefix + n if prefix + n in module_names else n: s for n, s in saved.items()}
         shorter = {
-            short if (short := n.removeprefix(prefix)) in known else n: s for n, s in saved.items()
+            short if (short := n.removeprefix(prefix)) in module_names else n: s
+            for n, s in saved.items()
         }
         for renamed in (longer, shorter):
-            matches = sum(name in known for name in renamed)
+            matches = sum(name in module_names for name in renamed)
             if matches > num_matches and len(renamed) == len(saved):
                 best, num_matches = renamed, matches
     return best
@@ -279,5 +280,5 @@ def read_section(
 def require_section(manifest: Manifest, section: str) -> None:
     """Refuse a section that the checkpoint does not have."""
     if section not in manifest.sections:
-        known = ", ".join(manifest.sections)
-        raise CheckpointError(f"no section {section!r} in the checkpoint, which has {known}")
+        sections = ", ".join(manifest.sections)
+        raise CheckpointError(f"no section {section!r} in the checkpoint, which has {sections}")

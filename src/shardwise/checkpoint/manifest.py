@@ -13,6 +13,7 @@ import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,12 +49,8 @@ def _dims(dims: tuple[int, ...]) -> tuple[int, ...]:
     return dims
 
 
-def _dtype(name: str) -> torch.dtype:
-    return dtype_named(name, MANIFEST)
-
-
 Dims = Annotated[tuple[int, ...], Form(_dims, list, tuple[int, ...])]
-Dtype = Annotated[torch.dtype, Form(_dtype, dtype_name)]
+Dtype = Annotated[torch.dtype, Form(partial(dtype_named, where=MANIFEST), dtype_name)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

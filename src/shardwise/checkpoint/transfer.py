@@ -143,15 +143,19 @@ class Reader:
     def fill(self, requests: Iterable[Request]) -> None:
         """Fill all targets, in the order of the files."""
         tasks = [task for request in requests for task in self._tasks(request)]
-        for task in sorted(tasks, key=self._file_order):
+        for task in sorted(
+            tasks, key=lambda t: (t.stored.file, self._entry(t.tensor, t.stored).begin)
+        ):
             entry = self._entry(task.tensor, task.stored)
-            if task.stored.crc32 is None:
-                self._copy_ranges(task, entry)
-            else:
-                box = self._checked(task, entry)
-                for item, target in task.copies:
-                    source = narrow(box, item.storage_offsets, item.lengths)
-                    narrow(target.view, item.dest_offsets, item.lengths).copy_(source)
+            stored, dtype = task.stored, task.tensor.dtype
+            box = None if stored.crc32 is None else self._checked(task, entry)
+            for item, target in task.copies:
+                view = narrow(target.view, item.dest_offsets, item.lengths)
+                if box is not None:
+                    view.copy_(narrow(box, item.storage_offsets, item.lengths))
+                    continue
+                file = self._file(stored.file)
+                self._ranges(file, entry.begin, dtype, stored.box.size, item.storage_offsets, view)
 
     def check(self, tensor: StoredTensor, stored: StoredBox, name: str) -> None:
         """Read one box and verify its checksum."""
@@ -170,9 +174,6 @@ class Reader:
             task = tasks.setdefault(source, _Task(name, tensor, tensor.boxes[source], []))
             task.copies.append((item, request.targets[destination]))
         return list(tasks.values())
-
-    def _file_order(self, task: _Task) -> tuple[str, int]:
-        return task.stored.file, self._entry(task.tensor, task.stored).begin
 
     def _file(self, name: str) -> TensorFile:
         if name not in self._files:
@@ -213,12 +214,6 @@ class Reader:
                 where=str(file.path),
             )
         return data.view(task.tensor.dtype).view(stored.box.size)
-
-    def _copy_ranges(self, task: _Task, entry: FileEntry) -> None:
-        file, dtype = self._file(task.stored.file), task.tensor.dtype
-        for item, target in task.copies:
-            view = narrow(target.view, item.dest_offsets, item.lengths)
-            self._ranges(file, entry.begin, dtype, task.stored.box.size, item.storage_offsets, view)
 
     def _ranges(
         self,

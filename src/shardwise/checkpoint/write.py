@@ -41,6 +41,7 @@ __all__ = [
     "require_free",
     "write_text",
 ]
+
 # ------------------------------------------------------------ one rank's contents
 
 _LABEL = re.compile(r"[A-Za-z0-9_]+")

@@ -364,13 +364,15 @@ class Evaluator:
     def _mean_loss(self, batches: int | None) -> float:
         """Return the mean loss, and update the metrics with the outputs."""
         total, total_weight = 0.0, 0.0
-        for loaded in islice(self._epoch(), batches):
+        for loaded in islice(self.source.batches(Position()), batches):
             batch, local = self.slicer.slice(loaded)
             loss = self._loss(loaded, batch, local)
             weight = self._weight(loaded)
             if weight:  # the mean of a batch whose labels are all ignored is undefined
                 total += float(loss) * weight
             total_weight += weight
+            if loaded.ends_epoch:
+                break
         if not total_weight:
             raise TrainingError("no label of the evaluation data counts in the loss")
         return total / total_weight
@@ -388,12 +390,6 @@ class Evaluator:
             for metric in self.metrics.values():
                 metric.update(output, moved, loaded.count)
         return cast(Tensor, loss)
-
-    def _epoch(self) -> Iterator[LoadedBatch]:
-        for loaded in self.source.batches(Position()):
-            yield loaded
-            if loaded.ends_epoch:
-                return
 
     def _weight(self, loaded: LoadedBatch) -> float:
         if self.plan.per_microbatch and self.plan.num_microbatches > 1:

@@ -132,11 +132,11 @@ def find_class(name: Any, module: ModuleType, key: str, base: Path | None = None
         return name
     if ":" in name:
         return load_object(name, key, base)
-    known = [n for n in dir(module) if inspect.isclass(getattr(module, n)) and n[0].isupper()]
-    if name not in known:
-        same = [candidate for candidate in known if candidate.lower() == name.lower()]
+    classes = [n for n in dir(module) if inspect.isclass(getattr(module, n)) and n[0].isupper()]
+    if name not in classes:
+        same = [candidate for candidate in classes if candidate.lower() == name.lower()]
         raise ConfigError(
-            f"no {name!r} in {module.__name__}{did_you_mean((same or [name])[0], known)}",
+            f"no {name!r} in {module.__name__}{did_you_mean((same or [name])[0], classes)}",
             where=key,
             hint="your own classes are file.py:Class or package.module:Class",
         )
@@ -215,9 +215,9 @@ def _load_module(name: str, key: str, base: Path | None) -> ModuleType:
 
 def _load_file(path: Path) -> ModuleType:
     """Return the module of a file, executed once; its folder becomes importable, as in a script."""
-    known = sys.modules.get(path.stem)
-    if known is not None and getattr(known, "__file__", None) == str(path):
-        return known
+    loaded = sys.modules.get(path.stem)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded
     specification = importlib.util.spec_from_file_location(path.stem, path)
     assert specification is not None
     assert specification.loader is not None
@@ -225,12 +225,12 @@ def _load_file(path: Path) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     # A file may have the name of another module, such as `random.py`, which must stay importable.
-    if known is None:
+    if loaded is None:
         sys.modules[path.stem] = module
     try:
         specification.loader.exec_module(module)
     except BaseException:
-        if known is None:
+        if loaded is None:
             sys.modules.pop(path.stem, None)
         raise
     return module
@@ -310,9 +310,17 @@ def make_planned(
     fixed = _fixed_plan(config.plan, base)
     if fixed is not None and ranks is None and config.cluster is None:
         ranks = fixed.num_ranks
-    cluster, known = find_cluster(config, ranks, device, base, fixed)
+    cluster, has_known_rates = find_cluster(config, ranks, device, base, fixed)
     if fixed is None:
-        _require_known_rates(config, known, device)
+        automatic = isinstance(config.plan, PlanConfig) and config.plan.name == "auto"
+        if automatic and device == "cuda" and not has_known_rates:
+            gpu = torch.cuda.get_device_name()
+            raise ConfigError(
+                f"plan: auto needs the rates of {gpu}, which has no preset",
+                where="cluster",
+                hint="shardwise profile --out cluster.yaml, then cluster: cluster.yaml; "
+                "or plan: fsdp",
+            )
         graph = capture(model, batch, loss_fn, precision=config.precision)
         plan = _new_plan(config, graph, cluster, base, started=ranks is not None)
         cluster = used_devices(plan, cluster)
@@ -326,7 +334,7 @@ def make_planned(
             f"the plan {plan.name!r} is for {plan.num_ranks} ranks, there are {cluster.num_ranks}",
             hint=f"shardwise train … --ranks {plan.num_ranks}, or plan: auto",
         )
-    return Planned(graph=graph, plan=plan, cluster=cluster, known_machines=known)
+    return Planned(graph=graph, plan=plan, cluster=cluster, known_machines=has_known_rates)
 
 
 def check_plan_name(config: TrainConfig, base: Path | None) -> None:
@@ -375,16 +383,6 @@ def _require_same_settings(config: TrainConfig, plan: Plan) -> None:
                 where=field,
                 hint=f"leave {field} out, or make the plan with it",
             )
-
-
-def _require_known_rates(config: TrainConfig, known: bool, device: str) -> None:
-    automatic = isinstance(config.plan, PlanConfig) and config.plan.name == "auto"
-    if automatic and device == "cuda" and not known:
-        raise ConfigError(
-            f"plan: auto needs the rates of {torch.cuda.get_device_name()}, which has no preset",
-            where="cluster",
-            hint="shardwise profile --out cluster.yaml, then cluster: cluster.yaml; or plan: fsdp",
-        )
 
 
 def _new_plan(

@@ -46,6 +46,7 @@ __all__ = [
     "predicted_step_s",
     "ranks_row",
 ]
+
 # ------------------------------------------------------------ run.json
 
 FORMAT, VERSION, RUN_FILE = "shardwise-run", 1, "run.json"

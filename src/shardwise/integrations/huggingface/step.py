@@ -123,8 +123,8 @@ def shard_optimizer(
     for group in groups:
         group["params"] = [glob.escape(name) for name in group["params"]]
     kind = type(user_optimizer)
-    known = inspect.signature(kind.__init__).parameters
-    options = {key: value for key, value in user_optimizer.defaults.items() if key in known}
+    accepted = inspect.signature(kind.__init__).parameters
+    options = {key: value for key, value in user_optimizer.defaults.items() if key in accepted}
     return optimizer(parallel, kind, groups, rest=False, **options)
 
 

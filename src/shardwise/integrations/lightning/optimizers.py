@@ -70,17 +70,17 @@ class GroupNames:
     @staticmethod
     def of(optimizer: torch.optim.Optimizer, module: nn.Module) -> GroupNames:
         """Return the names of an optimizer's groups, whose tensors must be the module's."""
-        known = {id(p): name for name, p in module.named_parameters()}
+        names = {id(p): name for name, p in module.named_parameters()}
         groups = []
         for index, group in enumerate(optimizer.param_groups):
-            unknown = [tuple(p.shape) for p in group["params"] if id(p) not in known]
+            unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
             if unknown:
                 raise OptimizerError(
                     f"group {index} of the optimizer has tensors that are not parameters of "
                     f"{type(module).__name__}: shapes {unknown[:3]}",
                     hint="make them parameters: self.name = nn.Parameter(…)",
                 )
-            groups.append(tuple(known[id(p)] for p in group["params"]))
+            groups.append(tuple(names[id(p)] for p in group["params"]))
         trained = {name for name, p in module.named_parameters() if p.requires_grad}
         return GroupNames(names=tuple(groups), trained=frozenset(trained))
 
