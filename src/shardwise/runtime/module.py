@@ -47,7 +47,7 @@ AGREED_CHANGES = 3  # times that ranks agree at once on a change from one world 
 def _refusal(message: str, hint: str) -> Callable[..., NoReturn]:
     """Return a method that raises: it would be misleading on a parallel module."""
 
-    def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise ProgramError(message, hint=hint)
 
     refuse.__doc__ = f"Raise: {message}."
