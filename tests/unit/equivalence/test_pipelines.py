@@ -19,8 +19,7 @@ from shardwise.equivalence.reference import Reference, widen_graph
 from shardwise.equivalence.trial import Trial
 from shardwise.program import Pipeline, RankProgram, build_pipeline
 from shardwise.runtime.pipeline.executor import BatchReader
-from shardwise.runtime.pipeline.p2p import Exchange, Message
-from shardwise.runtime.pipeline.transfers import TiedParameters
+from shardwise.runtime.pipeline.transfers import Exchange, Message, TiedParameters
 from shardwise.runtime.store import ParameterStore
 from tests.support.tiers import thinned
 from tests.unit.equivalence.cases import build

@@ -17,8 +17,7 @@ from shardwise.equivalence.twin import build_twin, needed_bytes, prepare_twin
 from shardwise.equivalence.twin.scale import few_microbatches, fewer_stages
 from shardwise.ir import node_keys
 from shardwise.ir.blocks import drop_blocks
-from shardwise.runtime.pipeline.p2p import Exchange, Message
-from shardwise.runtime.pipeline.transfers import TiedParameters
+from shardwise.runtime.pipeline.transfers import Exchange, Message, TiedParameters
 from shardwise.schedules import make
 from tests.support import zoo
 

@@ -6,7 +6,7 @@ Factories compute their own part; ranks hold ranges of rows of embedding tables 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -83,34 +83,26 @@ def eye(
     return (row.unsqueeze(-1) == column).to(dtype)
 
 
-def tril(
-    matrix: Tensor,
-    diagonal: int = 0,
-    *,
-    row_of: Of | None = None,
-    row_axis: Axis | None = None,
-    column_of: Of | None = None,
-    column_axis: Axis | None = None,
-) -> Tensor:
-    """Return the lower triangle of a matrix whose rows or columns are sharded."""
-    rows = _places(matrix.shape[-2], row_of, row_axis, matrix.device)
-    columns = _places(matrix.shape[-1], column_of, column_axis, matrix.device)
-    return torch.where(columns <= rows.unsqueeze(-1) + diagonal, matrix, matrix.new_zeros(()))
+def _triangle(side: str, is_inside: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    def triangle(
+        matrix: Tensor,
+        diagonal: int = 0,
+        *,
+        row_of: Of | None = None,
+        row_axis: Axis | None = None,
+        column_of: Of | None = None,
+        column_axis: Axis | None = None,
+    ) -> Tensor:
+        rows = _places(matrix.shape[-2], row_of, row_axis, matrix.device)
+        columns = _places(matrix.shape[-1], column_of, column_axis, matrix.device)
+        inside = is_inside(columns, rows.unsqueeze(-1) + diagonal)
+        return torch.where(inside, matrix, matrix.new_zeros(()))
+
+    triangle.__doc__ = f"Return the {side} triangle of a matrix whose rows or columns are sharded."
+    return triangle
 
 
-def triu(
-    matrix: Tensor,
-    diagonal: int = 0,
-    *,
-    row_of: Of | None = None,
-    row_axis: Axis | None = None,
-    column_of: Of | None = None,
-    column_axis: Axis | None = None,
-) -> Tensor:
-    """Return the upper triangle of a matrix whose rows or columns are sharded."""
-    rows = _places(matrix.shape[-2], row_of, row_axis, matrix.device)
-    columns = _places(matrix.shape[-1], column_of, column_axis, matrix.device)
-    return torch.where(columns >= rows.unsqueeze(-1) + diagonal, matrix, matrix.new_zeros(()))
+tril, triu = _triangle("lower", torch.le), _triangle("upper", torch.ge)
 
 
 def _places(

@@ -27,8 +27,7 @@ from shardwise.errors import ProgramError
 from shardwise.runtime.mesh import TIME, ProcessMesh
 from shardwise.runtime.parameters import torch_dtype
 from shardwise.runtime.pipeline import OutputSpec, PipelineSpec, StageModules
-from shardwise.runtime.pipeline.p2p import Exchange
-from shardwise.runtime.pipeline.transfers import TiedParameters
+from shardwise.runtime.pipeline.transfers import Exchange, TiedParameters
 from shardwise.runtime.pipeline.weight_grad import WeightQueue
 from shardwise.runtime.splits import Split, join, local_shape, take_local
 from shardwise.runtime.store import ParameterStore

@@ -135,8 +135,8 @@ class RecordingTransport:
 
     While the recorder is paused, a collective costs one extra call. Its cause is "gradients" for
     gradient sums, "parameters" for units gathered for use, "update" for parameters distributed
-    after an optimizer step, and "collectives" for all others of generated code. `pipeline.p2p`
-    records messages between stages.
+    after an optimizer step, and "collectives" for all others of generated code. Messages
+    between stages are recorded by `pipeline.transfers`.
     """
 
     def __init__(self, inner: Transport, recorder: Recorder, cause: str = "collectives") -> None:
