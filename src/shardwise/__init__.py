@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardwise.api.verify import verify
     from shardwise.checkpoint import CheckpointManager, load_checkpoint, save_checkpoint
     from shardwise.cluster import Cluster, Mesh
+    from shardwise.integrations.jax import from_jax
     from shardwise.integrations.onnx import from_onnx
     from shardwise.ir import Graph
     from shardwise.planner import strategies
@@ -54,6 +55,7 @@ __all__ = [
     "errors",
     "explain",
     "export",
+    "from_jax",
     "from_onnx",
     "load_checkpoint",
     "optimizer",
@@ -86,6 +88,7 @@ _HOME = {
     "compile": "shardwise.api.compile",
     "explain": "shardwise.api.explain",
     "export": "shardwise.training.export",
+    "from_jax": "shardwise.integrations.jax",
     "from_onnx": "shardwise.integrations.onnx",
     "load_checkpoint": "shardwise.checkpoint",
     "optimizer": "shardwise.runtime",

@@ -37,6 +37,8 @@ PUBLIC = [
     "errors",
     "explain",
     "export",
+    "from_jax",
+    "from_onnx",
     "load_checkpoint",
     "optimizer",
     "parallelize",

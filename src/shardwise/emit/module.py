@@ -7,6 +7,7 @@ The file needs only torch and `shardwise.runtime`: `Model(mesh)` is the module, 
 from __future__ import annotations
 
 import ast
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -150,7 +151,10 @@ def _imports(body: str, names: Mapping[str, str], functions: Mapping[str, Any]) 
 
 def _function_import(op: str, name: str, cls: Any) -> str:
     """Import a user's `autograd.Function`; the loader passes in one that cannot be imported."""
-    if cls is not None and is_importable(cls.__module__, cls.__qualname__):
+    module = sys.modules.get(getattr(cls, "__module__", ""))
+    # A name that was bound again imports another class than the captured one.
+    is_current = cls is not None and getattr(module, cls.__qualname__, None) is cls
+    if is_current and is_importable(cls.__module__, cls.__qualname__):
         renamed = "" if name == cls.__qualname__ else f" as {name}"
         return f"from {cls.__module__} import {cls.__qualname__}{renamed}"
     return f"{name} = FUNCTIONS[{literal(op)}]  # noqa: F821 - passed in by the loader"

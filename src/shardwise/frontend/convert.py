@@ -51,12 +51,9 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
 class FunctionCall:
     """One `cls.apply(*args)`; the tensors in `args` are `Ref("0")`, `Ref("1")`… in order."""
 
+    op: str
     cls: type
     args: tuple[Any, ...]
-
-    @property
-    def op(self) -> str:
-        return f"autograd_function.{self.cls.__module__}.{self.cls.__qualname__}"
 
 
 @dataclass(slots=True)
@@ -67,6 +64,19 @@ class Recorder:
     outputs: list[Any] = field(default_factory=list)  # structure of each call's results
     num_groups: int = 0
     depth: int = 0
+
+    def name(self, cls: type) -> str:
+        """Return the operator of a custom function; classes that share a name are numbered.
+
+        A class that a function defines anew has the same name each time.
+        """
+        base = op = f"autograd_function.{cls.__module__}.{cls.__qualname__}"
+        classes = {call.op: call.cls for call in self.calls}
+        number = 1
+        while classes.get(op, cls) is not cls:
+            number += 1
+            op = f"{base}_{number}"
+        return op
 
 
 _active: list[Recorder] = []
@@ -141,7 +151,7 @@ def record_call(
     tensors: list[torch.Tensor] = []
     template = tuple(_template(cls, i, arg, tensors) for i, arg in enumerate(args))
     key = len(recorder.calls)
-    recorder.calls.append(FunctionCall(cls=cls, args=template))
+    recorder.calls.append(FunctionCall(op=recorder.name(cls), cls=cls, args=template))
     recorder.outputs.append(None)
     results = iter(torch.ops.shardwise_capture.function.default(tensors, key))
     structure = recorder.outputs[key]
@@ -180,6 +190,11 @@ def _run_forward(tensors: list[torch.Tensor], key: int) -> list[torch.Tensor]:
     if context.dirty:
         raise CaptureError(f"{call.cls.__qualname__} modifies its inputs in place (mark_dirty)")
     several = isinstance(results, tuple | list)
+    if several and len(results) == 1:
+        raise CaptureError(
+            f"{call.cls.__qualname__}.forward returns a tuple of one value",
+            hint="return the tensor itself",
+        )
     flat = tuple(results) if several else (results,)
     structure = tuple(torch.Tensor if isinstance(x, torch.Tensor) else x for x in flat)
     recorder.outputs[key] = structure if several else torch.Tensor

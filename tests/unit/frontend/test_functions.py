@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+import shardwise as sw
 from shardwise.errors import CaptureError
 from shardwise.frontend import capture
 from tests.support.capture import assert_captured
@@ -160,3 +161,58 @@ def test_hugging_face_gradient_checkpointing():
     graph = assert_captured(model, data)
     by_layer = {node.recompute: node.module.split(".")[2] for node in graph.nodes if node.recompute}
     assert by_layer == {"checkpoint_0": "0", "checkpoint_1": "1"}
+
+
+def scaled(factor: float) -> type[torch.autograd.Function]:
+    """Return a function of its own, of the same name each time."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * factor
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * (factor + 1)
+
+    return Scaled
+
+
+class TwoOfOneName(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3, dtype=torch.float64)
+        self.functions = [scaled(2.0), scaled(5.0)]
+
+    def forward(self, x):
+        y = self.linear(x)
+        return sum(function.apply(y).sum() for function in self.functions)
+
+
+def test_functions_that_share_a_name_are_different_operators():
+    model = TwoOfOneName()
+    graph = capture(model, batch())
+    ops = [node.op for node in graph.nodes if node.op.startswith("autograd_function.")]
+    assert len(set(ops)) == 2
+    plan = sw.strategies.ddp(graph, sw.Cluster.local(2))
+    certificate = sw.verify(model, batch(), plan)
+    assert certificate.ok, certificate
+
+
+class OneTuple(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return (x * 2,)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_a_function_that_returns_a_tuple_of_one_is_refused():
+    class Uses(nn.Module):
+        def forward(self, x):
+            return OneTuple.apply(x)[0].sum()
+
+    with pytest.raises(CaptureError, match="OneTuple"):
+        capture(Uses(), batch())
