@@ -95,8 +95,9 @@ class _Softmax(torch.autograd.Function):
         if not ctx.log:
             grad = grad * result
         total = summed(grad.sum(ctx.dim, keepdim=True), ctx.axis)
-        weights = result.to(grad.dtype).exp() if ctx.log else result
-        return (grad - weights * total).to(ctx.dtype), None, None, None, None
+        # Unnamed, so that the exponentials are freed as soon as they are multiplied.
+        mean = (result.to(grad.dtype).exp() if ctx.log else result) * total
+        return (grad - mean).to(ctx.dtype), None, None, None, None
 
 
 @untraced
