@@ -274,12 +274,13 @@ class StopRequests:
             if self._interrupted_at is not None and now - self._interrupted_at > _SAME_INTERRUPT_S:
                 raise KeyboardInterrupt
             self._interrupted_at = self._interrupted_at or now
-        if self._reply and self.request is not Stop.SIGNAL:
+        # A second delivery of the same Ctrl-C may interrupt this handler: it must not reply again.
+        is_first, self.request = self.request is not Stop.SIGNAL, Stop.SIGNAL
+        if self._reply and is_first:
             name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             begin = "\n" if sys.stderr.isatty() else ""
             with contextlib.suppress(OSError):  # unbuffered: the signal may interrupt a write
                 os.write(2, f"{begin}{name}: {self._reply}\n".encode())
-        self.request = Stop.SIGNAL
 
     def stop(self) -> None:
         """Request a stop from a callback."""

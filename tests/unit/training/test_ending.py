@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
+from shardwise.training.processes import Stop, StopRequests
 from tests.support import trainer as support
 
 ROOT = Path(__file__).parents[3]
@@ -88,3 +89,20 @@ def test_an_error_under_torchrun_is_printed_once_without_a_traceback(tmp_path: P
     assert "Traceback" not in printed
     assert "TrainingError: " in report  # torchrun's own report, with frames of torchrun only
     assert "shardwise/training" not in report
+
+
+def test_a_signal_that_interrupts_its_own_handler_is_answered_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stops = StopRequests()
+    replies = []
+
+    def write(_: int, text: bytes) -> None:
+        replies.append(text)
+        stops._on_signal(signal.SIGINT, None)  # the terminal and the launcher both send it
+
+    with stops.listening("stopping"), monkeypatch.context() as patch:
+        patch.setattr(os, "write", write)
+        stops._on_signal(signal.SIGINT, None)
+    assert replies == [b"Ctrl-C: stopping\n"] or replies == [b"\nCtrl-C: stopping\n"]
+    assert stops.request is Stop.SIGNAL
