@@ -275,18 +275,18 @@ class Reader:
 
         By default, fields without a default are required; `required` applies to all fields.
         """
-        known = _fields_of(kind)
+        fields = _fields_of(kind)
         if not isinstance(value, Mapping):
-            hint = f"the fields are {', '.join(known)}"
+            hint = f"the fields are {', '.join(fields)}"
             self.fail(f"{_name(path)} is {_shown(value)}, must be a mapping", path, hint)
         result: dict[str, Any] = {}
         for name, item in value.items():
-            if name not in known:
+            if name not in fields:
                 self._unknown_field(kind, str(name), path)
             if item is None and self.decimals:
                 continue
-            result[known[name].python] = self.read(known[name].kind, item, (*path, name))
-        for name, field in known.items():
+            result[fields[name].python] = self.read(fields[name].kind, item, (*path, name))
+        for name, field in fields.items():
             absent = field.python not in result or (
                 result[field.python] is None and not field.optional
             )
@@ -371,13 +371,13 @@ class Reader:
         """Read `X | None`, or a text or number that may also be a list."""
         kinds = [kind for kind in args if kind is not type(None)]
         lists = [kind for kind in kinds if typing.get_origin(kind) is tuple]
-        others = [kind for kind in kinds if kind not in lists]
+        scalars = [kind for kind in kinds if kind not in lists]
 
         def read(value: Any, path: KeyPath) -> Any:
             if value is None and len(kinds) < len(args):
                 return None
-            listed = isinstance(value, list | tuple) if others else True
-            return self.read((lists if lists and listed else others)[0], value, path)
+            listed = isinstance(value, list | tuple) if scalars else True
+            return self.read((lists if lists and listed else scalars)[0], value, path)
 
         return read
 
@@ -431,18 +431,18 @@ class Reader:
             value = {short: value}
         return self.construct(kind, path, **self.fields(kind, value, path))
 
-    def _one_of(self, known: OneOf, value: Any, path: KeyPath) -> Any:
-        if value is False and "off" in known.values:  # YAML 1.1 reads off as false
+    def _one_of(self, allowed: OneOf, value: Any, path: KeyPath) -> Any:
+        if value is False and "off" in allowed.values:  # YAML 1.1 reads off as false
             value = "off"
-        if not isinstance(value, str | int) or value not in known.values:
-            message, hint = _unknown(value, known, _name(path))
+        if not isinstance(value, str | int) or value not in allowed.values:
+            message, hint = _unknown(value, allowed, _name(path))
             self.fail(message, path, hint)
         return value
 
-    def _match(self, known: Match, value: Any, path: KeyPath) -> str:
+    def _match(self, match: Match, value: Any, path: KeyPath) -> str:
         text: str = self._plain(str, value, path)
-        if not re.fullmatch(known.pattern, text):
-            self.fail(f"{_name(path)} is {_shown(value)}, must be {known.what}", path)
+        if not re.fullmatch(match.pattern, text):
+            self.fail(f"{_name(path)} is {_shown(value)}, must be {match.what}", path)
         return text
 
     def _plain(self, kind: type, value: Any, path: KeyPath) -> Any:
@@ -493,9 +493,9 @@ class Reader:
         return round(scaled) if kind is int else scaled
 
     def _unknown_field(self, kind: Any, name: str, path: KeyPath) -> NoReturn:
-        known = _fields_of(kind)
-        near, hint = did_you_mean(name, known), ", ".join(known)
-        if not near and "args" in known:
+        fields = _fields_of(kind)
+        near, hint = did_you_mean(name, fields), ", ".join(fields)
+        if not near and "args" in fields:
             owner, short = _shown_path(path), getattr(kind, "SHORT_FORM", "name")
             hint = f"{owner}.args.{name}, if it is an argument of {owner}.{short}"
         self.fail(f"unknown field {name!r}{near}", (*path, name), hint)
@@ -578,14 +578,16 @@ def _fields_of(kind: Any) -> dict[str, _Field]:
         stored = _stored(hints[field.name])
         if stored.hidden:
             continue
-        made = field.default_factory is not dataclasses.MISSING
+        has_factory = field.default_factory is not dataclasses.MISSING
         result[stored.name or field.name] = _Field(
             python=field.name,
             kind=hints[field.name],
-            required=field.default is dataclasses.MISSING and not made,
+            required=field.default is dataclasses.MISSING and not has_factory,
             optional=_is_optional(hints[field.name]),
             always=stored.always,
-            default=field.default_factory if made else functools.partial(_same, field.default),  # type: ignore[arg-type]
+            default=field.default_factory
+            if has_factory
+            else functools.partial(_same, field.default),  # type: ignore[arg-type]
         )
     return result
 
@@ -608,8 +610,8 @@ def _markers(kind: Any) -> tuple[Any, ...]:
 
 
 def _without_none(kind: Any) -> Any:
-    """Return `X` of `X | None`, and any other type as it is."""
-    members = [each for each in typing.get_args(kind) if each is not type(None)]
+    """Return `X` of `X | None`, and any other type unchanged."""
+    members = [arg for arg in typing.get_args(kind) if arg is not type(None)]
     is_union = typing.get_origin(kind) in (Union, types.UnionType)
     return members[0] if is_union and len(members) == 1 else kind
 
@@ -658,10 +660,10 @@ def _flattened(kind: Any) -> tuple[Any, ...]:
 # ------------------------------------------------------------ messages
 
 
-def _unknown(value: Any, known: OneOf, name: str) -> tuple[str, str]:
-    near = did_you_mean(str(value), map(str, known.values))
-    shown = ", ".join(map(str, known.values[:12]))
-    return f"unknown {known.what or name} {_shown(value)}{near}", shown
+def _unknown(value: Any, allowed: OneOf, name: str) -> tuple[str, str]:
+    near = did_you_mean(str(value), map(str, allowed.values))
+    shown = ", ".join(map(str, allowed.values[:12]))
+    return f"unknown {allowed.what or name} {_shown(value)}{near}", shown
 
 
 def _wrong_number(name: str, shown: str, kind: type, limits: Range, value: Any) -> str:

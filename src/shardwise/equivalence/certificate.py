@@ -153,7 +153,7 @@ def vagueness(expected: torch.Tensor, noise: torch.Tensor | float | None) -> flo
     """Return the rounding noise relative to a tensor, if it is large enough to hide an error.
 
     It is zero if the comparison is precise, and if the tensor is zero up to rounding: its noise is
-    then tiny beside the terms that cancel.
+    then tiny compared with the terms that cancel.
     """
     if noise is None or not expected.is_floating_point() or not expected.numel():
         return 0.0

@@ -131,9 +131,9 @@ def make_trials(
     """
     subject = subject_of(program)
     inputs, _ = flatten_batch(batch)
-    given = make_trial(subject.computed, subject.plan, reference, inputs, AS_GIVEN)
-    other = perturbed(subject.computed, subject.plan, given, rerun)
-    return [given] if other is None else [given, other]
+    original = make_trial(subject.computed, subject.plan, reference, inputs, AS_GIVEN)
+    changed = perturbed(subject.computed, subject.plan, original, rerun)
+    return [original] if changed is None else [original, changed]
 
 
 def _compare_results(

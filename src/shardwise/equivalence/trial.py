@@ -2,7 +2,7 @@
 
 A layer initialized with zeros, a batch of zeros or numbers that are 1e14 times larger hide the
 paths behind them. The second trial of a check therefore changes both weights and batch. Parameters
-move by a fraction of their magnitude, and are drawn anew if they are zero, tiny or huge.
+move by a fraction of their magnitude, and are redrawn if they are zero, tiny or huge.
 Floating-point inputs are mixed and lose their extremes, indices are drawn from the range that they
 index, and masks without a hole get one. Shapes stay the same. If the model does not run on such
 data, or its loss is not finite, less is changed.
@@ -173,16 +173,18 @@ LADDER = (
 def perturbed(
     graph: Graph,
     plan: Plan,
-    given: Trial,
+    original: Trial,
     rerun: Callable[[Tensors, Tensors], Reference] | None = None,
 ) -> Trial | None:
     """Return a trial with changed weights and batch, or None if the model runs on none of them."""
-    batches = given.reference.batches
+    batches = original.reference.batches
     for change in LADDER:
         if rerun is None and len(batches) > 1 and (change.floats or change.integers):
             continue  # only the caller can split a new batch into micro-batches
-        state = perturb_state(given.reference.state, given.reference.gradients, change.buffers)
-        inputs = perturb_inputs(graph, given.inputs, change.floats, change.integers)
+        state = perturb_state(
+            original.reference.state, original.reference.gradients, change.buffers
+        )
+        inputs = perturb_inputs(graph, original.inputs, change.floats, change.integers)
         try:
             if rerun is not None:
                 reference = rerun(state, inputs)

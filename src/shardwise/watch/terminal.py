@@ -48,8 +48,8 @@ def panel(run: Run, width: int) -> RenderableType:
 def progress_text(run: Run) -> str:
     """Return the progress, remaining time and state."""
     of = f" of {run.total:,} ({run.step / run.total:.0%})" if run.total else ""
-    left = "" if run.seconds_left is None else f", about {duration(run.seconds_left)} left"
-    return f"step {run.step:,}{of}{left}, {run.status}"
+    remaining = "" if run.seconds_left is None else f", about {duration(run.seconds_left)} left"
+    return f"step {run.step:,}{of}{remaining}, {run.status}"
 
 
 def _rows(run: Run, width: int) -> list[tuple[str, str]]:

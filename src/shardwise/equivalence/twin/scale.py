@@ -303,7 +303,7 @@ def make_inputs(
 ) -> dict[str, torch.Tensor]:
     """Return inputs in the shapes of the twin, with indices in range."""
     generator = torch.Generator().manual_seed(seed)
-    made: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     for source in graph.inputs:
         kind, tensor = graph.values[source.value], real[source.name]
         bounds = list(index_bounds(graph, source.value))
@@ -320,8 +320,8 @@ def make_inputs(
                     data[row, : min(row, data.shape[1] - 1)] = IGNORED
         else:
             data = torch.ones(kind.shape, dtype=kind.dtype)
-        made[source.name] = data
-    return made
+        result[source.name] = data
+    return result
 
 
 def _uses(graph: Graph, value: str) -> Iterator[tuple[Node, str]]:
