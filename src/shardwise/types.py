@@ -2,8 +2,12 @@
 
     def evaluate(pm: shardwise.types.ParallelModule) -> float: ...
 
-Unlike `import shardwise`, importing this module imports torch.
+Unlike `import shardwise`, importing this module imports torch. `JaxModule` and `OnnxModule` need
+their extras and are imported on first use.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from shardwise.api.advise import Advice, AdviceRow
 from shardwise.api.compile import PipelineProgram, Program
@@ -28,13 +32,19 @@ from shardwise.runtime.module import ParallelModule
 from shardwise.runtime.optimizer import HasStore, Params, ShardedOptimizer
 from shardwise.schedules import Schedule
 from shardwise.sharding.rule import Call, NodeRule, RuleFunction
+from shardwise.shares import AxisSize
 from shardwise.simulation import Estimate, MemoryUse, Timeline
 from shardwise.training.config import TrainConfig
 from shardwise.training.trainer import DryRun, FitResult
 
+if TYPE_CHECKING:
+    from shardwise.integrations.jax import JaxModule
+    from shardwise.integrations.onnx import OnnxModule
+
 __all__ = [
     "Advice",
     "AdviceRow",
+    "AxisSize",
     "Buffer",
     "Call",
     "Certificate",
@@ -51,6 +61,7 @@ __all__ = [
     "HasStore",
     "Init",
     "Input",
+    "JaxModule",
     "Link",
     "LinkPath",
     "Loaded",
@@ -60,6 +71,7 @@ __all__ = [
     "Network",
     "Node",
     "NodeRule",
+    "OnnxModule",
     "OpTable",
     "Optimizers",
     "ParallelModule",
@@ -83,3 +95,11 @@ __all__ = [
     "Timeline",
     "TrainConfig",
 ]
+
+_EXTRAS = {"JaxModule": "shardwise.integrations.jax", "OnnxModule": "shardwise.integrations.onnx"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXTRAS:
+        raise AttributeError(f"module 'shardwise.types' has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXTRAS[name]), name)
