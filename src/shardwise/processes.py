@@ -36,6 +36,7 @@ __all__ = [
     "Ask",
     "fork_ranks",
     "fork_server",
+    "handled_signals",
     "is_abandoned",
     "owned",
     "run_commands",
@@ -386,9 +387,13 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 
 @contextlib.contextmanager
-def _handled(
+def handled_signals(
     numbers: Sequence[int], handler: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
+    """Handle signals in the main thread; other threads cannot, and change nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
@@ -403,7 +408,7 @@ def _forwarded_signals(processes: Sequence[Any]) -> contextlib.AbstractContextMa
             if process.poll() is None:
                 process.send_signal(number)
 
-    return _handled((signal.SIGTERM, signal.SIGINT), forward)
+    return handled_signals((signal.SIGTERM, signal.SIGINT), forward)
 
 
 def terminated_as_interrupt() -> contextlib.AbstractContextManager[None]:
@@ -412,9 +417,7 @@ def terminated_as_interrupt() -> contextlib.AbstractContextManager[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():
-        return contextlib.nullcontext()
-    return _handled((signal.SIGTERM, signal.SIGHUP), interrupt)
+    return handled_signals((signal.SIGTERM, signal.SIGHUP), interrupt)
 
 
 def owned(prefix: str) -> str:

@@ -8,10 +8,9 @@ import selectors
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import TextIO
@@ -35,6 +34,7 @@ from shardwise.launch.node import (
     STOP,
     exit_status,
 )
+from shardwise.processes import handled_signals
 
 COLOURS = (36, 33, 35, 32, 34, 31)
 LAST_LINES = 20  # of a failed node, shown again
@@ -180,7 +180,11 @@ class Job:
 
     def run(self) -> int:
         """Run all nodes until they end; no process is left behind, whatever happens."""
-        with _signals(self.interrupts), selectors.DefaultSelector() as selector:
+
+        def collect(number: int, frame: FrameType | None) -> None:
+            self.interrupts.append(number)
+
+        with handled_signals(SIGNALS, collect), selectors.DefaultSelector() as selector:
             try:
                 self._start(selector)
                 self._watch(selector)
@@ -321,21 +325,3 @@ class Job:
         for line in lines:
             self.printer.say(f"  {line}")
         return first.code
-
-
-@contextlib.contextmanager
-def _signals(caught: list[int]) -> Iterator[None]:
-    """Collect the signals that ask to stop; only the main thread can receive them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def collect(number: int, frame: FrameType | None) -> None:
-        caught.append(number)
-
-    before = {number: signal.signal(number, collect) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

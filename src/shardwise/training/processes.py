@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import ConfigError, RankError, ShardwiseError, did_you_mean
-from shardwise.processes import run_until_exit
+from shardwise.processes import handled_signals, run_until_exit
 from shardwise.runtime.failures import has_ended, report_of
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.rendezvous import host_store, init_process_group
@@ -249,24 +248,13 @@ class StopRequests:
         self._interrupted_at: float | None = None
         self._reply = ""
 
-    @contextlib.contextmanager
-    def listening(self, reply: str = "") -> Iterator[None]:
+    def listening(self, reply: str = "") -> contextlib.AbstractContextManager[None]:
         """Treat signals as requests; only the main thread can do so.
 
         The first signal writes `reply` to stderr at once.
         """
         self._reply = reply
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-        for number in before:
-            signal.signal(number, self._on_signal)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return handled_signals((signal.SIGTERM, signal.SIGINT), self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
