@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from shardwise.published import Entry, read_entries
-from shardwise.published.machines import REACHED, Reached, cluster_of, read_device
+from shardwise.published.machines import ACHIEVED, Achieved, cluster_of, read_device
 from shardwise.published.predict import predict_row
 from shardwise.published.report import Errors, errors_of
 
@@ -34,14 +34,14 @@ NAMES = ("matmul", "attention", "memory", "link")
 OVERLAP_LOSSES = (0.5, 1.0)
 LINEAR_BEYOND = 0.05
 WIDTH = 0.1
-UNINFORMED = Reached(matmul=0.85, attention=0.6, memory=0.7, link=1.0)
+UNINFORMED = Achieved(matmul=0.85, attention=0.6, memory=0.7, link=1.0)
 
 
 def main() -> None:
     """Fit every kind of device, or validate the fits with `--hold-out`."""
     arguments = _arguments()
     entries = [e for e in read_entries(arguments.csv) if e.row is not None and e.step_time_s]
-    for kind, start in REACHED.items() if not arguments.hold_out else ():
+    for kind, start in ACHIEVED.items() if not arguments.hold_out else ():
         rows = [e for e in entries if _kind(e) == kind]
         fitted = fit(rows, start)
         print(kind, {k: round(v, 3) for k, v in asdict(fitted).items()})
@@ -52,7 +52,7 @@ def main() -> None:
         print(f"without {source}: {_text(errors_of(errors))}", flush=True)
 
 
-def fit(rows: Sequence[Entry], start: Reached) -> Reached:
+def fit(rows: Sequence[Entry], start: Achieved) -> Achieved:
     """Return the factors that fit the rows best, with either slowdown during communication."""
     if not rows:
         return start
@@ -90,7 +90,7 @@ def _held_out(entries: Sequence[Entry], source: str) -> Sequence[float]:
     return errors
 
 
-def _errors(rows: Sequence[Entry], reached: Reached) -> list[float]:
+def _errors(rows: Sequence[Entry], reached: Achieved) -> list[float]:
     errors = []
     for entry in rows:
         assert entry.row is not None
@@ -100,9 +100,9 @@ def _errors(rows: Sequence[Entry], reached: Reached) -> list[float]:
     return errors
 
 
-def _reached(logs: NDArray[np.float64], overlap_loss: float) -> Reached:
+def _reached(logs: NDArray[np.float64], overlap_loss: float) -> Achieved:
     factors = dict(zip(NAMES, map(float, np.exp(logs)), strict=True))
-    return Reached(**factors, overlap_loss=overlap_loss)
+    return Achieved(**factors, overlap_loss=overlap_loss)
 
 
 def _kind(entry: Entry) -> str:

@@ -55,30 +55,30 @@ SLOW = [n if n in ("pipeline", "ddp") else pytest.param(n, marks=pytest.mark.slo
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_a_recorded_run_is_told_by_the_causes_of_its_prediction(
+def test_a_recorded_run_is_explained_by_the_causes_of_its_prediction(
     pool: Callable[[int], Pool], name: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.json"
     pool(PLANS[name][0]).run(record, name, str(path), timeout=120)
     model, batch, plan = planned(name)
     estimate = sw.simulate(sw.capture(model, batch), plan, Cluster.local(plan.num_ranks))
-    found = compare(read_trace(path), plan, estimate)
-    assert found.step.steps == 3
-    assert found.step.has_optimizer
-    for rank in found.step.ranks:
+    comparison = compare(read_trace(path), plan, estimate)
+    assert comparison.step.steps == 3
+    assert comparison.step.has_optimizer
+    for rank in comparison.step.ranks:
         assert sum(rank.causes.values()) == pytest.approx(rank.end, rel=1e-6)
         assert rank.causes["forward"] > 0
         assert rank.causes["optimizer"] > 0
-    measured = {cause.name: cause.measured_s for cause in found.causes}
-    predicted = {cause.name: cause.predicted_s for cause in found.causes}
+    measured = {cause.name: cause.measured_s for cause in comparison.causes}
+    predicted = {cause.name: cause.predicted_s for cause in comparison.causes}
     assert sum(predicted.values()) == pytest.approx(estimate.step_time_s, rel=1e-6)
     waits = {
         "pipeline": "bubble", "ddp": "gradients", "fsdp": "parameters", "zero1": "update",
         "tensor": "collectives", "recomputed": "recompute",
     }  # fmt: skip
     assert measured[waits[name]] > 0, measured
-    assert found.disagreements, "a guess of this machine is never right"
-    assert all(d.text and d.advice and d.where for d in found.disagreements)
+    assert comparison.disagreements, "a guess of this machine is never right"
+    assert all(d.text and d.advice and d.where for d in comparison.disagreements)
 
 
 class SlowRank(sw.Callback):
@@ -107,8 +107,8 @@ def test_a_trainer_records_steps_and_the_times_of_its_ranks(
         "callbacks": [SlowRank()],
     }
     first, _ = pool(2).run(trainer.fit, **changes, timeout=120)
-    alone = trainer.fit(plan="ddp")
-    assert first.losses == pytest.approx(alone.losses, rel=1e-9)
+    single_rank = trainer.fit(plan="ddp")
+    assert first.losses == pytest.approx(single_rank.losses, rel=1e-9)
     assert first.trace == run / "trace.json"
     rows = [json.loads(line) for line in (run / "ranks.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [3, 4, 8]
@@ -118,17 +118,18 @@ def test_a_trainer_records_steps_and_the_times_of_its_ranks(
         assert row["memory_bytes"]["min"] > 0
         assert row["slowest"][0]["rank"] == 1
         assert row["slowest"][0]["own_s"] > 0.1
-    told = json.loads((run / "run.json").read_text())
-    assert (told["state"], told["ranks"], told["total_steps"]) == ("finished", 2, 8)
+    run_record = json.loads((run / "run.json").read_text())
+    state = [run_record[name] for name in ("state", "ranks", "total_steps")]
+    assert state == ["finished", 2, 8]
     plan = sw.Plan.load(run / "plan.json")
     batch = torch.utils.data.default_collate([trainer.Samples()[i] for i in range(4)])
     estimate = sw.simulate(sw.capture(trainer.Net(), batch), plan, Cluster.local(2))
-    found = compare(run / "trace.json", plan, estimate)
-    assert found.step.steps == 3
-    assert found.step.number in (5, 6, 7)
-    slow = next(d for d in found.disagreements if d.cause == "slow rank")
-    assert (found.slowest, slow.where) == (1, "rank 1")
-    assert sw.report(plan, trace=run / "trace.json").measured is not None  # of files alone
-    both = both_traces(plan, estimate, found)
+    comparison = compare(run / "trace.json", plan, estimate)
+    assert comparison.step.steps == 3
+    assert comparison.step.number in (5, 6, 7)
+    slow = next(d for d in comparison.disagreements if d.cause == "slow rank")
+    assert (comparison.slowest, slow.where) == (1, "rank 1")
+    assert sw.report(plan, trace=run / "trace.json").measured is not None  # of files single_rank
+    both = both_traces(plan, estimate, comparison)
     names = [e["args"]["name"] for e in both["traceEvents"] if e["name"] == "process_name"]
     assert [name.partition(",")[0] for name in names] == ["predicted"] + ["measured"] * 2

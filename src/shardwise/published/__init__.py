@@ -1,5 +1,6 @@
-"""Predict published measurements to show how far the cost model can be trusted: an `Outcome` for
-every row of a CSV file, and a `Summary` of the errors.
+"""Predict published measurements, to show how far the cost model can be trusted.
+
+Every row of a CSV file has an `Outcome`; a `Summary` has the errors.
 """
 
 from shardwise.published.predict import predict_entry, predict_file

@@ -1,14 +1,14 @@
-"""Build the cluster of a row from its device label and a description of its links, such as
-"8x400Gb/s IB per node".
+"""Build the cluster of a row from its device label and a text about its links.
+
+Labels are such as "H100-80GB (DGX-H100)", texts such as "8x400Gb/s IB per node".
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import pairwise, permutations
 
 import numpy as np
@@ -17,18 +17,15 @@ from numpy.lib.stride_tricks import sliding_window_view
 from shardwise.cluster import Cluster, Device, Factor, Link
 from shardwise.cluster.device import Curve, Rates
 from shardwise.cluster.links import OPERATIONS, Factors
-from shardwise.cost.kernels import MEMORY, Kernel
 from shardwise.formatting import GIB
-from shardwise.ir import Graph
-from shardwise.published.rows import Row, Unusable, is_empty, is_unsaid
-from shardwise.simulation.workload import FORWARD, WEIGHT, Launch, NodeCollective, Workload
+from shardwise.published.rows import Row, Unusable, is_empty, is_missing
 
-# Model devices of a node that are linked pair by pair without a switch: how many links carry what a
-# group's rings send out of each device. Few devices of a cube mesh share few links.
+# ------------------------------------------------------------ nodes without a switch
+#
+# NVLinks between V100s of a DGX-1, p3.16xlarge or p3dn.24xlarge form a hybrid cube mesh: see
+# `nvidia-smi topo -m`, and NVIDIA DGX-1 System Architecture (2017). A group of few devices shares
+# few links.
 
-
-# NVLinks between V100s of a DGX-1, p3.16xlarge or p3dn.24xlarge, a hybrid cube mesh: `nvidia-smi
-# topo -m` there. NVIDIA DGX-1 System Architecture (2017) draws it.
 CUBE_MESH = (
     (0, 1, 1, 2, 2, 0, 0, 0),
     (1, 0, 2, 1, 0, 2, 0, 0),
@@ -39,59 +36,52 @@ CUBE_MESH = (
     (0, 0, 1, 0, 1, 2, 0, 2),
     (0, 0, 0, 1, 2, 1, 2, 0),
 )
-WIRES = 6  # per device
-WIRE_BYTES_PER_S = 25e9  # NVLink 2, one way
-# PCIe 3.0 x16 carries 12 GB/s (the preset's host_bytes_per_s), used where there is no link.
-_HOST_WIRES = 12 / 25
-
-
-def slowest(groups: Iterable[tuple[int, ...]]) -> float:
-    """Return the smallest number of links of any group;
-    devices are counted from 0 in their node.
-    """
-    return min((ring_wires(tuple(sorted(group))) for group in groups), default=float(WIRES))
+NUM_LINKS = 6  # per device
+LINK_BYTES_PER_S = 25e9  # NVLink 2, one direction
+# PCIe 3.0 x16 carries 12 GB/s (the preset's host_bytes_per_s), used if there is no link.
+_HOST_LINKS = 12 / 25
 
 
 @lru_cache(maxsize=512)
-def ring_wires(devices: tuple[int, ...]) -> float:
-    """Return the links out of each device that rings through all `devices` use at once.
+def ring_links(devices: tuple[int, ...]) -> float:
+    """Return the links out of each device that rings through all `devices` can use at once.
 
     A ring runs in both directions; between two devices, every link is a ring.
 
-    >>> [ring_wires(tuple(range(n))) for n in (2, 4, 8)], ring_wires((0, 2, 4, 6))
+    >>> [ring_links(tuple(range(n))) for n in (2, 4, 8)], ring_links((0, 2, 4, 6))
     ([1, 4, 6], 2)
     """
-    first, *rest = devices
+    first, *others = devices
     if len(devices) == 2:
-        return CUBE_MESH[first][rest[0]] or _HOST_WIRES
+        return CUBE_MESH[first][others[0]] or _HOST_LINKS
     orders = (
         (first, *order, first)
-        for order in permutations(rest)
-        if order[0] < order[-1]  # each ring once, not also reversed
+        for order in permutations(others)
+        if order[0] < order[-1]  # skip the reversed ring
     )
     rings = [ring for ring in orders if all(CUBE_MESH[a][b] for a, b in pairwise(ring))]
-    return 2 * _most(rings, {}) or _HOST_WIRES
+    return 2 * _max_disjoint(rings, {}) or _HOST_LINKS
 
 
-def _most(rings: list[tuple[int, ...]], used: dict[frozenset[int], int]) -> int:
+def _max_disjoint(rings: list[tuple[int, ...]], used: dict[frozenset[int], int]) -> int:
     """Return how many of the rings can run at once, each on its own links."""
     best = 0
-    for at, ring in enumerate(rings):
+    for index, ring in enumerate(rings):
         edges = [frozenset(pair) for pair in pairwise(ring)]
-        taken = used | {edge: used.get(edge, 0) + 1 for edge in edges}
-        if all(count <= CUBE_MESH[min(edge)][max(edge)] for edge, count in taken.items()):
-            best = max(best, 1 + _most(rings[at:], taken))
-        if best == WIRES // 2:
+        used_with = used | {edge: used.get(edge, 0) + 1 for edge in edges}
+        if all(count <= CUBE_MESH[min(edge)][max(edge)] for edge, count in used_with.items()):
+            best = max(best, 1 + _max_disjoint(rings[index:], used_with))
+        if best == NUM_LINKS // 2:
             break
     return best
 
 
-# Fractions of a device's rates that training steps reach, by kind of device.
+# ------------------------------------------------------------ rates of training
 #
-# Presets hold the best rates measured for single operators. A step of a published stack reaches
+# Presets have the best rates measured for single operators. A step of a published stack achieves
 # only a fraction of them: its operators are not the best of their kind, clocks drop under load, and
-# a model has operators that a table of its dims does not reveal. These factors are all that is
-# fitted (`benchmarks/calibrate.py`).
+# a model has operators that a table of its dims does not reveal. Only these factors are fitted
+# (`benchmarks/calibrate.py`).
 
 
 # Loss of a step per doubling of the nodes: all ranks wait for the slowest.
@@ -99,12 +89,11 @@ WAITING = 0.003
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reached:
-    """Fractions of a preset's rates: matrix products, fused attention, memory, and links within a
-    node.
+class Achieved:
+    """Fractions of a preset's rates: products, fused attention, memory, and links within a node.
 
     `overlap_loss` is the fraction of communication time that compute loses, because both share
-    memory and multiprocessors. With 1, nothing is hidden.
+    memory and multiprocessors. With 1, no communication is hidden.
     """
 
     matmul: float
@@ -113,42 +102,36 @@ class Reached:
     link: float
     overlap_loss: float = 0.5
 
-    def times(self, matmul: float, memory: float) -> Reached:
-        """Return the fractions reached by a device that has these fractions of the same rates."""
-        attention = self.attention * matmul
-        return replace(
-            self, matmul=self.matmul * matmul, attention=attention, memory=self.memory * memory
-        )
-
-    def on(self, device: Device) -> Device:
-        """Return the device with these rates."""
+    def on(self, device: Device, variant: Variant) -> Device:
+        """Return a variant of the device with these rates."""
+        matmul, attention = self.matmul * variant.matmul, self.attention * variant.matmul
         return replace(
             device,
-            matmul_flops_per_s=_scaled(device.matmul_flops_per_s, self.matmul),
-            attention_flops_per_s=_scaled(device.attention_flops_per_s, self.attention),
-            memory_bytes_per_s=_times(device.memory_bytes_per_s, self.memory),
+            matmul_flops_per_s=_scaled(device.matmul_flops_per_s, matmul),
+            attention_flops_per_s=_scaled(device.attention_flops_per_s, attention),
+            memory_bytes_per_s=_times(device.memory_bytes_per_s, self.memory * variant.memory),
             overlap_loss=self.overlap_loss,
         )
 
 
 # Fitted to shared/data/published_calibration.csv, all rows of a kind of device at once; B200 and
 # GB200, which it does not have, to other tables (docs/guides/predictions.md).
-REACHED = {
+ACHIEVED = {
     # Megatron-LM 2020, Alpa: V100 has no fused attention, and its stacks computed and communicated
     # one after the other
-    "v100": Reached(matmul=0.8, attention=1.0, memory=0.83, link=0.9, overlap_loss=1.0),
+    "v100": Achieved(matmul=0.8, attention=1.0, memory=0.83, link=0.9, overlap_loss=1.0),
     # llm-foundry, Megatron-LM, InternEvo
-    "a100": Reached(matmul=0.87, attention=0.6, memory=0.48, link=0.95),
+    "a100": Achieved(matmul=0.87, attention=0.6, memory=0.48, link=0.95),
     # llm-foundry of 2023, whose attention was written for A100
-    "h100": Reached(matmul=0.84, attention=0.37, memory=0.56, link=0.94),
+    "h100": Achieved(matmul=0.84, attention=0.37, memory=0.56, link=0.94),
     # NVIDIA's recipes on its own machines: cuDNN's attention, fused operators, reductions in the
     # switch; also for later devices, which were only measured with such stacks. Above 1 for
-    # products: large ones of the preset are at 0.87 of the best rate, as power limits an H200.
-    "dgx": Reached(matmul=1.06, attention=0.7, memory=0.96, link=1.4),
+    # products: large ones of the preset have 0.87 of the best rate, as power limits an H200.
+    "dgx": Achieved(matmul=1.06, attention=0.7, memory=0.96, link=1.4),
     # The same with two dies in the power of a rack: clocks fall further under load
-    "b200": Reached(matmul=0.9, attention=0.7, memory=0.96, link=1.4),
-    # NVLinks of a rack, over which products and messages were not overlapped
-    "gb200": Reached(matmul=0.9, attention=0.7, memory=0.96, link=1.0),
+    "b200": Achieved(matmul=0.9, attention=0.7, memory=0.96, link=1.4),
+    # NVLinks of a rack, over which messages did not overlap with products
+    "gb200": Achieved(matmul=0.9, attention=0.7, memory=0.96, link=1.0),
 }
 
 
@@ -165,16 +148,15 @@ def _times(curve: Curve, factor: float) -> Curve:
     return Curve(tuple((size, rate * factor) for size, rate in curve.points))
 
 
-# Map device labels of published tables, such as "H100-80GB (DGX-H100)" or "a100-sxm4-80gb", to
-# presets, the fractions of their rates that steps reach, and differences of the labelled variant.
+# ------------------------------------------------------------ device labels
 
-
-PCIE_BYTES_PER_S = 25e9  # PCIe 4.0 x16 carries 31.5 GB/s one way, of which DMA reaches 80%
-# Memory figures in labels that mean the preset's: GB, GiB, and less what error correction takes.
+FLOAT8 = "float8_e4m3fn"
+PCIE_BYTES_PER_S = 25e9  # PCIe 4.0 x16 carries 31.5 GB/s per direction, of which DMA reaches 80%
+# A memory size in a label means the preset's if it differs by less: GB or GiB, error correction.
 _SAME_MEMORY = 0.06
 
-# Name in a label -> preset, and the entry of `REACHED` for it; most specific first. DGX-A100 was
-# first sold with 40 GB. MI300X has neither the fused operators nor the switch of "dgx".
+# Name in a label -> preset, and its key in `ACHIEVED`; most specific first. DGX-A100 was first sold
+# with 40 GB. MI300X has neither the fused operators nor the switch of "dgx".
 _LABELS = (
     (r"GB300", "gb200", "dgx"),
     (r"GB200", "gb200", "gb200"),
@@ -213,16 +195,14 @@ _VARIANTS = (
     # 112 of 125 TFLOP/s; PCIe 3.0
     (r"V100.*PCI|PCI.*V100", Variant(matmul=0.9, link_bytes_per_s=12e9)),
     (r"H100.*HBM2E", Variant(memory=0.72)),  # 2.4 of 3.35 TB/s
-    (r"H800|A800", Variant(link_bytes_per_s=200e9)),  # NVLink of 400 GB/s in both ways
+    (r"H800|A800", Variant(link_bytes_per_s=200e9)),  # NVLink of 400 GB/s in both directions
     (r"GB300", Variant(memory_gib=267.0)),  # as B300
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A preset by name, the fractions that steps reach of it,
-    and how the device differs from it.
-    """
+    """The preset of a device, its key in `ACHIEVED`, and its differences from the preset."""
 
     preset: str
     name: str
@@ -234,18 +214,13 @@ class Kind:
         """Whether stacks without fused attention ran on it."""
         return self.name in ("v100", "a100")
 
-    @property
-    def reached(self) -> Reached:
-        """The fractions that steps reach of the preset's rates."""
-        return REACHED[self.name]
-
-    def memory_bytes(self, usual: int) -> int:
-        """Return the device's memory; `usual` is the preset's."""
+    def memory_bytes(self, preset_bytes: int) -> int:
+        """Return the device's memory."""
         labelled = None if self.memory_gib is None else round(self.memory_gib * GIB)
-        if labelled is not None and abs(labelled / usual - 1) > _SAME_MEMORY:
+        if labelled is not None and abs(labelled / preset_bytes - 1) > _SAME_MEMORY:
             return labelled
-        other = self.variant.memory_gib
-        return usual if other is None else round(other * GIB)
+        variant_gib = self.variant.memory_gib
+        return preset_bytes if variant_gib is None else round(variant_gib * GIB)
 
 
 def read_device(label: str) -> Kind:
@@ -261,94 +236,17 @@ def read_device(label: str) -> Kind:
             sizes = [float(size) for size in _MEMORY.findall(label)]
             memory_gib = next((size for size in sizes if size > 0), None)
             return Kind(preset=preset, name=name, variant=variant, memory_gib=memory_gib)
-    known = "V100, A100, A800, H100, H800, H200, B200, B300, GB200, GB300, MI300X"
-    raise Unusable(f"unknown device {label!r}; known devices: {known}")
+    supported = "V100, A100, A800, H100, H800, H200, B200, B300, GB200, GB300, MI300X"
+    raise Unusable(f"unknown device {label!r}; supported devices: {supported}")
 
 
 def _has(label: str, pattern: str) -> bool:
-    """Return whether the label contains a name, not as part of another name or number (as
-    "DGXB200").
-    """
+    """Return whether the label has a name that is not part of another one, except after "DGX"."""
     before = "(?:(?<![A-Z0-9])|(?<=DGX)|(?<=HGX))"
     return re.search(rf"{before}(?:{pattern})(?![0-9])", label.upper()) is not None
 
 
-# Transform the work of a bfloat16 model into that of a stack that computes products in float8.
-#
-# As in Transformer Engine on Hopper, every operand of a layer's products is converted, and copied
-# once more in transposed form for the weight gradient. Norms write float8 directly, and operands
-# are converted before they are gathered. The last product and all sums keep the wide dtype.
-
-
-FLOAT8 = "float8_e4m3fn"
-# Bytes per element: read in bfloat16 and written twice; or read in float8 and written once.
-_CONVERTED_BYTES = 2 + 1 + 1
-_COPIED_BYTES = 1 + 1
-
-
-class Float8:
-    """How the products of a graph's layers change; `blocks` names each node's layer, or ""."""
-
-    def __init__(self, graph: Graph, blocks: tuple[str, ...], gathered: int | None) -> None:
-        self.graph, self.blocks = graph, blocks
-        self.gathered = gathered  # gathered columns of gradients, if any
-        self.norms = {node.name for node in graph.nodes if "norm" in node.op}
-
-    def change(self, work: Workload) -> Workload:
-        """Return the work in float8."""
-        converted: set[str] = set()
-        return replace(
-            work,
-            launches=tuple(new for old in work.launches for new in self._launches(old, converted)),
-            collectives=tuple(_talk(talk) for talk in work.collectives),
-        )
-
-    def _launches(self, launch: Launch, converted: set[str]) -> Iterator[Launch]:
-        kernel = launch.kernel
-        if kernel.kind != "matmul" or kernel.shape[0] > 1 or not self.blocks[launch.node]:
-            yield launch
-            return
-        num_bytes = self._converted_bytes(launch, converted)
-        if num_bytes:
-            yield replace(launch, kernel=_conversion(kernel, num_bytes), product=False)
-        _, m, n, k = kernel.shape
-        moved = float(m * k + k * n + 2 * m * n)
-        yield replace(launch, kernel=replace(kernel, dtype=FLOAT8, bytes=moved))
-
-    def _converted_bytes(self, launch: Launch, converted: set[str]) -> int:
-        """Return the bytes read and written before the product; its weight is converted once a
-        step.
-        """
-        _, rows, _, columns = launch.kernel.shape
-        if launch.phase == WEIGHT:
-            return 0  # the other two products have converted both operands
-        if launch.phase != FORWARD:
-            only_copied = columns == self.gathered
-        else:
-            operand = self.graph.nodes[launch.node].inputs[0]
-            if operand in converted:
-                return 0
-            converted.add(operand)
-            only_copied = operand in self.norms
-        return rows * columns * (_COPIED_BYTES if only_copied else _CONVERTED_BYTES)
-
-
-def _conversion(product: Kernel, num_bytes: int) -> Kernel:
-    _, rows, _, columns = product.shape
-    return replace(
-        product,
-        op="to_float8",
-        kind=MEMORY,
-        flops=0.0,
-        bytes=float(num_bytes),
-        shape=(rows, columns),
-    )
-
-
-def _talk(talk: NodeCollective) -> NodeCollective:
-    """Return a collective whose operands travel in float8 and whose sums keep the model's dtype."""
-    return replace(talk, num_bytes=talk.num_bytes / 2) if talk.op == "all_gather" else talk
-
+# ------------------------------------------------------------ links
 
 _GB = 1e9
 
@@ -367,7 +265,7 @@ _INSTANCES_GBIT = {
 # One port of an InfiniBand generation, in Gbit/s (infinibandta.org roadmap, 4 lanes).
 _PORTS_GBIT = {"EDR": 100, "HDR": 200, "NDR": 400, "XDR": 800}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(G|T)(b|B)(?:it)?(?:ps|/s)?")
-# Machines of V100s without a switch.
+# Nodes of V100s without a switch.
 _CUBES = re.compile(r"p3\.(8|16)xlarge|p3dn\.24xlarge|dgx-1\b", re.IGNORECASE)
 _IN_A_NODE = re.compile(r"nvlink|nvswitch|pcie|dgx|single[\s-]*node|intra", re.IGNORECASE)
 _CUBE_MESH_EFFICIENCY = 0.85  # bus bandwidth of nccl-tests relative to the links', 8 ranks
@@ -375,10 +273,10 @@ _CUBE_MESH_EFFICIENCY = 0.85  # bus bandwidth of nccl-tests relative to the link
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A kind of device and the links that a row describes (None: those of the preset)."""
+    """A kind of device and the links that a row describes; None stands for the preset's."""
 
     kind: Kind
-    reached: Reached
+    achieved: Achieved
     node_network_bytes_per_s: float | None = None
     device_network_bytes_per_s: float | None = None
     link_bytes_per_s: float | None = None
@@ -391,21 +289,21 @@ def read_machine(gpu: str, interconnect: str) -> Machine:
     node, device = _network(gpu, text)
     return Machine(
         kind=kind,
-        reached=kind.reached,
+        achieved=ACHIEVED[kind.name],
         node_network_bytes_per_s=node,
         device_network_bytes_per_s=device,
-        link_bytes_per_s=kind.variant.link_bytes_per_s or _link(text),
+        link_bytes_per_s=kind.variant.link_bytes_per_s or _link_rate(text),
     )
 
 
-def cluster_of(row: Row, reached: Reached | None = None) -> Cluster:
+def cluster_of(row: Row, achieved: Achieved | None = None) -> Cluster:
     """Return the row's cluster: a preset with the row's deviations."""
     machine = read_machine(row.gpu, row.interconnect)
-    if reached is not None:
-        machine = replace(machine, reached=reached)
-    usual = Cluster.preset(machine.kind.preset).nodes[0].count
+    if achieved is not None:
+        machine = replace(machine, achieved=achieved)
+    in_preset = Cluster.preset(machine.kind.preset).nodes[0].count
     is_cube = _CUBES.search(f"{row.gpu} {row.interconnect}") is not None
-    per_node = row.gpus_per_node or (min(usual, len(CUBE_MESH)) if is_cube else usual)
+    per_node = row.gpus_per_node or (min(in_preset, len(CUBE_MESH)) if is_cube else in_preset)
     while row.gpus % per_node:  # the largest equal nodes
         per_node -= 1
     network = machine.node_network_bytes_per_s
@@ -417,75 +315,59 @@ def cluster_of(row: Row, reached: Reached | None = None) -> Cluster:
         devices_per_node=per_node,
         nic_gbit_per_s=None if network is None else network * 8 / _GB,
     )
-    cluster = _changed(cluster, machine)
+    cluster = _customized(cluster, machine)
     if row.dtype == "float8" and FLOAT8 not in cluster.nodes[0].device.dtypes:
-        raise Unusable(f"{cluster.nodes[0].device.name} has no float8")
+        raise Unusable(f"{cluster.nodes[0].device.name} does not support float8")
     if is_cube:
-        cluster = _without_switch(cluster, row, machine.reached.link)
+        cluster = _without_switch(cluster, row, machine.achieved.link)
     return cluster
 
 
-def preset_device(gpu: str) -> Device:
-    """Return the preset's device for a label, with the best rates of single operators."""
-    return _preset_device(read_device(gpu).preset)
-
-
-@cache
-def _preset_device(name: str) -> Device:
-    return Cluster.preset(name).nodes[0].device
-
-
-def _without_switch(cluster: Cluster, row: Row, reached: float) -> Cluster:
-    """Return a cube mesh in which each of the row's groups has the links between its
-    own devices.
-    """
+def _without_switch(cluster: Cluster, row: Row, achieved: float) -> Cluster:
+    """Return a cube mesh, in which a group has only the links between its own devices."""
     (node,) = cluster.nodes
     if node.link is None or node.count > len(CUBE_MESH):
         return cluster
     link = replace(
         node.link,
-        bandwidth_bytes_per_s=WIRES * WIRE_BYTES_PER_S,
-        efficiency=_CUBE_MESH_EFFICIENCY * reached,
+        bandwidth_bytes_per_s=NUM_LINKS * LINK_BYTES_PER_S,
+        efficiency=_CUBE_MESH_EFFICIENCY * achieved,
         collectives=_factors(row, node.count),
     )
     return replace(cluster, nodes=(replace(node, link=link),))
 
 
 def _factors(row: Row, per_node: int) -> Factors:
-    """Return how much longer collectives of groups within a node take than with all
-    links, by size.
-    """
+    """Return the slowdown of groups within a node relative to all links, by size."""
     grid = np.arange(row.gpus).reshape(row.pp, row.dp * row.cp, row.tp)
-    fewest: dict[int, float] = {}
+    links: dict[int, float] = {}  # of the group with the fewest, by size
     for axis, size in enumerate(grid.shape):
         groups = np.moveaxis(grid, axis, -1).reshape(-1, size)
         if axis == 0:  # stages only send to the next one
             size = min(size, 2)
             groups = sliding_window_view(groups, size, axis=-1).reshape(-1, size)
-        near = groups[groups[:, 0] // per_node == groups[:, -1] // per_node] % per_node
-        if size > 1 and near.size:
-            few = slowest(map(tuple, np.unique(near, axis=0).tolist()))
-            fewest[size] = min(few, fewest.get(size, few))
+        in_node = groups[groups[:, 0] // per_node == groups[:, -1] // per_node] % per_node
+        if size > 1 and in_node.size:
+            distinct = np.unique(in_node, axis=0).tolist()
+            fewest = min(ring_links(tuple(sorted(group))) for group in distinct)
+            links[size] = min(fewest, links.get(size, fewest))
     factors = tuple(
-        Factor(ranks=size, bytes=Curve.constant(WIRES / few))
-        for size, few in sorted(fewest.items())
+        Factor(ranks=size, bytes=Curve.constant(NUM_LINKS / fewest))
+        for size, fewest in sorted(links.items())
     )
     return tuple((operation, factors) for operation in OPERATIONS) if factors else ()
 
 
-def _changed(cluster: Cluster, machine: Machine) -> Cluster:
-    """Return the cluster with rates that steps reach, and the row's memory or link if it states
-    one.
-    """
+def _customized(cluster: Cluster, machine: Machine) -> Cluster:
+    """Return the cluster with the rates of training, and the row's memory and link."""
     (node,) = cluster.nodes
-    variant, link = machine.kind.variant, node.link
-    device = machine.reached.times(variant.matmul, variant.memory).on(node.device)
+    link, network = node.link, cluster.network
+    device = machine.achieved.on(node.device, machine.kind.variant)
     device = replace(device, memory_bytes=machine.kind.memory_bytes(device.memory_bytes))
-    network = cluster.network
     if link is not None:
         link = _link_of(link, machine)
     else:
-        every = _equal(cluster.num_nodes, network.domains[0].every) if network.domains else 0
+        every = _nodes_used(cluster.num_nodes, network.domains[0].every) if network.domains else 0
         domains = tuple(
             replace(d, link=_link_of(d.link, machine), every=every) for d in network.domains
         )
@@ -494,10 +376,10 @@ def _changed(cluster: Cluster, machine: Machine) -> Cluster:
     return replace(cluster, nodes=(node,), network=network)
 
 
-def _equal(nodes: int, per_domain: int) -> int:
+def _nodes_used(nodes: int, per_domain: int) -> int:
     """Return how many nodes of each domain a run uses: equally many, as schedulers allocate them.
 
-    512 devices in racks of 72 are 8 times 64. Runs that leave half of a domain empty do not occur.
+    512 devices in racks of 72 are 8 times 64. Runs do not leave half of a domain empty.
     """
     equal = max((n for n in range(1, per_domain + 1) if nodes % n == 0), default=per_domain)
     return equal if 2 * equal >= per_domain or nodes <= per_domain else per_domain
@@ -505,12 +387,12 @@ def _equal(nodes: int, per_domain: int) -> int:
 
 def _link_of(link: Link, machine: Machine) -> Link:
     bandwidth = machine.link_bytes_per_s or link.bandwidth_bytes_per_s
-    efficiency = link.efficiency * machine.reached.link
+    efficiency = link.efficiency * machine.achieved.link
     return replace(link, bandwidth_bytes_per_s=bandwidth, efficiency=efficiency)
 
 
 def _network(label: str, text: str) -> tuple[float | None, float | None]:
-    """Return bytes per second of a node and of each device, as far as the texts state them.
+    """Return the bytes per second of a node or of each device, if the texts state them.
 
     "8x400Gb/s" counts a node's ports. A single rate is a node's, unless the text says "per GPU" or
     describes InfiniBand, which has one port per device.
@@ -537,12 +419,12 @@ def _network(label: str, text: str) -> tuple[float | None, float | None]:
 
 
 def unread_links(text: str) -> str:
-    """Return the part of a text about links that is not understood, if no part states a rate.
+    """Return the part of a text about links that cannot be parsed, if no part states a rate.
 
     >>> unread_links("NVLink; carrier pigeon")
     'carrier pigeon'
     """
-    if is_unsaid(text) or _network("", text) != (None, None):
+    if is_missing(text) or _network("", text) != (None, None):
         return ""
     parts = [part.strip() for part in re.split(r"[;,]", text)]
     return "; ".join(part for part in parts if part and not _IN_A_NODE.search(part))
@@ -558,10 +440,8 @@ def _rate(part: str) -> float | None:
     return ports[0] / 8 * _GB if ports else None
 
 
-def _link(text: str) -> float | None:
-    """Return bytes per second in one direction between devices of a node; NVLink is quoted for
-    both.
-    """
+def _link_rate(text: str) -> float | None:
+    """Return bytes per second between devices of a node; NVLink is quoted for both directions."""
     for part in re.split(r"[;,]", text):
         low = part.lower()
         rate = _rate(part)

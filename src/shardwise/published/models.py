@@ -1,4 +1,4 @@
-"""Build a decoder-only transformer on meta tensors from its dims.
+"""Build the transformer of a row on meta tensors, and prepare its step for simulation.
 
 `Shape` is the variant that has the row's number of parameters. Blocks are pre-norm with causal
 attention: either the GPT variant (layer norm, GELU, biases, learned positions) or the Llama variant
@@ -8,24 +8,27 @@ attention: either the GPT variant (layer norm, GELU, biases, learned positions) 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.cluster import Cluster, Mesh
+from shardwise.cost.kernels import Kernel
 from shardwise.frontend import capture
 from shardwise.ir import Graph
 from shardwise.planner import strategies
 from shardwise.plans import Precision, resolve
-from shardwise.published.machines import Float8, read_device
+from shardwise.published.machines import FLOAT8, read_device
 from shardwise.published.rows import Row
 from shardwise.sharding.factors import Facts, analyze
 from shardwise.shares import num_ranks
 from shardwise.simulation import ExecutionConfig, FoldedGraph, Group, WorkloadModel
-from shardwise.simulation.workload import FORWARD, Workload
+from shardwise.simulation.workload import FORWARD, WEIGHT, Launch, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +93,8 @@ def shape_of(row: Row) -> Shape:
     ]
     if row.params_b is None:
         return variants[row.ffn_hidden != 4 * row.hidden]
-    wanted, tolerance = row.params_b * 1e9, row.params_tolerance_b * 1e9
-    errors = [max(abs(v.num_parameters - wanted) - tolerance, 0.0) for v in variants]
+    published, tolerance = row.params_b * 1e9, row.params_tolerance_b * 1e9
+    errors = [max(abs(v.num_parameters - published) - tolerance, 0.0) for v in variants]
     return variants[errors.index(min(errors))]
 
 
@@ -137,7 +140,7 @@ class Block(nn.Module):
         key = self.key(x).unflatten(-1, (shape.kv_heads, shape.head_dim)).transpose(1, 2)
         value = self.value(x).unflatten(-1, (shape.kv_heads, shape.head_dim)).transpose(1, 2)
         if rotation is not None:
-            # Costs as much as a fused rotary kernel: one pass that saves nothing for backward.
+            # Costs the same as a fused rotary kernel: one pass that saves nothing for backward.
             query, key = query * rotation, key * rotation
         if shape.fused:
             mixed = F.scaled_dot_product_attention(
@@ -150,7 +153,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Maps token ids and labels to the mean loss; built on meta tensors, never run."""
+    """Map token ids and labels to the mean loss; only built on meta tensors, never run."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -189,23 +192,89 @@ def build(
 
 
 def _norm(shape: Shape) -> nn.Module:
-    """Return a layer norm without bias for RMS norm: the same memory traffic, and always fused."""
+    """Return a layer norm, without bias for RMS norm: the same memory traffic, always fused."""
     return nn.LayerNorm(shape.hidden, bias=not shape.gated)
 
 
-# Prepare the model and layout of a row for simulation.
+# ------------------------------------------------------------ float8
 #
-# Two layers are captured and stand for all. The work of a micro-batch is linear in its rows, so one
-# capture serves every batch size.
+# As in Transformer Engine on Hopper, every operand of a layer's products is converted to float8,
+# and copied once more in transposed form for the weight gradient. Norms write float8 directly, and
+# operands are converted before they are gathered. The last product and all sums keep bfloat16.
+
+# Bytes per element: read in bfloat16 and written twice; or read in float8 and written once.
+_CONVERTED_BYTES = 2 + 1 + 1
+_COPIED_BYTES = 1 + 1
+
+
+class Float8:
+    """Convert the products of a graph's layers; `blocks` names each node's layer, or ""."""
+
+    def __init__(self, graph: Graph, blocks: tuple[str, ...], gathered: int | None) -> None:
+        self.graph, self.blocks = graph, blocks
+        self.gathered = gathered  # gathered columns of gradients, if any
+        self.norms = {node.name for node in graph.nodes if "norm" in node.op}
+
+    def convert(self, workload: Workload) -> Workload:
+        """Return the workload in float8; operands are sent in float8, sums keep their dtype."""
+        converted: set[str] = set()
+        return replace(
+            workload,
+            launches=tuple(
+                new for old in workload.launches for new in self._launches(old, converted)
+            ),
+            collectives=tuple(
+                replace(collective, num_bytes=collective.num_bytes / 2)
+                if collective.op == "all_gather"
+                else collective
+                for collective in workload.collectives
+            ),
+        )
+
+    def _launches(self, launch: Launch, converted: set[str]) -> Iterator[Launch]:
+        kernel = launch.kernel
+        if kernel.kind != "matmul" or kernel.shape[0] > 1 or not self.blocks[launch.node]:
+            yield launch
+            return
+        _, m, n, k = kernel.shape
+        num_bytes = self._conversion_bytes(launch, converted)
+        if num_bytes:
+            conversion = Kernel(
+                op="to_float8", bytes=float(num_bytes), dtype=kernel.dtype, shape=(m, k)
+            )
+            yield replace(launch, kernel=conversion, product=False)
+        moved = float(m * k + k * n + 2 * m * n)
+        yield replace(launch, kernel=replace(kernel, dtype=FLOAT8, bytes=moved))
+
+    def _conversion_bytes(self, launch: Launch, converted: set[str]) -> int:
+        """Return the bytes that converting the operand moves; weights are converted once a step."""
+        _, rows, _, columns = launch.kernel.shape
+        if launch.phase == WEIGHT:
+            return 0  # the other two products have converted both operands
+        if launch.phase != FORWARD:
+            only_copied = columns == self.gathered
+        else:
+            operand = self.graph.nodes[launch.node].inputs[0]
+            if operand in converted:
+                return 0
+            converted.add(operand)
+            only_copied = operand in self.norms
+        return rows * columns * (_COPIED_BYTES if only_copied else _CONVERTED_BYTES)
+
+
+# ------------------------------------------------------------ steps
 #
-# Context parallelism is modelled as a finer split of the batch: with balanced rings a rank
-# computes, in every layer, what a fraction 1/cp of the rows costs, and the exchange of keys hides
-# behind attention.
+# Two layers are captured and stand for all. The workload of a micro-batch is linear in its rows, so
+# one capture serves every batch size.
+#
+# Context parallelism is modelled as a finer split of the batch: with balanced rings, a rank
+# computes a fraction 1/cp of the rows in every layer, and the exchange of keys hides behind
+# attention.
 
 
 CAPTURED_LAYERS = 2
-# Sizes of a micro-batch between which work is linear: primes, so that no product of them with a
-# sequence length is one of the model's own dims.
+# Sizes of a micro-batch between which the workload is linear: primes, so that no product of them
+# with a sequence length equals a dim of the model.
 ROWS = (11, 13)
 # Norms and sums between the products of a block, where sequence parallelism shards the sequence.
 _BETWEEN = ("layers.*norm.layer_norm_0", "layers.*.add_*", "norm.layer_norm_0")
@@ -221,79 +290,81 @@ class Prepared:
     execution: ExecutionConfig
 
 
-class RowWorks(WorkloadModel):
-    """The work of a few layers for micro-batches of any size, even a fraction of a row."""
+class CapturedWorkload(WorkloadModel):
+    """The workload of a few layers for micro-batches of any size, even a fraction of a row."""
 
-    keeps_shards = (
-        False  # save shards of gathered operands, as Megatron does with sharded sequences
-    )
-    float8: Float8 | None = None  # how products change, if they are computed in float8
+    # Whether to save shards of gathered operands, as Megatron does with sharded sequences.
+    saves_shards = False
+    float8: Float8 | None = None
 
     def at(self, rows: float, *, exact: bool = False) -> Workload:
-        """Return the work of `rows`; exact sizes lie on the same line."""
-        low, high = (self._lowered(self.rows // each) for each in ROWS)
-        work = low.between(high, rows)
-        if self.keeps_shards:
-            work = self._in_shards(work)
-        return self.float8.change(work) if self.float8 is not None else work
+        """Return the workload of `rows`; exact sizes lie on the same line."""
+        low, high = (self._lowered(self.rows // size) for size in ROWS)
+        workload = low.between(high, rows)
+        if self.saves_shards:
+            workload = self._saving_shards(workload)
+        return workload if self.float8 is None else self.float8.convert(workload)
 
-    def _in_shards(self, work: Workload) -> Workload:
-        """Return the work with operands regathered in backward, behind its products, instead of
-        saved.
-        """
-        ranks = {a.axis: a.ranks for a in self.assignments}
+    def _saving_shards(self, workload: Workload) -> Workload:
+        """Return the workload with operands that backward gathers again instead of saving them."""
+        ranks = {a.axis: num_ranks(a.ranks) for a in self.assignments}
         names = ("saved", "saved_selective", "freed", "freed_selective")
-        changed = {name: getattr(work, name).copy() for name in names}
-        for talk in work.collectives:
-            if talk.op == "all_gather" and talk.phase == FORWARD and "dp" not in talk.axes:
-                rest = talk.num_bytes * (1 - 1 / math.prod(num_ranks(ranks[a]) for a in talk.axes))
+        changed = {name: getattr(workload, name).copy() for name in names}
+        for gather in workload.collectives:
+            if gather.op == "all_gather" and gather.phase == FORWARD and "dp" not in gather.axes:
+                remote = gather.num_bytes * (1 - 1 / math.prod(ranks[a] for a in gather.axes))
                 for array in changed.values():
-                    array[talk.node] -= min(rest, array[talk.node])
-        return replace(work, **changed)
+                    array[gather.node] -= min(remote, array[gather.node])
+        return replace(workload, **changed)
 
 
-class Pieces(WorkloadModel):
-    """The work of a model of many layers and a batch of `rows`, counted in fractions of a row."""
+class FractionalWorkload(WorkloadModel):
+    """The workload of all layers and a batch of `rows`, counted in fractions of a row."""
 
-    def __init__(self, few: WorkloadModel, fold: FoldedGraph, *, rows: int, parts: int) -> None:
-        self.few, self.fold, self.parts = few, fold, parts
-        self.batch, self.rows = few.batch, rows * parts
+    def __init__(
+        self, captured: WorkloadModel, fold: FoldedGraph, *, rows: int, parts: int
+    ) -> None:
+        self.captured, self.fold, self.parts = captured, fold, parts
+        self.batch, self.rows = captured.batch, rows * parts
 
     def at(self, rows: float, *, exact: bool = False) -> Workload:
-        """Return the work of `rows` fractions of a row."""
-        return self.few.at(rows / self.parts)
+        """Return the workload of `rows` fractions of a row."""
+        return self.captured.at(rows / self.parts)
 
 
 def prepare(row: Row, *, num_microbatches: int) -> Prepared:
     """Return a step of the row's model with `num_microbatches` of its micro-batches."""
     shape = replace(shape_of(row), layers=CAPTURED_LAYERS)
-    few, axes = _works(shape, row.seq_len, row.dtype, row.tp, _cuts_sequence(row, shape))
-    fold = FoldedGraph.repeated(few.fold.graph, row.layers)
-    workloads = Pieces(few, fold, rows=num_microbatches * row.dp * row.micro_batch, parts=row.cp)
+    shards_sequence = _shards_sequence(row, shape)
+    captured, axes = _captured(shape, row.seq_len, row.dtype, row.tp, shards_sequence)
+    fold = FoldedGraph.repeated(captured.fold.graph, row.layers)
+    rows = num_microbatches * row.dp * row.micro_batch
     return Prepared(
-        fold=fold, workloads=workloads, execution=_execution(row, fold, axes, num_microbatches)
+        fold=fold,
+        workloads=FractionalWorkload(captured, fold, rows=rows, parts=row.cp),
+        execution=_execution(row, fold, axes, num_microbatches),
     )
 
 
 @lru_cache(maxsize=256)
-def _works(
-    shape: Shape, seq_len: int, dtype: str, tp: int, cuts_sequence: bool
+def _captured(
+    shape: Shape, seq_len: int, dtype: str, tp: int, shards_sequence: bool
 ) -> tuple[WorkloadModel, tuple[tuple[str, int], ...]]:
-    """Return the work of a few layers, and the mesh axes of tensor parallelism."""
+    """Return the workload of a few layers, and the mesh axes of tensor parallelism."""
     float8 = dtype == "float8"
     graph, facts = _graph(shape, seq_len, "bfloat16" if float8 else dtype)
     cluster = Cluster.local(ROWS[0] * tp)
     plan = strategies.hybrid(graph, cluster, dp=ROWS[0], tp=tp)
-    if cuts_sequence:
+    if shards_sequence:
         axes = [axis for axis in plan.mesh.names if axis != "dp"]
         plan = plan.with_(nodes={place: dict.fromkeys(axes, "shard d1") for place in _BETWEEN})
-    solved = resolve(graph, plan, facts)
+    resolved = resolve(graph, plan, facts)
     fold = FoldedGraph.repeated(graph, shape.layers)
-    workloads = RowWorks(fold, facts, solved.assignments, dict(plan.roles))
-    workloads.keeps_shards = cuts_sequence
+    workload = CapturedWorkload(fold, facts, resolved.assignments, dict(plan.roles))
+    workload.saves_shards = shards_sequence
     if float8:
-        workloads.float8 = Float8(graph, fold.blocks, shape.hidden if cuts_sequence else None)
-    return workloads, tuple((name, num_ranks(n)) for name, n in plan.mesh.axes if name != "dp")
+        workload.float8 = Float8(graph, fold.blocks, shape.hidden if shards_sequence else None)
+    return workload, tuple((name, num_ranks(n)) for name, n in plan.mesh.axes if name != "dp")
 
 
 @lru_cache(maxsize=64)
@@ -305,12 +376,11 @@ def _graph(shape: Shape, seq_len: int, dtype: str) -> tuple[Graph, Facts]:
     return graph, analyze(graph)
 
 
-def _cuts_sequence(row: Row, shape: Shape) -> bool:
-    """Return whether tensor-parallel ranks shard activations between products, which no column
-    states.
+def _shards_sequence(row: Row, shape: Shape) -> bool:
+    """Return whether tensor-parallel ranks shard activations between products.
 
-    Sequence parallelism appeared together with selective recomputation (Korthikanti et al., 2022)
-    and is part of every later stack that computes in bfloat16.
+    No column states it. Sequence parallelism appeared together with selective recomputation
+    (Korthikanti et al., 2022) and is part of every later stack that computes in bfloat16.
     """
     modern = shape.fused or row.recompute == "selective"
     return row.tp > 1 and modern and row.seq_len % row.tp == 0
@@ -322,12 +392,12 @@ def _execution(
     mesh = Mesh(axes=(("dp", row.dp * row.cp), *axes))
     size = mesh.size
     groups = tuple(
-        Group(mesh=mesh, ranks=tuple(range(at * size, (at + 1) * size))) for at in range(row.pp)
+        Group(mesh=mesh, ranks=tuple(range(i * size, (i + 1) * size))) for i in range(row.pp)
     )
     stages = row.pp * row.vpp
     return ExecutionConfig(
         groups=groups,
-        cuts=_cuts(fold, row.layers, stages),
+        cuts=_stage_starts(fold, row.layers, stages),
         placement=tuple(stage % row.pp for stage in range(stages)),
         num_microbatches=count,
         zero=_zero(row),
@@ -348,28 +418,25 @@ def _zero(row: Row) -> int:
     """Return the ZeRO level that communicates as the row's stack does.
 
     Sharded optimizer states imply reduce-scattered gradients (level 2 of the simulation; its level
-    1 all-reduces them) unless only some of the data-parallel ranks share them.
+    1 all-reduces them), unless states are sharded among only some of the data-parallel ranks.
     """
     if row.sharding.level == 1:
         return 0 if row.is_grouped else 2
     return row.sharding.level
 
 
-def _cuts(fold: FoldedGraph, layers: int, stages: int) -> tuple[int, ...]:
-    """Return where stages of equally many layers begin;
-    the first and last have one less if needed.
+def _stage_starts(fold: FoldedGraph, layers: int, stages: int) -> tuple[int, ...]:
+    """Return the first node of each stage; stages have equally many layers.
+
+    If the division has a remainder, the last stage and then the first ones have one layer less.
     """
-    starts: dict[str, int] = {}
-    for at, block in enumerate(fold.blocks):
+    first_nodes: dict[str, int] = {}
+    for node, block in enumerate(fold.blocks):
         if block:
-            starts.setdefault(block, at)
+            first_nodes.setdefault(block, node)
     counts = [layers // stages + 1] * stages
     order = [stages - 1, *range(stages - 1)]
     for stage in order[: stages * counts[0] - layers]:
         counts[stage] -= 1
-    firsts = list(starts.values())
-    cuts, before = [0], 0
-    for have in counts[:-1]:
-        before += have
-        cuts.append(firsts[before])
-    return tuple(cuts)
+    starts = list(first_nodes.values())
+    return (0, *(starts[before] for before in accumulate(counts[:-1])))

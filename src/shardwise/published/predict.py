@@ -1,20 +1,23 @@
-"""Predict step time and memory of published configurations. Every entry yields an `Outcome`; one
-that cannot be predicted, or needs more memory than its device has, says so in its status.
+"""Predict step time and memory of published configurations.
+
+Every entry has an `Outcome`, whose status says why it cannot be predicted or does not fit in
+memory. Notes say where a prediction deviates from its row.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from shardwise.cluster import Cluster, Mesh
+from shardwise.cluster import Cluster, Mesh, preset_device
 from shardwise.dtypes import DTYPES
 from shardwise.errors import ShardwiseError
 from shardwise.formatting import GIB
-from shardwise.published.machines import cluster_of, preset_device, unread_links, waiting
+from shardwise.published.machines import cluster_of, read_device, unread_links, waiting
 from shardwise.published.models import Prepared, prepare, shape_of
 from shardwise.published.report import Outcome
 from shardwise.published.rows import Entry, Row, Unusable, read_entries
@@ -23,49 +26,29 @@ from shardwise.simulation import Estimate, Evaluator, Group
 from shardwise.simulation.costs import ClusterCosts
 from shardwise.simulation.step import pairs
 
-# List what a prediction could not take from its row literally, and what was used instead. A row
-# without notes is predicted exactly as stated.
-
-
 _FAR = 0.2  # relative difference in parameters, more than between variants of a transformer
-
-
-def notes_of(row: Row, cluster: Cluster) -> tuple[str, ...]:
-    """Return where the prediction deviates from the row."""
-    return (*_parameters(row), *_nodes(row, cluster), *_links(row))
-
-
-def _parameters(row: Row) -> tuple[str, ...]:
-    if row.params_text:
-        return (f"params_b is {row.params_text!r}, not a number above 0: the dims alone count",)
-    if row.params_b is None:
-        return ()
-    actual_b = shape_of(row).num_parameters / 1e9
-    if abs(actual_b - row.params_b) - row.params_tolerance_b <= _FAR * row.params_b:
-        return ()
-    return (f"params_b is {row.params_b:g}, the dims make {actual_b:.3g}: the dims count",)
-
-
-def _nodes(row: Row, cluster: Cluster) -> tuple[str, ...]:
-    per_node = row.gpus_per_node
-    if per_node is None or row.gpus < per_node or row.gpus % per_node == 0:
-        return ()
-    taken = cluster.nodes[0].count
-    return (f"{row.gpus} gpus are not whole nodes of {per_node}: nodes of {taken} are taken",)
-
-
-def _links(row: Row) -> tuple[str, ...]:
-    unread = unread_links(row.interconnect)
-    if not unread:
-        return ()
-    return (f"interconnect {unread!r} has no rate that is known: the usual network is taken",)
-
-
 _STATE_BYTES = 12  # float32: the main parameter and Adam's two moments
 # NVIDIA's distributed optimizer stores only the low bits that a bfloat16 parameter lacks of its
 # float32 main copy, which saves this many bytes per parameter.
 _REMAINDER_BYTES = 2
-_ADDED_WORDS = 2  # words per parameter that accumulation reads and writes
+_ACCUMULATED_WORDS = 2  # words per parameter that accumulation reads and writes
+
+
+def notes_of(row: Row, cluster: Cluster) -> Iterator[str]:
+    """Yield where the prediction deviates from the row, and what it uses instead."""
+    if row.params_text:
+        yield f"params_b is {row.params_text!r}, not a number above 0: only the dims are used"
+    elif row.params_b is not None:
+        actual_b = shape_of(row).num_parameters / 1e9
+        if abs(actual_b - row.params_b) - row.params_tolerance_b > _FAR * row.params_b:
+            yield f"params_b is {row.params_b:g}, but the dims give {actual_b:.3g}, which is used"
+    per_node = row.gpus_per_node
+    if per_node is not None and row.gpus >= per_node and row.gpus % per_node:
+        actual = cluster.nodes[0].count
+        yield f"{row.gpus} gpus do not fill nodes of {per_node}: nodes of {actual} are used"
+    unread = unread_links(row.interconnect)
+    if unread:
+        yield f"interconnect {unread!r} has no known rate: the preset's network is used"
 
 
 def predict_file(
@@ -90,7 +73,7 @@ def predict_entry(entry: Entry) -> Outcome:
         row=entry.row,
         published_step_time_s=entry.step_time_s,
         published_memory_bytes=entry.memory_bytes,
-        ran_out=entry.ran_out,
+        published_out_of_memory=entry.out_of_memory,
     )
     if entry.row is None:
         return outcome
@@ -103,9 +86,9 @@ def predict_entry(entry: Entry) -> Outcome:
     except Exception as error:  # a bug that affects one row must not hide the others
         return replace(outcome, status=f"failed: {type(error).__name__}: {error}")
     device = cluster.nodes[0].device
-    needed = memory_bytes + device.reserved_bytes
     status = "ok"
     if memory_bytes > device.usable_bytes:
+        needed = memory_bytes + device.reserved_bytes
         status = f"out of memory: needs {needed / GIB:.1f} GiB of {device.memory_bytes / GIB:.1f}"
     return replace(
         outcome,
@@ -118,79 +101,85 @@ def predict_entry(entry: Entry) -> Outcome:
 
 
 def predict_row(row: Row, cluster: Cluster) -> tuple[float, float]:
-    """Return the seconds of a step and the bytes of the fullest rank.
+    """Return the seconds of a step and the peak bytes of the fullest rank.
 
-    A few micro-batches are simulated; in steady state each further one takes as long as the slowest
-    group of ranks computes.
+    A few micro-batches are simulated; in steady state, each further one takes as long as the
+    slowest group of ranks computes.
     """
     if row.sharding.level >= 2 and row.is_grouped:
-        return _in_replicas(row, cluster)
-    each = (
-        row.sharding.level >= 2 and row.pp == 1
-    )  # reduce-scatters after every micro-batch, as FSDP does
-    played = 1 if each else min(row.num_microbatches, 2 * row.pp)
-    prepared = prepare(row, num_microbatches=played)
+        return _predict_replicas(row, cluster)
+    # Reduce-scatter after every micro-batch, as FSDP does.
+    is_fsdp = row.sharding.level >= 2 and row.pp == 1
+    simulated = 1 if is_fsdp else min(row.num_microbatches, 2 * row.pp)
+    prepared = prepare(row, num_microbatches=simulated)
     estimate = Evaluator(prepared.fold, cluster).estimate(prepared.workloads, prepared.execution)
     seconds, peak_bytes = estimate.step_time_s, estimate.peak.peak_bytes
     if row.sharding.level == 1 and row.is_grouped:
-        seconds += _update_in_groups(row, cluster, prepared, estimate)
-        peak_bytes = _peak_in_groups(row, cluster, prepared, estimate)
+        seconds += _grouped_update_s(row, cluster, prepared, estimate)
+        peak_bytes = _grouped_peak_bytes(row, cluster, prepared, estimate)
     if row.sharding.prefetch and row.compute_dtype == "bfloat16":
         peak_bytes -= _REMAINDER_BYTES * _numel(estimate)
-    seconds += (row.num_microbatches - played) * _micro_batch_s(estimate, each)
-    if not each:
+    seconds += (row.num_microbatches - simulated) * _microbatch_s(estimate, is_fsdp)
+    if not is_fsdp:
         loss = cluster.nodes[0].device.overlap_loss
         seconds += row.num_microbatches * loss * _sends_s(cluster, prepared, estimate)
-        seconds += (row.num_microbatches - 1) * _adding_s(row, prepared, estimate)
+        seconds += (row.num_microbatches - 1) * _accumulation_s(row, prepared, estimate)
     return seconds * waiting(max(1, row.gpus // cluster.nodes[0].count)), peak_bytes
 
 
-def _in_replicas(row: Row, cluster: Cluster) -> tuple[float, float]:
-    """Return the prediction for a row whose groups of ranks shard everything and all-reduce
-    gradients with other groups.
+def _predict_replicas(row: Row, cluster: Cluster) -> tuple[float, float]:
+    """Predict a row whose groups shard everything and all-reduce gradients with other groups.
 
-    It is one group's step plus, for each micro-batch, what compute loses to the sums of its shards.
+    It is one group's step plus, for each micro-batch, what compute loses to summing its shards.
     """
     assert row.sharding.group is not None
     inner = row.sharding.group // math.gcd(row.sharding.group, row.cp)
     outer = row.dp // inner
     ranks = row.gpus // outer
-    one = replace(
+    one_group = replace(
         row,
         dp=inner,
         gpus=ranks,
         global_batch=row.global_batch // outer,
         sharding=replace(row.sharding, group=None),
     )
-    seconds, peak_bytes = predict_row(one, cluster)
+    seconds, peak_bytes = predict_row(one_group, cluster)
     group = Group(
         mesh=Mesh(axes=(("outer", outer), ("inner", ranks))), ranks=tuple(range(row.gpus))
     )
     shape = replace(shape_of(row), layers=-(-row.layers // row.pp))
-    shard = shape.num_parameters / row.tp / inner * DTYPES[row.compute_dtype].num_bytes
-    summing = ClusterCosts(cluster).collective_seconds("all_reduce", group, ("outer",), shard)
-    seconds += row.num_microbatches * summing * cluster.nodes[0].device.overlap_loss
-    nodes = (ranks, row.gpus)
-    first, last = (waiting(max(1, n // cluster.nodes[0].count)) for n in nodes)
-    return seconds * last / first, peak_bytes
+    shard_bytes = shape.num_parameters / row.tp / inner * DTYPES[row.compute_dtype].num_bytes
+    sum_s = ClusterCosts(cluster).collective_seconds("all_reduce", group, ("outer",), shard_bytes)
+    seconds += row.num_microbatches * sum_s * cluster.nodes[0].device.overlap_loss
+    of_group, of_all = (waiting(max(1, n // cluster.nodes[0].count)) for n in (ranks, row.gpus))
+    return seconds * of_all / of_group, peak_bytes
 
 
-def _micro_batch_s(estimate: Estimate, each: bool) -> float:
-    """Return the time of one more micro-batch; with `each`, it synchronizes its own gradients."""
-    if each:
+def _microbatch_s(estimate: Estimate, is_fsdp: bool) -> float:
+    """Return the time of one more micro-batch; with FSDP, it synchronizes its own gradients."""
+    if is_fsdp:
         causes = estimate.timeline.causes
         return estimate.step_time_s - causes["optimizer"] - causes["update"]
-    groups = {stage.group for stage in estimate.stages}
-    return max(
-        sum(stage.forward + stage.backward for stage in estimate.stages if stage.group == group)
-        for group in groups
-    )
+    return _largest_group(estimate, lambda stage: stage.forward + stage.backward)
+
+
+def _numel(estimate: Estimate) -> float:
+    """Return the largest number of parameters that a group of ranks updates."""
+    return _largest_group(estimate, lambda stage: stage.numel)
+
+
+def _largest_group(estimate: Estimate, value: Callable[[Any], float]) -> float:
+    """Return the maximum over groups of ranks of a sum over their stages."""
+    totals: dict[int, float] = {}
+    for stage in estimate.stages:
+        totals[stage.group] = totals.get(stage.group, 0) + value(stage)
+    return max(totals.values())
 
 
 def _sends_s(cluster: Cluster, prepared: Prepared, estimate: Estimate) -> float:
-    """Return how long messages between stages take per micro-batch, for the group with the most.
+    """Return the time of messages between stages per micro-batch, for the group with the most.
 
-    In the simulation the next stage waits for them, but they do not slow down computing stages.
+    In the simulation, the next stage waits for them, but they do not slow down computing stages.
     """
     costs, groups = ClusterCosts(cluster), prepared.execution.groups
     per_group = [0.0] * len(groups)
@@ -204,21 +193,22 @@ def _sends_s(cluster: Cluster, prepared: Prepared, estimate: Estimate) -> float:
     return max(per_group)
 
 
-def _adding_s(row: Row, prepared: Prepared, estimate: Estimate) -> float:
+def _accumulation_s(row: Row, prepared: Prepared, estimate: Estimate) -> float:
     """Return the time to accumulate a micro-batch's gradients.
 
     It is a plain pass over memory at the preset's rate: no operator of a model is as simple.
     """
     parts = row.dp * row.cp if prepared.execution.zero else 1
-    num_bytes = _ADDED_WORDS * DTYPES[row.compute_dtype].num_bytes * _numel(estimate) * parts
-    return num_bytes / preset_device(row.gpu).memory_rate(num_bytes)
+    word_bytes = DTYPES[row.compute_dtype].num_bytes
+    num_bytes = _ACCUMULATED_WORDS * word_bytes * _numel(estimate) * parts
+    return num_bytes / preset_device(read_device(row.gpu).preset).memory_rate(num_bytes)
 
 
-def _update_in_groups(row: Row, cluster: Cluster, prepared: Prepared, estimate: Estimate) -> float:
+def _grouped_update_s(row: Row, cluster: Cluster, prepared: Prepared, estimate: Estimate) -> float:
     """Return the seconds that sharding optimizer states within groups adds to a step.
 
-    Gradients are already summed over all ranks; each rank updates its part, and the ranks of the
-    group gather the new parameters from each other.
+    Gradients are already summed over all ranks; each rank updates its shard, and the ranks of the
+    group gather the new parameters.
     """
     assert row.sharding.group is not None
     size = row.sharding.group
@@ -231,20 +221,12 @@ def _update_in_groups(row: Row, cluster: Cluster, prepared: Prepared, estimate: 
     return gather - estimate.timeline.causes["optimizer"] * (1 - 1 / size)
 
 
-def _peak_in_groups(row: Row, cluster: Cluster, prepared: Prepared, estimate: Estimate) -> float:
-    """Return the peak bytes if all ranks shared the states, plus the states each rank has beyond
-    that.
-    """
+def _grouped_peak_bytes(
+    row: Row, cluster: Cluster, prepared: Prepared, estimate: Estimate
+) -> float:
+    """Return the peak with states sharded among all ranks, plus the states beyond that."""
     assert row.sharding.group is not None
-    shared = replace(prepared.execution, zero=1)
-    shared_bytes = (
-        Evaluator(prepared.fold, cluster).estimate(prepared.workloads, shared).peak.peak_bytes
-    )
+    execution = replace(prepared.execution, zero=1)
+    sharded = Evaluator(prepared.fold, cluster).estimate(prepared.workloads, execution)
     share = 1 / row.sharding.group - 1 / (row.dp * row.cp)
-    return shared_bytes + _STATE_BYTES * _numel(estimate) * share
-
-
-def _numel(estimate: Estimate) -> float:
-    """Return the largest number of parameters that a group of ranks updates."""
-    groups = {stage.group for stage in estimate.stages}
-    return max(sum(s.numel for s in estimate.stages if s.group == group) for group in groups)
+    return sharded.peak.peak_bytes + _STATE_BYTES * _numel(estimate) * share

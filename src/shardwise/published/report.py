@@ -1,4 +1,9 @@
-"""Present predictions next to published values as rich tables, JSON or CSV."""
+"""Summarize predictions next to published values, as tables, JSON or CSV.
+
+A summary has the errors of step time over all rows and by device, the errors of memory, and the
+rank correlation within each model's sweep. Repeated runs of one configuration count once, with the
+mean of their times, since a prediction that depends only on the configuration cannot order them.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +15,19 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
+from scipy.stats import spearmanr
 
 from shardwise.formatting import GIB, digits
 from shardwise.published.rows import Row
-
-# Summarize how far predictions are from published values: errors of step time over all rows and by
-# device, errors of memory, and the rank correlation within each model's sweep. Repeated runs of one
-# configuration count once, with the mean of their times, since nothing that knows only the
-# configuration can order them.
-
 
 MIN_SWEEP = 4  # rows; the order of fewer means little
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The prediction for a row and the published values; None where there is none."""
+    """The prediction for a row and the published values, None if unknown."""
 
     row_id: str
     model: str
@@ -40,7 +39,7 @@ class Outcome:
     device_memory_bytes: int | None = None
     published_step_time_s: float | None = None
     published_memory_bytes: int | None = None
-    ran_out: bool = False  # as published
+    published_out_of_memory: bool = False
     note: str = ""  # where the prediction deviates from the row
 
     @property
@@ -50,22 +49,22 @@ class Outcome:
 
     @property
     def sweep(self) -> str:
-        """The rows it is compared with: one model on one kind of device."""
+        """The name of the rows to compare with: one model on one kind of device."""
         return f"{self.model} on {self.device}"
 
     @property
     def configuration(self) -> Row | None:
-        """Everything the prediction depends on; equal for repeated runs."""
+        """Everything that the prediction depends on; equal for repeated runs."""
         return None if self.row is None else replace(self.row, row_id="")
 
     @property
     def error(self) -> float | None:
-        """Relative error of the step time."""
+        """The relative error of the step time."""
         return _relative(self.step_time_s, self.published_step_time_s)
 
     @property
     def memory_error(self) -> float | None:
-        """Relative error of the memory."""
+        """The relative error of the memory."""
         return _relative(self.memory_bytes, self.published_memory_bytes)
 
 
@@ -82,10 +81,10 @@ class Errors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """Rows of one model on one kind of device, and how well their order is predicted.
+    """Rows of one model on one kind of device, and the correlation of their predicted order.
 
-    `correlation` is Spearman's, over the step time of each configuration; `of_runs` is over single
-    runs, and lower the more similar configurations and the less similar repeated runs are.
+    `correlation` is Spearman's over the mean step time of each configuration; `of_runs` is over
+    single runs, which is lower if configurations are similar and repeated runs are not.
     """
 
     name: str
@@ -97,13 +96,13 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """All figures of a file; `ran_out` counts runs published as out of memory."""
+    """All figures of a file."""
 
     rows: int
     predicted: int
     out_of_memory: int
-    ran_out: int
-    ran_out_as_predicted: int
+    published_out_of_memory: int
+    out_of_memory_as_published: int
     step_time: Errors | None
     memory: Errors | None
     by_device: tuple[tuple[str, Errors], ...]
@@ -120,8 +119,8 @@ class Summary:
             "rows": self.rows,
             "predicted": self.predicted,
             "out_of_memory": self.out_of_memory,
-            "published_out_of_memory": self.ran_out,
-            "out_of_memory_as_published": self.ran_out_as_predicted,
+            "published_out_of_memory": self.published_out_of_memory,
+            "out_of_memory_as_published": self.out_of_memory_as_published,
             "step_time": None if self.step_time is None else asdict(self.step_time),
             "memory": None if self.memory is None else asdict(self.memory),
             "by_device": {name: asdict(errors) for name, errors in self.by_device},
@@ -141,8 +140,10 @@ def summarize(outcomes: Sequence[Outcome]) -> Summary:
         rows=len(outcomes),
         predicted=sum(o.step_time_s is not None for o in outcomes),
         out_of_memory=sum(o.is_out_of_memory for o in outcomes),
-        ran_out=sum(o.ran_out for o in outcomes),
-        ran_out_as_predicted=sum(o.ran_out and o.is_out_of_memory for o in outcomes),
+        published_out_of_memory=sum(o.published_out_of_memory for o in outcomes),
+        out_of_memory_as_published=sum(
+            o.published_out_of_memory and o.is_out_of_memory for o in outcomes
+        ),
         step_time=errors_of(o.error for o in outcomes),
         memory=errors_of(o.memory_error for o in outcomes),
         by_device=tuple((name, errors) for name, errors in by_device if errors is not None),
@@ -151,17 +152,17 @@ def summarize(outcomes: Sequence[Outcome]) -> Summary:
 
 
 def errors_of(errors: Iterable[float | None]) -> Errors | None:
-    """Return statistics of the errors that exist, or None."""
-    known = np.array([e for e in errors if e is not None])
-    if not known.size:
+    """Return statistics of the errors that are not None, or None if there are none."""
+    signed = np.array([error for error in errors if error is not None])
+    if not signed.size:
         return None
-    sizes = np.abs(known)
+    absolute = np.abs(signed)
     return Errors(
-        count=int(known.size),
-        bias=float(np.median(known)),
-        median=float(np.median(sizes)),
-        p90=float(np.quantile(sizes, 0.9)),
-        largest=float(sizes.max()),
+        count=int(signed.size),
+        bias=float(np.median(signed)),
+        median=float(np.median(absolute)),
+        p90=float(np.quantile(absolute, 0.9)),
+        largest=float(absolute.max()),
     )
 
 
@@ -171,21 +172,9 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
     >>> rank_correlation([1.0, 2.0, 3.0], [10.0, 20.0, 15.0])
     0.5
     """
-    first, second = _ranks(a), _ranks(b)
-    if np.ptp(first) == 0 or np.ptp(second) == 0:
+    if len(set(a)) == 1 or len(set(b)) == 1:  # SciPy would warn
         return math.nan
-    first, second = first - first.mean(), second - second.mean()
-    scale = math.sqrt(float(first @ first) * float(second @ second))
-    return round(float(first @ second) / scale, 12)
-
-
-def _ranks(values: Sequence[float]) -> NDArray[np.float64]:
-    """Return ranks from 1 for the smallest; equal values share the mean of their ranks."""
-    array = np.asarray(values, dtype=float)
-    below = (array[:, None] > array[None, :]).sum(axis=1)
-    equal = (array[:, None] == array[None, :]).sum(axis=1)
-    ranks: NDArray[np.float64] = below + (equal + 1) / 2.0
-    return ranks
+    return round(float(spearmanr(a, b).statistic), 12)
 
 
 def _sweeps(outcomes: Sequence[Outcome]) -> Iterable[Sweep]:
@@ -224,22 +213,28 @@ def _relative(predicted: float | None, published: float | None) -> float | None:
     return None if predicted is None or not published else predicted / published - 1
 
 
-_NARROW = 100  # columns; narrower tables omit some of what the JSON has
+# ------------------------------------------------------------ tables
+
+_WIDE = 100  # characters; narrower tables omit a column
 _MAX_ROWS = 400  # in a printed table; -o writes all
-_COLUMNS = (
-    "row_id",
-    "model",
-    "gpu",
-    "status",
-    "note",
-    "predicted_step_time_s",
-    "published_step_time_s",
-    "step_time_error",
-    "predicted_memory_bytes",
-    "published_memory_bytes",
-    "memory_error",
-    "device_memory_bytes",
-)
+_COLUMNS = {  # names in files, and attributes of an outcome
+    "row_id": "row_id",
+    "model": "model",
+    "gpu": "device",
+    "status": "status",
+    "note": "note",
+    "predicted_step_time_s": "step_time_s",
+    "published_step_time_s": "published_step_time_s",
+    "step_time_error": "error",
+    "predicted_memory_bytes": "memory_bytes",
+    "published_memory_bytes": "published_memory_bytes",
+    "memory_error": "memory_error",
+    "device_memory_bytes": "device_memory_bytes",
+}
+
+
+def _fields(outcome: Outcome) -> dict[str, Any]:
+    return {name: getattr(outcome, attribute) for name, attribute in _COLUMNS.items()}
 
 
 def to_dict(outcomes: Sequence[Outcome], summary: Summary) -> dict[str, Any]:
@@ -250,7 +245,7 @@ def to_dict(outcomes: Sequence[Outcome], summary: Summary) -> dict[str, Any]:
 def to_csv(outcomes: Iterable[Outcome]) -> str:
     """Return predicted and published values of all rows as CSV."""
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, _COLUMNS)
+    writer = csv.DictWriter(text, list(_COLUMNS))
     writer.writeheader()
     writer.writerows(_fields(outcome) for outcome in outcomes)
     return text.getvalue()
@@ -258,8 +253,8 @@ def to_csv(outcomes: Iterable[Outcome]) -> str:
 
 def show(outcomes: Sequence[Outcome], summary: Summary, console: Console) -> None:
     """Print tables to a console."""
-    wide = console.width >= _NARROW
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    wide = console.width >= _WIDE
+    table = _table(None)
     table.add_column("row", overflow="fold", ratio=3)
     if wide:
         table.add_column("model", overflow="fold")
@@ -273,27 +268,14 @@ def show(outcomes: Sequence[Outcome], summary: Summary, console: Console) -> Non
     if len(outcomes) > _MAX_ROWS:
         console.print(f"… and {len(outcomes) - _MAX_ROWS} more: -o predictions.csv")
     console.print()
-    console.print(_errors(summary))
+    console.print(_errors_table(summary))
     if summary.sweeps:
         console.print()
-        console.print(_sweep_rows(summary))
+        console.print(_sweeps_table(summary))
 
 
-def _fields(outcome: Outcome) -> dict[str, Any]:
-    return {
-        "row_id": outcome.row_id,
-        "model": outcome.model,
-        "gpu": outcome.device,
-        "status": outcome.status,
-        "note": outcome.note,
-        "predicted_step_time_s": outcome.step_time_s,
-        "published_step_time_s": outcome.published_step_time_s,
-        "step_time_error": outcome.error,
-        "predicted_memory_bytes": outcome.memory_bytes,
-        "published_memory_bytes": outcome.published_memory_bytes,
-        "memory_error": outcome.memory_error,
-        "device_memory_bytes": outcome.device_memory_bytes,
-    }
+def _table(title: str | None) -> Table:
+    return Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
 
 
 def _cells(outcome: Outcome, *, wide: bool) -> list[str]:
@@ -309,18 +291,15 @@ def _seconds(value: float | None) -> str:
     return "" if value is None else f"{digits(value, 3)} s"
 
 
-def _errors(summary: Summary) -> Table:
-    table = Table(
-        title=f"{summary.predicted} of {summary.rows} rows predicted, "
-        f"{summary.out_of_memory} out of memory{_ran_out(summary)}",
-        title_justify="left",
-        box=None,
-        header_style="bold",
-        pad_edge=False,
-    )
-    for name, justify in (("step time", "left"), ("rows", "right"), ("bias", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    for name in ("median", "p90", "largest"):
+def _errors_table(summary: Summary) -> Table:
+    title = f"{summary.predicted} of {summary.rows} rows predicted, "
+    title += f"{summary.out_of_memory} out of memory"
+    if summary.published_out_of_memory:
+        title += f" ({summary.out_of_memory_as_published} of the "
+        title += f"{summary.published_out_of_memory} published as out of memory)"
+    table = _table(title)
+    table.add_column("step time")
+    for name in ("rows", "bias", "median", "p90", "largest"):
         table.add_column(name, justify="right")
     for label, errors in (("all", summary.step_time), *summary.by_device):
         table.add_row(label, *_figures(errors))
@@ -329,27 +308,15 @@ def _errors(summary: Summary) -> Table:
     return table
 
 
-def _ran_out(summary: Summary) -> str:
-    if not summary.ran_out:
-        return ""
-    return f" ({summary.ran_out_as_predicted} of the {summary.ran_out} that ran out of it)"
-
-
 def _figures(errors: Errors | None) -> list[str]:
     if errors is None:
         return ["0", "", "", "", ""]
-    sizes = (errors.median, errors.p90, errors.largest)
-    return [str(errors.count), f"{errors.bias:+.1%}", *(f"{size:.1%}" for size in sizes)]
+    absolute = (errors.median, errors.p90, errors.largest)
+    return [str(errors.count), f"{errors.bias:+.1%}", *(f"{error:.1%}" for error in absolute)]
 
 
-def _sweep_rows(summary: Summary) -> Table:
-    table = Table(
-        title=f"rank correlation within sweeps: median {summary.median_correlation:.3f}",
-        title_justify="left",
-        box=None,
-        header_style="bold",
-        pad_edge=False,
-    )
+def _sweeps_table(summary: Summary) -> Table:
+    table = _table(f"rank correlation within sweeps: median {summary.median_correlation:.3f}")
     table.add_column("sweep", overflow="fold")
     for name in ("runs", "configurations", "correlation", "of runs"):
         table.add_column(name, justify="right")

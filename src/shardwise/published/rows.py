@@ -1,5 +1,7 @@
-"""Read a CSV table of published measurements. Every line becomes an `Entry`: a `Row` that can be
-predicted, or the reason why it cannot. Unknown columns are ignored, and no row stops the others.
+"""Read a CSV table of published measurements.
+
+Every line becomes an `Entry`: a `Row` that can be predicted, or the reason why it cannot. Unknown
+columns are ignored, and an invalid row does not affect the others.
 """
 
 from __future__ import annotations
@@ -14,30 +16,17 @@ from pathlib import Path
 from shardwise.errors import ShardwiseError
 from shardwise.formatting import GIB
 
-# Parse cells of a table of published measurements, such as "8.0", "FSDP FULL_SHARD (ZeRO-3)" or
-# "amp_bf16". `Unusable` says why a cell cannot be used.
-
+# ------------------------------------------------------------ cells
+#
+# Cells are such as "8.0", "FSDP FULL_SHARD (ZeRO-3)" or "amp_bf16".
 
 # Placeholders for missing values.
 _EMPTY = {"", "-", "--", "?", "n/a", "na", "nan", "none given", "unknown", "null", "unspecified"}
 _NONE = {"none", "no", "false", "0", "0.0", "off", "disabled"}
 _FULL = {
-    "full",
-    "yes",
-    "true",
-    "1",
-    "1.0",
-    "on",
-    "all",
-    "every_layer",
-    "block",
-    "uniform",
-    "layer",
-    "every",
-    "enabled",
-    "activation_checkpointing",
-    "checkpoint_activations",
-}
+    "full", "yes", "true", "1", "1.0", "on", "all", "every_layer", "block", "uniform", "layer",
+    "every", "enabled", "activation_checkpointing", "checkpoint_activations",
+}  # fmt: skip
 _SELECTIVE = {"selective", "attention", "core_attn", "core-attention", "core_attention"}
 _DTYPES = {
     "bf16": "bfloat16",
@@ -48,12 +37,12 @@ _DTYPES = {
     "fp32": "float32",
     "float32": "float32",
 }
-# Ten times beyond any known run: a cell in another unit, or of another column.
-_MOST = {"layers": 10_000, "gpus_per_node": 1_024, "heads": 16_384, "gpus": 1 << 20}
-_MOST_OF_ANY = 1 << 28
+# Ten times above any known run: larger numbers have another unit, or belong to another column.
+_MAXIMUMS = {"layers": 10_000, "gpus_per_node": 1_024, "heads": 16_384, "gpus": 1 << 20}
+_MAXIMUM = 1 << 28
 _GROUP = re.compile(r"(?:group[s]? of|within|over|across|shard)\s*=?\s*(\d+)")
 _STAGE = re.compile(r"(?:zero|stage)[\s_-]*([0-3])|^([0-3])$")
-_NODE = 8  # default group of hybrid sharding: a node's devices
+_NODE_DEVICES = 8  # default group of hybrid sharding
 
 
 class Unusable(ValueError):
@@ -77,8 +66,8 @@ def is_empty(text: str | None) -> bool:
     return text is None or text.strip().lower() in _EMPTY
 
 
-def is_unsaid(text: str | None) -> bool:
-    """Return whether a cell is empty, counting "none": for numbers and names."""
+def is_missing(text: str | None) -> bool:
+    """Return whether a cell for a number or a name is empty or "none"."""
     return text is None or is_empty(text) or text.strip().lower() == "none"
 
 
@@ -100,9 +89,9 @@ def integer(name: str, text: str) -> int:
     value = number(name, text)
     if value != round(value):
         raise Unusable(f"{name} is {text.strip()}, not a whole number")
-    maximum = _MOST.get(name, _MOST_OF_ANY)
+    maximum = _MAXIMUMS.get(name, _MAXIMUM)
     if value > maximum:
-        raise Unusable(f"{name} is {text.strip()}, more than {maximum:,}: not a training run")
+        raise Unusable(f"{name} is {text.strip()}, must be at most {maximum:,}")
     return round(value)
 
 
@@ -117,7 +106,7 @@ def rounding(text: str) -> float:
 
 
 def read_sharding(text: str) -> Sharding:
-    """Return how data-parallel ranks shard parameters, gradients and optimizer state.
+    """Return the sharding of parameters, gradients and optimizer state over data-parallel ranks.
 
     >>> read_sharding("ZeRO-1 within group of 8")
     Sharding(level=1, group=8, prefetch=False)
@@ -129,14 +118,14 @@ def read_sharding(text: str) -> Sharding:
     group = int(match[1]) if match else None
     stage = _STAGE.search(low)
     if any(word in low for word in ("hsdp", "hybrid", "mics")):
-        return Sharding(level=2 if "zero2" in low else 3, group=group or _NODE)
+        return Sharding(level=2 if "zero2" in low else 3, group=group or _NODE_DEVICES)
     if stage:
         return Sharding(level=int(stage[1] or stage[2]), group=group, prefetch=prefetch)
     if "no_shard" in low or "unsharded" in low:
         return Sharding(level=0)
     if "grad_op" in low:
         return Sharding(level=2, group=group)
-    # Alpa's "reduce-scatter preferred": gradients and optimizer state are shared; its table gives
+    # Alpa's "reduce-scatter preferred" shards gradients and optimizer state; its table gives
     # exactly the memory of ZeRO-2 for it.
     if "auto-sharding" in low or "auto_sharding" in low:
         return Sharding(level=2, group=group)
@@ -146,22 +135,22 @@ def read_sharding(text: str) -> Sharding:
         return Sharding(level=1, group=group, prefetch=prefetch)
     if low in _NONE or low == "dp" or "ddp" in low or "data parallel" in low or "replicat" in low:
         return Sharding(level=0)
-    raise Unusable(f"zero_stage_or_sharding is {text.strip()!r}, which is unknown")
+    raise Unusable(f"zero_stage_or_sharding is {text.strip()!r}, which is not supported")
 
 
 def read_recompute(text: str) -> str:
-    """Return "none", "full" or "selective" by the first word; partial recomputation is unsupported.
+    """Return "none", "full" or "selective"; recomputation of some layers is not supported.
 
     >>> read_recompute("full (uniform, 1 layer)")
     'full'
     """
     low = re.sub(r"\b(activation) (checkpoint)", r"\1_\2", text.lower().strip())
-    first, *rest = re.findall(r"[a-z0-9._-]+", low) or [""]
-    some = any(word[0].isdigit() and word != "1" for word in rest)
+    first, *others = re.findall(r"[a-z0-9._-]+", low) or [""]
+    is_partial = any(word[0].isdigit() and word != "1" for word in others)
     for mode, words in (("none", _NONE), ("full", _FULL), ("selective", _SELECTIVE)):
-        if first in words and not some:
+        if first in words and not is_partial:
             return mode
-    raise Unusable(f"recompute is {text.strip()!r}: none, full and selective are known")
+    raise Unusable(f"recompute is {text.strip()!r}, must be none, full or selective")
 
 
 def read_precision(text: str) -> str:
@@ -175,49 +164,34 @@ def read_precision(text: str) -> str:
     for word in words:
         if word in _DTYPES:
             return _DTYPES[word]
-    raise Unusable(f"precision is {text.strip()!r}: bf16, fp16, fp32 and fp8 are known")
+    raise Unusable(f"precision is {text.strip()!r}, must be bf16, fp16, fp32 or fp8")
 
+
+# ------------------------------------------------------------ rows
 
 # Required columns: without any of these, step time or memory would be a guess.
-_NEEDED = (
-    "layers",
-    "hidden",
-    "ffn_hidden",
-    "heads",
-    "vocab",
-    "seq_len",
-    "gpu",
-    "precision",
-    "zero_stage_or_sharding",
-    "micro_batch",
-    "global_batch",
-    "recompute",
-)
-# Those in which "none" is a value.
-_WORDS = ("zero_stage_or_sharding", "recompute")
-# Columns that make a model a mixture of experts, where a table has one of them.
+_REQUIRED = (
+    "layers", "hidden", "ffn_hidden", "heads", "vocab", "seq_len", "gpu", "precision",
+    "zero_stage_or_sharding", "micro_batch", "global_batch", "recompute",
+)  # fmt: skip
+# Required columns in which "none" is a value.
+_MAY_BE_NONE = ("zero_stage_or_sharding", "recompute")
+# Columns that make a model a mixture of experts.
 _EXPERTS = ("experts", "num_experts", "n_experts", "moe_experts", "num_moe_experts")
 # Names of such models: Mixtral-8x7B, Qwen3-235B-A22B, GPT-MoE.
 _MIXTURE = re.compile(r"\bmoe\b|mixtral|experts?\b|\d+x\d+(\.\d+)?b|\d+b-a\d", re.IGNORECASE)
 # Columns in which a table reports that a run was out of memory.
 _RESULTS = (
-    "derived_step_time_s",
-    "derived_tokens_per_s_per_gpu",
-    "mem_gib_per_gpu",
-    "status",
-    "result",
-    "outcome",
-    "error",
-    "oom",
-    "notes",
-)
-_RAN_OUT = re.compile(r"\boom\b|out[\s_-]of[\s_-]memory", re.IGNORECASE)
+    "derived_step_time_s", "derived_tokens_per_s_per_gpu", "mem_gib_per_gpu", "status", "result",
+    "outcome", "error", "oom", "notes",
+)  # fmt: skip
+_OUT_OF_MEMORY = re.compile(r"\boom\b|out[\s_-]of[\s_-]memory", re.IGNORECASE)
 _MAX_FILE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One configuration: a decoder-only transformer, its cluster, and how it was parallelized."""
+    """One configuration: a decoder-only transformer, its cluster and its parallelization."""
 
     row_id: str
     model: str
@@ -257,15 +231,15 @@ class Row:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether optimizer states are shared by fewer than all data-parallel ranks."""
+        """Whether states are sharded among fewer than all data-parallel ranks."""
         return self.sharding.group is not None and self.sharding.group < self.dp * self.cp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A line of the file: its `row`, or the `reason` why there is none, and the published values.
+    """A line of the file: its `row`, or the `reason` why it has none, and the published values.
 
-    `ran_out` marks a run published as out of memory.
+    `out_of_memory` marks a run that was published as such.
     """
 
     row_id: str
@@ -275,7 +249,7 @@ class Entry:
     device: str
     step_time_s: float | None
     memory_bytes: int | None
-    ran_out: bool = False
+    out_of_memory: bool = False
 
 
 def read_entries(path: Path) -> tuple[Entry, ...]:
@@ -293,10 +267,10 @@ def read_entries(path: Path) -> tuple[Entry, ...]:
         raise ShardwiseError(f"no file {path}", hint="--csv published.csv") from None
     except (OSError, csv.Error) as error:
         raise ShardwiseError(f"{path} is not a readable CSV file: {error}") from error
-    if not set(names) & set(_NEEDED):
+    if not set(names) & set(_REQUIRED):
         raise ShardwiseError(
-            f"{path} has no column of configurations; its first line is {', '.join(names)[:80]!r}",
-            hint=f"columns such as row_id, {', '.join(_NEEDED[:4])}, gpu, gpus, micro_batch",
+            f"{path} has none of the required columns; its first line is {', '.join(names)[:80]!r}",
+            hint=f"columns such as row_id, {', '.join(_REQUIRED[:4])}, gpu, gpus, micro_batch",
         )
     return tuple(_entry(line, index) for index, line in enumerate(lines, start=1))
 
@@ -306,8 +280,8 @@ def _entry(line: Mapping[str, str], index: int) -> Entry:
     row, reason = None, ""
     try:
         row = _row(row_id, line)
-    except Unusable as unusable:
-        reason = str(unusable)
+    except Unusable as error:
+        reason = str(error)
     memory_gib = _optional_number(line, "mem_gib_per_gpu")
     return Entry(
         row_id=row_id,
@@ -317,7 +291,7 @@ def _entry(line: Mapping[str, str], index: int) -> Entry:
         device=line.get("gpu", "").strip(),
         step_time_s=_step_time_s(line, row),
         memory_bytes=None if memory_gib is None else round(memory_gib * GIB),
-        ran_out=any(_RAN_OUT.search(line.get(name, "")) for name in _RESULTS),
+        out_of_memory=any(_OUT_OF_MEMORY.search(line.get(name, "")) for name in _RESULTS),
     )
 
 
@@ -331,13 +305,16 @@ def _step_time_s(line: Mapping[str, str], row: Row | None) -> float | None:
 
 
 def _row(row_id: str, line: Mapping[str, str]) -> Row:
-    cells = {name: line.get(name) for name in _NEEDED}
-    missing = [n for n, text in cells.items() if (is_empty if n in _WORDS else is_unsaid)(text)]
+    missing = [
+        name
+        for name in _REQUIRED
+        if (is_empty if name in _MAY_BE_NONE else is_missing)(line.get(name))
+    ]
     if missing:
-        raise Unusable(f"lacks {', '.join(missing)}")
+        raise Unusable(f"missing {', '.join(missing)}")
     sizes = {axis: _or_one(line, axis) for axis in ("tp", "pp", "vpp", "cp")}
     for name in ("ep", *_EXPERTS):
-        if not is_unsaid(line.get(name)) and line[name].strip() not in ("0", "0.0", "1", "1.0"):
+        if not is_missing(line.get(name)) and line[name].strip() not in ("0", "0.0", "1", "1.0"):
             raise Unusable(f"{name} is {line[name].strip()}: only dense models are predicted")
     model = line.get("model", "").strip()
     if _MIXTURE.search(model):
@@ -349,7 +326,7 @@ def _row(row_id: str, line: Mapping[str, str]) -> Row:
         row_id=row_id,
         model=model,
         params_b=params_b,
-        params_text="" if params_b is not None or is_unsaid(params) else params,
+        params_text="" if params_b is not None or is_missing(params) else params,
         params_tolerance_b=rounding(line.get("params_b", "")),
         layers=integer("layers", line["layers"]),
         hidden=integer("hidden", line["hidden"]),
@@ -378,12 +355,12 @@ def _row(row_id: str, line: Mapping[str, str]) -> Row:
 
 
 def _ranks(line: Mapping[str, str], sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Return the number of GPUs and of data-parallel ranks; either follows from the other."""
+    """Return the numbers of GPUs and of data-parallel ranks; one implies the other."""
     inner = sizes["tp"] * sizes["pp"] * sizes["cp"]
     split = f"tp {sizes['tp']} x pp {sizes['pp']} x cp {sizes['cp']}"
     gpus, dp = _optional_integer(line, "gpus"), _optional_integer(line, "dp")
     if gpus is None and dp is None:
-        raise Unusable("lacks gpus, dp")
+        raise Unusable("missing gpus, dp")
     if gpus is None:
         assert dp is not None
         return inner * dp, dp
@@ -425,7 +402,7 @@ def _or_one(line: Mapping[str, str], name: str) -> int:
 
 def _optional_integer(line: Mapping[str, str], name: str) -> int | None:
     text = line.get(name, "")
-    return None if is_unsaid(text) else integer(name, text)
+    return None if is_missing(text) else integer(name, text)
 
 
 def _optional_number(line: Mapping[str, str], name: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Products of layers change to float8; everything else stays."""
+"""Products of layers are computed in float8; all else keeps its dtype."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def test_operands_are_converted_once() -> None:
     assert all(kernel.dtype == "bfloat16" for kernel in last)
 
 
-def test_operands_travel_in_float8() -> None:
+def test_operands_are_sent_in_float8() -> None:
     wide, narrow = work("bfloat16", tp=2), work("float8", tp=2)
     for a, b in zip(wide.collectives, narrow.collectives, strict=True):
         assert b.num_bytes == a.num_bytes / (2 if a.op == "all_gather" else 1)
 
 
-def test_devices_without_float8() -> None:
-    with pytest.raises(Unusable, match="no float8"):
+def test_devices_without_float8_raise() -> None:
+    with pytest.raises(Unusable, match="does not support float8"):
         cluster_of(replace(LLAMA, dtype="float8", gpu="A100-80GB"))

@@ -52,7 +52,7 @@ def test_variants_of_a_device_differ_from_its_preset() -> None:
         return *rates, node.link.bandwidth_bytes_per_s
 
     sxm, pcie, old = (device(f"H100{name}") for name in ("-SXM", " PCIe", "-96GB-HBM2e-500W"))
-    assert all(ours < theirs for ours, theirs in zip(pcie, sxm, strict=True))
+    assert all(slow < fast for slow, fast in zip(pcie, sxm, strict=True))
     assert (old[0], old[2]) == (sxm[0], sxm[2])
     assert old[1] < sxm[1]
     assert device("A800")[2] < device("A100-80GB")[2]
@@ -63,14 +63,14 @@ def test_variants_of_a_device_differ_from_its_preset() -> None:
 @pytest.mark.parametrize(
     ("gpus", "domain"), [(8, 8), (128, 64), (512, 64), (576, 72), (2304, 72), (76, 72)]
 )
-def test_racks_are_used_equally(gpus: int, domain: int) -> None:
+def test_domains_are_used_equally(gpus: int, domain: int) -> None:
     row = replace(ROW, gpu="GB200", gpus=gpus, gpus_per_node=None, dp=gpus, global_batch=gpus)
     islands = cluster_of(row).topology.island
     assert np.bincount(islands).max() == domain
 
 
 @pytest.mark.parametrize("label", ["TPU v4", "RTX A1000", "GA100X", "H20", "nan"])
-def test_unknown_devices(label: str) -> None:
+def test_unknown_devices_raise(label: str) -> None:
     with pytest.raises(Unusable, match="unknown device"):
         read_device(label)
 
@@ -104,12 +104,12 @@ def test_links(
 
 
 @given(st.text(max_size=40))
-def test_no_text_stops_the_reading(text: str) -> None:
+def test_any_text_is_accepted(text: str) -> None:
     read_machine("H100", text)
 
 
 def rate(tp: int, dp: int, along: str) -> float:
-    """Bytes per second and rank of all-gathers of a row's groups on a p3.16xlarge."""
+    """Return bytes per second and rank of a row's all-gathers on a p3.16xlarge."""
     row = replace(ROW, gpu="V100 (AWS p3.16xlarge)", gpus=tp * dp, gpus_per_node=tp * dp)
     cluster = cluster_of(replace(row, tp=tp, dp=dp, pp=1, cp=1))
     grid = np.arange(tp * dp).reshape(dp, tp)
@@ -119,9 +119,9 @@ def rate(tp: int, dp: int, along: str) -> float:
     return (size - 1) / size / min(line.s_per_byte * line.factor.best for line in model.lines)
 
 
-def test_groups_of_a_cube_mesh_have_the_wires_between_their_devices() -> None:
-    whole = rate(8, 1, "tp")
-    assert rate(4, 2, "tp") == pytest.approx(whole * 4 / 6)  # one half of the cube
-    assert rate(4, 2, "dp") == pytest.approx(whole * 1 / 6)  # pairs across
-    assert rate(2, 4, "dp") == pytest.approx(whole * 2 / 6)  # every other device
-    assert rate(2, 4, "tp") == pytest.approx(whole * 1 / 6)
+def test_groups_of_a_cube_mesh_have_the_links_between_their_devices() -> None:
+    full = rate(8, 1, "tp")
+    assert rate(4, 2, "tp") == pytest.approx(full * 4 / 6)  # one half of the cube
+    assert rate(4, 2, "dp") == pytest.approx(full * 1 / 6)  # pairs across
+    assert rate(2, 4, "dp") == pytest.approx(full * 2 / 6)  # every other device
+    assert rate(2, 4, "tp") == pytest.approx(full * 1 / 6)

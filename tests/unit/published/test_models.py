@@ -1,4 +1,4 @@
-"""Transformers from dims: the right variant, with the right number of parameters."""
+"""Transformers from dims: the variant and its number of parameters."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_number_of_parameters(gated: bool, tied: bool, kv_heads: int, layers: in
         ),
     ],
 )
-def test_variant(
+def test_the_variant_is_chosen_by_its_parameters(
     params_b: float | None, tolerance: float, change: dict[str, int], gated: bool, tied: bool
 ) -> None:
     row = replace(ROW, params_b=params_b, params_tolerance_b=tolerance, **change)  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def test_variant(
 
 
 @pytest.mark.parametrize("change", [{}, {"gated": False, "positions": 16, "tied": True}])
-def test_is_captured(change: dict[str, bool]) -> None:
+def test_models_can_be_captured(change: dict[str, bool]) -> None:
     graph = sw.capture(*build(replace(TINY, **change), batch=2, seq_len=16, dtype=torch.bfloat16))  # type: ignore[arg-type]
     assert sum("attention" in node.op for node in graph.nodes) == 2
 

@@ -1,4 +1,4 @@
-"""Predictions behave as machines do: more work takes longer, more sharing needs less memory."""
+"""Predictions are plausible: more work takes longer, more sharding needs less memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_more_work_takes_longer() -> None:
 
 
 def test_messages_between_stages_slow_computing() -> None:
-    """Half of their time, for every micro-batch; a network ten times slower shows it."""
+    """They cost half of their time for every micro-batch, as a slow network shows."""
     change = {"pp": 2, "dp": 4, "global_batch": 256, "gpus_per_node": 4}
     quick, slow = (times(**change, interconnect=f"{gbit} Gb/s per GPU")[0] for gbit in (2000, 200))
     tokens = SMALL.micro_batch * SMALL.seq_len
@@ -55,16 +55,16 @@ def test_messages_between_stages_slow_computing() -> None:
     assert slow - quick > 0.3 * sent_s * 256 / 4 / SMALL.micro_batch
 
 
-def test_adding_gradients_takes_time() -> None:
-    """Small micro-batches read and write the sums more often."""
+def test_accumulating_gradients_takes_time() -> None:
+    """Small micro-batches read and write the accumulated gradients more often."""
     few, many = (times(micro_batch=size, global_batch=64)[0] for size in (4, 1))
     parameters = 6 * SMALL.layers * 2 * SMALL.hidden**2
     extra = (64 / 8 - 64 / 32) * parameters * 4 / 2e12
     assert many - few > extra
 
 
-def test_float8_is_quicker_but_not_twice() -> None:
-    """Operands are converted and attention stays as it is; wider models gain more."""
+def test_float8_is_faster_but_not_twice_as_fast() -> None:
+    """Operands are converted and attention does not change; wider models gain more."""
     gains = []
     for hidden in (2048, 8192):
         dims = {"hidden": hidden, "ffn_hidden": 4 * hidden, "heads": hidden // 128}
@@ -77,25 +77,25 @@ def test_float8_is_quicker_but_not_twice() -> None:
 
 
 def test_faster_devices_are_faster() -> None:
-    found = [times(gpu=gpu)[0] for gpu in ("A100-80GB", "H100 (DGX)", "B200", "GB200")]
-    assert found == sorted(found, reverse=True)
+    seconds = [times(gpu=gpu)[0] for gpu in ("A100-80GB", "H100 (DGX)", "B200", "GB200")]
+    assert seconds == sorted(seconds, reverse=True)
 
 
-def test_sharing_saves_memory() -> None:
-    found = [times(sharding=Sharding(level=level))[1] for level in (0, 1, 2, 3)]
-    assert found == sorted(found, reverse=True)
+def test_sharding_saves_memory() -> None:
+    peaks = [times(sharding=Sharding(level=level))[1] for level in (0, 1, 2, 3)]
+    assert peaks == sorted(peaks, reverse=True)
     groups = [Sharding(level=1, group=size) for size in (2, 4)]
     needed = [times(sharding=sharding)[1] for sharding in groups]
-    assert found[0] > needed[0] > needed[1] > found[1]
+    assert peaks[0] > needed[0] > needed[1] > peaks[1]
 
 
 def test_hybrid_sharding_is_between_its_parts() -> None:
-    """Groups hold what they would hold alone; sums between them cost time."""
+    """Groups need the memory of a single group; sums between them cost time."""
     many = {"dp": 16, "gpus": 16, "global_batch": 64}
-    alone = times(sharding=Sharding(level=3), dp=8, gpus=8)
+    one_group = times(sharding=Sharding(level=3), dp=8, gpus=8)
     hybrid = times(sharding=Sharding(level=3, group=8), **many)
-    assert hybrid[1] == alone[1] > times(sharding=Sharding(level=3), **many)[1]
-    assert alone[0] < hybrid[0] < 1.2 * alone[0]
+    assert hybrid[1] == one_group[1] > times(sharding=Sharding(level=3), **many)[1]
+    assert one_group[0] < hybrid[0] < 1.2 * one_group[0]
 
 
 def test_layouts_of_one_model() -> None:
@@ -111,11 +111,11 @@ def test_layouts_of_one_model() -> None:
 
 
 def test_order_of_layouts_on_a_cube_mesh() -> None:
-    """Alpa's artifact measured 0.454, 0.503, 0.522 and 0.580 s for a step of these."""
+    """Alpa's artifact measured steps of 0.454, 0.503, 0.522 and 0.580 s."""
     dims = {"layers": 8, "hidden": 5760, "ffn_hidden": 23040, "heads": 40, "kv_heads": 40}
     run = {"global_batch": 8, "recompute": "full", "dtype": "float16", "seq_len": 1024}
     layouts = [(8, 1, 2), (4, 2, 2), (1, 8, 3), (2, 4, 2)]
-    found = [
+    seconds = [
         times(
             **dims,
             **run,
@@ -129,7 +129,7 @@ def test_order_of_layouts_on_a_cube_mesh() -> None:
         )[0]
         for tp, dp, level in layouts
     ]
-    assert found == sorted(found)
+    assert seconds == sorted(seconds)
 
 
 def write(path: Path, *changes: dict[str, str]) -> Path:
@@ -154,7 +154,7 @@ def test_status(tmp_path: Path) -> None:
     assert good.step_time_s is not None
     assert unknown.status.startswith("unknown device 'abacus'")
     assert unknown.step_time_s is None
-    assert lacking.status == "lacks micro_batch"
+    assert lacking.status == "missing micro_batch"
     assert huge.status.startswith("out of memory: needs ")
     assert huge.status.endswith(" GiB of 79.1")
     assert huge.memory_bytes is not None
@@ -162,7 +162,7 @@ def test_status(tmp_path: Path) -> None:
     assert huge.memory_bytes > huge.device_memory_bytes
 
 
-def test_what_is_not_taken_as_it_stands_is_noted(
+def test_deviations_from_a_row_are_noted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = {"layers": "2", "params_b": ""}
@@ -170,15 +170,18 @@ def test_what_is_not_taken_as_it_stands_is_noted(
         ("", {}),
         ("", {"interconnect": "NVLink; 4x100Gb RoCE per machine"}),
         ("", {"interconnect": "none", "gpus_per_node": "32"}),
-        ("interconnect 'carrier pigeon' has no rate", {"interconnect": "NVLink; carrier pigeon"}),
-        ("16 gpus are not whole nodes of 3: nodes of 2 are taken", {"gpus_per_node": "3"}),
+        (
+            "'carrier pigeon' has no known rate",
+            {"interconnect": "NVLink; carrier pigeon"},
+        ),
+        ("16 gpus do not fill nodes of 3: nodes of 2 are used", {"gpus_per_node": "3"}),
         ("params_b is 'seven', not a number above 0", {"params_b": "seven"}),
-        ("params_b is 70, the dims make 0.", {"params_b": "70"}),
+        ("params_b is 70, but the dims give 0.", {"params_b": "70"}),
     )
     path = write(tmp_path / "t.csv", *({**small, **change} for _, change in changes))
-    for (note, change), found in zip(changes, predict_file(path), strict=True):
-        assert found.status == "ok", change
-        assert (note in found.note) if note else found.note == "", change
+    for (note, change), outcome in zip(changes, predict_file(path), strict=True):
+        assert outcome.status == "ok", change
+        assert (note in outcome.note) if note else outcome.note == "", change
     with pytest.raises(SystemExit):
         cli.main(["predict", "--csv", str(path), "--json"])
     assert "carrier pigeon" in json.loads(capsys.readouterr().out)["rows"][3]["note"]
@@ -238,7 +241,7 @@ GPT_175B = {
         (GPT_175B, "DGX-H100", (4, 8, 12, 4), 256, 8.309),
     ],
 )
-def test_other_tables_are_met(
+def test_predictions_of_other_tables(
     model: dict[str, int], gpu: str, split: tuple[int, ...], batch: int, seconds: float
 ) -> None:
     """Rows of NVIDIA's dgxc-benchmarking that are not in the file, on up to 2,304 devices."""
@@ -262,8 +265,8 @@ def test_other_tables_are_met(
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # the whole file may take ten minutes
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="the published measurements are not here")
-def test_published_measurements_are_met() -> None:
-    """Targets of the cost model: 8% in the median, 20% at the 90th percentile, order 0.9."""
+def test_predictions_of_published_measurements() -> None:
+    """Check the targets: 8% median error, 20% at the 90th percentile, rank correlation 0.9."""
     summary = summarize(predict_file(PUBLISHED))
     assert summary.predicted == 244
     assert summary.out_of_memory == 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import spearmanr
 
 from shardwise.published import Row
 from shardwise.published.report import Outcome, rank_correlation, summarize
@@ -32,33 +32,40 @@ def outcome(predicted: float | None, published: float | None, row: Row | None = 
 @given(FEW)
 def test_rank_correlation_is_spearmans(pairs: list[tuple[int, int]]) -> None:
     a, b = [float(x) for x, _ in pairs], [float(y) for _, y in pairs]
-    mine = rank_correlation(a, b)
+    correlation = rank_correlation(a, b)
     if len(set(a)) > 1 and len(set(b)) > 1:
-        assert mine == pytest.approx(spearmanr(a, b).statistic)
+        assert correlation == pytest.approx(statistics.correlation(ranks(a), ranks(b)))
     else:
-        assert math.isnan(mine)
+        assert math.isnan(correlation)
+
+
+def ranks(values: list[float]) -> list[float]:
+    """Return ranks; equal values share the mean of their ranks."""
+    ordered = sorted(values)
+    return [ordered.index(value) + ordered.count(value) / 2 for value in values]
 
 
 def test_summary() -> None:
-    found = summarize(
+    summary = summarize(
         [outcome(1.1, 1.0), outcome(1.8, 2.0), outcome(None, 3.0), outcome(4.0, None)]
     )
-    assert (found.rows, found.predicted) == (4, 3)
-    assert found.step_time is not None
-    assert found.step_time.count == 2
-    assert found.step_time.median == pytest.approx(0.1)
-    assert found.sweeps == ()
+    assert (summary.rows, summary.predicted) == (4, 3)
+    assert summary.step_time is not None
+    assert summary.step_time.count == 2
+    assert summary.step_time.median == pytest.approx(0.1)
+    assert summary.sweeps == ()
 
 
 def test_runs_out_of_memory() -> None:
     ok, out = outcome(1.0, None), replace(outcome(1.0, None), status="out of memory: needs 9 GiB")
-    summary = summarize([ok, replace(ok, ran_out=True), out, replace(out, ran_out=True)])
-    assert (summary.out_of_memory, summary.ran_out, summary.ran_out_as_predicted) == (2, 2, 1)
+    published = [replace(run, published_out_of_memory=True) for run in (ok, out)]
+    summary = summarize([ok, out, *published])
+    assert (summary.out_of_memory, summary.published_out_of_memory) == (2, 2)
     assert summary.to_dict()["out_of_memory_as_published"] == 1
 
 
 def test_repeated_runs_count_once() -> None:
-    """Two series of one sweep, the second on slower software: its order is that of the means."""
+    """Runs of two series are ordered by their means, although the second ran on slower software."""
     sizes = (8, 16, 32, 64)
     rows = [replace(ROW, row_id=f"{series}:{n}", gpus=n) for series in "ab" for n in sizes]
     slower = [1.0] * 4 + [1.1] * 4
@@ -67,8 +74,8 @@ def test_repeated_runs_count_once() -> None:
     (sweep,) = summarize(runs).sweeps
     assert (sweep.count, sweep.configurations, sweep.correlation) == (8, 4, 1.0)
     assert sweep.of_runs < 0.6
-    (told,) = summarize([replace(run, row=None) for run in runs]).sweeps
-    assert (told.configurations, told.correlation) == (8, told.of_runs)
+    (unconfigured,) = summarize([replace(run, row=None) for run in runs]).sweeps
+    assert (unconfigured.configurations, unconfigured.correlation) == (8, unconfigured.of_runs)
 
 
 def test_equal_predictions_of_different_rows_stay_apart() -> None:
@@ -80,6 +87,6 @@ def test_equal_predictions_of_different_rows_stay_apart() -> None:
 
 
 def test_nothing_to_compare() -> None:
-    found = summarize([outcome(None, None)])
-    assert found.step_time is None
-    assert found.to_dict()["rank_correlation"]["median"] is None
+    summary = summarize([outcome(None, None)])
+    assert summary.step_time is None
+    assert summary.to_dict()["rank_correlation"]["median"] is None
