@@ -126,8 +126,8 @@ class Reduction:
         elif len(self.entries) == 1 and self.bucket is None:
             self._pending = self.axis.all_reduce(_take_gradient(self.entries[0]).to(self.dtype))
         else:
-            grads = [_take_gradient(e) for e in self.entries]
-            self._pending = self.axis.all_reduce(self._join(grads))
+            joined = self._join([_take_gradient(e) for e in self.entries])
+            self._pending = self.axis.all_reduce(joined)
         if self.bucket is not None:
             self.bucket.sum = self._pending
 

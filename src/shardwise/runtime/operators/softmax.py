@@ -47,8 +47,10 @@ def attention(
     """
     if is_causal:  # row i of the shard sees columns up to `first + i`
         first = local_range(row_axis, rows)[0] if row_axis is not None else 0
-        positions = torch.arange(first, first + query.shape[-2], device=query.device).unsqueeze(1)
-        mask = positions >= torch.arange(key_.shape[-2], device=query.device)
+        stop, columns = first + query.shape[-2], key_.shape[-2]
+        mask = torch.arange(first, stop, device=query.device).unsqueeze(1) >= torch.arange(
+            columns, device=query.device
+        )
     if not dropout_p:
         return F.scaled_dot_product_attention(
             query, key_, value, mask, scale=scale, enable_gqa=enable_gqa
@@ -74,15 +76,20 @@ def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     return scores.masked_fill(masked_out, 0).softmax(-1).masked_fill(masked_out, 0)
 
 
+def _shifted(x: Tensor, axis: Axis, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `x` minus its maximum over ranks, its exponentials and their sum over ranks."""
+    values = x.to(widened(dtype))
+    shifted = values - primitives.all_reduce(local_extreme(values, (dim,), "max"), axis, "max")
+    exponentials = shifted.exp()
+    return shifted, exponentials, summed(exponentials.sum(dim, keepdim=True), axis)
+
+
 class _Softmax(torch.autograd.Function):
     """Softmax or log-softmax along a sharded dim."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
-        values = x.to(widened(dtype))
-        shifted = values - primitives.all_reduce(local_extreme(values, (dim,), "max"), axis, "max")
-        exponentials = shifted.exp()
-        total = summed(exponentials.sum(dim, keepdim=True), axis)
+        shifted, exponentials, total = _shifted(x, axis, dim, dtype)
         result = (shifted - total.log() if log else exponentials / total).to(dtype)
         ctx.save_for_backward(result)
         ctx.axis, ctx.dim, ctx.dtype, ctx.log = axis, dim, x.dtype, log
@@ -95,9 +102,9 @@ class _Softmax(torch.autograd.Function):
         if not ctx.log:
             grad = grad * result
         total = summed(grad.sum(ctx.dim, keepdim=True), ctx.axis)
-        # Unnamed, so that the exponentials are freed as soon as they are multiplied.
-        mean = (result.to(grad.dtype).exp() if ctx.log else result) * total
-        return (grad - mean).to(ctx.dtype), None, None, None, None
+        # No variable holds on to the exponentials, which are as large as the scores.
+        to_x = grad - (result.to(grad.dtype).exp() if ctx.log else result) * total
+        return to_x.to(ctx.dtype), None, None, None, None
 
 
 @untraced
