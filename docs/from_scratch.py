@@ -61,14 +61,14 @@ def capture(model: nn.Module, batch: Mapping[str, Tensor]) -> Graph:
     exported = torch.export.export(model, (), dict(batch), strict=False)
     nodes: list[Node] = []
     shapes = {}
-    for found in exported.graph.nodes:
-        if found.op == "output":
+    for traced in exported.graph.nodes:
+        if traced.op == "output":
             continue
-        shapes[found.name] = tuple(found.meta["val"].shape)
-        if found.op == "call_function":
-            op = found.target.name().removeprefix("aten::").partition(".")[0]
-            inputs = tuple(arg.name for arg in found.args if isinstance(arg, torch.fx.Node))
-            nodes += as_sum(Node(name=found.name, op=op, inputs=inputs), shapes)
+        shapes[traced.name] = tuple(traced.meta["val"].shape)
+        if traced.op == "call_function":
+            op = traced.target.name().removeprefix("aten::").partition(".")[0]
+            inputs = tuple(arg.name for arg in traced.args if isinstance(arg, torch.fx.Node))
+            nodes += as_sum(Node(name=traced.name, op=op, inputs=inputs), shapes)
     signature = exported.graph_signature
     return Graph(
         nodes=tuple(nodes),
@@ -79,7 +79,7 @@ def capture(model: nn.Module, batch: Mapping[str, Tensor]) -> Graph:
 
 
 def as_sum(node: Node, shapes: dict[str, tuple[int, ...]]) -> list[Node]:
-    """Return a mean as a sum over the count of the *whole* tensor: a mean of parts' means is wrong.
+    """Return a mean as a sum over the count of the *full* tensor: a mean of means is wrong.
 
     Batch 7 on 3 ranks has parts of 3, 2 and 2 rows; each row still counts one seventh.
     """
@@ -96,8 +96,8 @@ def as_sum(node: Node, shapes: dict[str, tuple[int, ...]]) -> list[Node]:
 
 
 # 3. Rules ---------------------------------------------------------------------
-# (shardwise/sharding/rules) How may a call be cut? One line per operator: letters are axes of the
-# call. An axis that is missing in the result is summed over. `+n` is added to the result.
+# (shardwise/sharding/rules) How may a call be sharded? One line per operator: letters are axes of
+# the call. An axis that is missing in the result is summed over. `+n` is added to the result.
 
 RULES = {
     "linear": "b k, n k, +n -> b n",
@@ -108,18 +108,17 @@ RULES = {
     "sum": "b n ->",
 }
 
-# A value lies on the ranks in one of these ways. What differs is also what its gradient is:
+# A value has one of these placements on the ranks, which also determines that of its gradient:
 #
-#   S(d)  cut on dim d                     its gradient is cut alike
-#   R     whole, all ranks do the same     its gradient is whole
-#   R~    whole, each rank does another    its gradient is a part of a sum
-#         thing with it
-#   P     a part of a sum                  its gradient is whole
+#   S(d)  sharded on dim d                         its gradient is sharded on dim d
+#   R     replicated, used by the same work        its gradient is replicated
+#   R~    replicated, used by different work       its gradient is partial
+#   P     partial: each rank has a term of a sum   its gradient is replicated
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What a call may do, what it needs of its operands, and what it gives."""
+    """A choice for a call: the placements of its operands, and of its result."""
 
     name: str
     needs: tuple[str, ...]
@@ -189,12 +188,12 @@ def find_plan(graph: Graph, ranks: int) -> Plan:
     """Return the combination of choices with the least work and communication."""
     options = [list(choices(node)) for node in graph.nodes]
     names = [node.name for node in graph.nodes]
-    plans = (dict(zip(names, found, strict=True)) for found in product(*options))
+    plans = (dict(zip(names, chosen, strict=True)) for chosen in product(*options))
     return min(plans, key=lambda plan: plan_cost(graph, plan, ranks))
 
 
 def plan_cost(graph: Graph, plan: Plan, ranks: int) -> float:
-    """Of one rank: its multiply-adds, and what all moves send."""
+    """Return the multiply-adds of one rank and the cost of its communication."""
     total = 0.0
     for node in graph.nodes:
         choice = plan[node.name]
@@ -204,13 +203,13 @@ def plan_cost(graph: Graph, plan: Plan, ranks: int) -> float:
         total += work if choice.name == "same" else work / ranks
         for value, need in zip(node.inputs, choice.needs, strict=True):
             elements = torch.Size(graph.shapes[value]).numel()
-            for move in moves(held(graph, plan, value, need), need):
+            for move in moves(stored_as(graph, plan, value, need), need):
                 total += SEND * cost(move, elements, value not in graph.inputs)
     return total + 2 * SEND * (plan[graph.nodes[-1].name].gives == "P")
 
 
-def held(graph: Graph, plan: Plan, value: str, need: str) -> str:
-    """How a value lies before it is used: a parameter is stored in parts if it is used in parts."""
+def stored_as(graph: Graph, plan: Plan, value: str, need: str) -> str:
+    """Return the placement of a value before its use: parameters are stored sharded if used so."""
     if value in graph.parameters:
         return need if need.startswith("S") else "R"
     return plan[value].gives if value in plan else "R"
@@ -236,7 +235,7 @@ def emit(graph: Graph, plan: Plan) -> str:
         choice, operands = plan[node.name], []
         for value, need in zip(node.inputs, choice.needs, strict=True):
             text = f"p[{graph.parameters[value]!r}]" if value in graph.parameters else value
-            for move in moves(held(graph, plan, value, need), need):
+            for move in moves(stored_as(graph, plan, value, need), need):
                 verb, _, dim = move.partition("(")
                 text = f"rank.{verb}({text}{', ' + dim if dim else ')'}"
             operands.append(text)
@@ -255,34 +254,34 @@ def emit(graph: Graph, plan: Plan) -> str:
 
 
 class Rank:
-    """What the program of one rank calls."""
+    """The functions that the program of one rank calls."""
 
     def __init__(self, index: int, slots: list[Tensor | None], barrier: threading.Barrier) -> None:
         self.index, self.slots, self.barrier = index, slots, barrier
 
-    def everyones(self, mine: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, in order: the one way of communication here."""
-        self.slots[self.index] = mine.detach()
+    def all_ranks(self, local: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks in order; all communication here goes through it."""
+        self.slots[self.index] = local.detach()
         self.barrier.wait(timeout=10)
-        found = [slot for slot in self.slots if slot is not None]
+        tensors = [slot for slot in self.slots if slot is not None]
         self.barrier.wait(timeout=10)
-        return found
+        return tensors
 
     def part(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's part; parts may be uneven."""
         return x.tensor_split(len(self.slots), dim)[self.index].clone()
 
-    def whole(self, x: Tensor, dim: int) -> Tensor:
-        return torch.cat(self.everyones(x), dim)
+    def full(self, x: Tensor, dim: int) -> Tensor:
+        return torch.cat(self.all_ranks(x), dim)
 
     def sum(self, x: Tensor) -> Tensor:
-        return torch.stack(self.everyones(x)).sum(0)
+        return torch.stack(self.all_ranks(x)).sum(0)
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
-        return Move.apply(x, lambda t: self.whole(t, dim), lambda g: self.part(g, dim))
+        return Move.apply(x, lambda t: self.full(t, dim), lambda g: self.part(g, dim))
 
     def slice(self, x: Tensor, dim: int) -> Tensor:
-        return Move.apply(x, lambda t: self.part(t, dim), lambda g: self.whole(g, dim))
+        return Move.apply(x, lambda t: self.part(t, dim), lambda g: self.full(g, dim))
 
     def reduce(self, x: Tensor) -> Tensor:
         return Move.apply(x, self.sum, torch.clone)
@@ -308,21 +307,21 @@ class Move(torch.autograd.Function):
 
 
 def run(source: str, graph: Graph, plan: Plan, model: nn.Module, batch, ranks: int):
-    """Loss and gradients of every rank, a thread each."""
+    """Return the loss and gradients of every rank, each a thread."""
     scope = {"F": F}
     exec(source, scope)
     slots, barrier, results = [None] * ranks, threading.Barrier(ranks), [None] * ranks
-    cuts = parameter_cuts(graph, plan)
+    dims = sharded_dims(graph, plan)
 
     def work(index: int) -> None:
         rank = Rank(index, slots, barrier)
-        mine = {}
+        parameters = {}
         for name, full in model.named_parameters():
-            part = full.detach() if cuts[name] is None else rank.part(full.detach(), cuts[name])
-            mine[name] = part.clone().requires_grad_()
-        loss = scope["step"](rank, mine, **batch)
+            part = full.detach() if dims[name] is None else rank.part(full.detach(), dims[name])
+            parameters[name] = part.clone().requires_grad_()
+        loss = scope["step"](rank, parameters, **batch)
         loss.backward()
-        results[index] = loss.detach(), {name: part.grad for name, part in mine.items()}
+        results[index] = loss.detach(), {name: part.grad for name, part in parameters.items()}
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(ranks)]
     for thread in threads:
@@ -332,14 +331,14 @@ def run(source: str, graph: Graph, plan: Plan, model: nn.Module, batch, ranks: i
     return results
 
 
-def parameter_cuts(graph: Graph, plan: Plan) -> dict[str, int | None]:
-    """Return the dim on which each parameter is stored in parts, or None."""
-    cuts = {}
+def sharded_dims(graph: Graph, plan: Plan) -> dict[str, int | None]:
+    """Return the dim on which each parameter is sharded, or None."""
+    dims = {}
     for node in graph.nodes:
         for value, need in zip(node.inputs, plan[node.name].needs, strict=True):
             if value in graph.parameters:
-                cuts[graph.parameters[value]] = int(need[2]) if need.startswith("S") else None
-    return cuts
+                dims[graph.parameters[value]] = int(need[2]) if need.startswith("S") else None
+    return dims
 
 
 # 8. Verification --------------------------------------------------------------
@@ -359,11 +358,11 @@ def verify(source: str, graph: Graph, plan: Plan, model: nn.Module, batch, ranks
         )
     )
     results = run(source, graph, plan, model, batch, ranks)
-    cuts, worst = parameter_cuts(graph, plan), 0.0
-    for index, (found, gradients) in enumerate(results):
-        worst = max(worst, (found - loss).abs().item())
+    dims, worst = sharded_dims(graph, plan), 0.0
+    for index, (rank_loss, gradients) in enumerate(results):
+        worst = max(worst, (rank_loss - loss).abs().item())
         for name, gradient in gradients.items():
-            full, dim = expected[name], cuts[name]
+            full, dim = expected[name], dims[name]
             part = full if dim is None else full.tensor_split(ranks, dim)[index]
             worst = max(worst, (gradient - part).abs().amax().item() if part.numel() else 0.0)
     return worst

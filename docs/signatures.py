@@ -83,9 +83,9 @@ def _class(name: str, kind: type) -> str:
     bases = [base for base in kind.__mro__[:0:-1] if base.__name__[0] == "_"]  # private: shown here
     members = {each: value for base in (*bases, kind) for each, value in vars(base).items()}
     methods = [_method(each, value) for each, value in members.items() if each[0] != "_"]
-    found = [method for method in methods if method]
+    rows = [method for method in methods if method]
     body = "\n".join(lines[2:])
-    table = "\n".join(["| | |", "|---|---|", *found]) if found else ""
+    table = "\n".join(["| | |", "|---|---|", *rows]) if rows else ""
     return "\n\n".join(part for part in (lines[0], lines[1], body, table) if part)
 
 

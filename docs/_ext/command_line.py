@@ -1,6 +1,6 @@
 """`{command-line}`: the options of every verb of `shardwise`, from the program itself.
 
-Enters: the typer application. Leaves: a section for each verb with its help and options.
+Render the typer application as a section for each verb, with its help and options.
 """
 
 from __future__ import annotations

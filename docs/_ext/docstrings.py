@@ -1,7 +1,7 @@
 """Signatures and docstrings as a person would read them.
 
-Enters: what autodoc read. Leaves: signatures without the homes of types, and `...` for defaults
-that are made; indented tables of docstrings as they are written.
+Shorten the signatures that autodoc reads (types without their modules, `...` for default factories)
+and show indented tables of docstrings as they are written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ANNOTATED = re.compile(r"Annotated\[(\w+), [^\[\]]*\]")
 
 
 def shorten(
-    app: Sphinx, what: str, name: str, found: Any, options: Any, signature: str, result: str
+    app: Sphinx, what: str, name: str, documented: Any, options: Any, signature: str, result: str
 ) -> tuple[str, str] | None:
     """`~collections.abc.Mapping[str, int] = <factory>` is `Mapping[str, int] = ...`."""
     if not signature or "<factory>" not in signature:
@@ -26,18 +26,18 @@ def shorten(
 
 
 def keep_tables(
-    app: Sphinx, what: str, name: str, found: Any, options: Any, lines: list[str]
+    app: Sphinx, what: str, name: str, documented: Any, options: Any, lines: list[str]
 ) -> None:
     """An indented paragraph is text to be shown as it is, which reStructuredText marks by `::`."""
-    kept: list[str] = []
+    shown: list[str] = []
     for before, line in zip(["", *lines], lines, strict=False):
-        is_block = kept and kept[-1].startswith("    ")
+        is_block = shown and shown[-1].startswith("    ")
         if line.startswith("    ") and not before.strip() and not is_block:
-            last = next((text for text in reversed(kept) if text.strip()), "")
+            last = next((text for text in reversed(shown) if text.strip()), "")
             if not last.startswith(("    ", "::")):
-                kept += ["::", ""]
-        kept.append(line)
-    lines[:] = kept
+                shown += ["::", ""]
+        shown.append(line)
+    lines[:] = shown
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -138,8 +138,8 @@ def test_bytes_are_learned_stopped_resumed_and_sampled(tmp_path: Path) -> None:
     then = json.loads(run(*train, *two, *more, folder=tmp_path))
     assert (then["steps"], len(then["losses"])) == (5, 2)
     straight = ["--set", "steps=5", "--set", "data.batch_size=8", "--set", "plan=ddp", "--json"]
-    alone = json.loads(run(*train, *straight, "--folder", "other", folder=tmp_path))
-    assert first["losses"] + then["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+    uninterrupted = json.loads(run(*train, *straight, "--folder", "other", folder=tmp_path))
+    assert first["losses"] + then["losses"] == pytest.approx(uninterrupted["losses"], rel=1e-4)
     text = run(
         str(EXAMPLES / "04_train_bytes/train_bytes.py"), "runs/bytes", "def ", folder=tmp_path
     )

@@ -25,8 +25,10 @@ def test_llama_trains_alone(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_llama_on_ranks_has_the_losses_of_one(tmp_path: Path) -> None:
     script = str(EXAMPLES / "05_llama.py")
-    alone = run(script, "--steps", "3", folder=tmp_path)
-    assert run(*TORCHRUN, script, "--plan", "tensor", "--steps", "3", folder=tmp_path) == alone
+    one_process = run(script, "--steps", "3", folder=tmp_path)
+    assert (
+        run(*TORCHRUN, script, "--plan", "tensor", "--steps", "3", folder=tmp_path) == one_process
+    )
 
 
 @pytest.mark.slow

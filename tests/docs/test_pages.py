@@ -151,8 +151,8 @@ def test_the_performance_page_names_commands_and_results_that_exist() -> None:
         assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), module
     for file in re.findall(r"benchmarks/results/\w+\.json", text):
         assert (ROOT / file).is_file(), file
-    kept = {f"benchmarks/results/{p.name}" for p in (ROOT / "benchmarks/results").glob("*.json")}
-    assert kept <= set(re.findall(r"benchmarks/results/\w+\.json", text))
+    results = {f"benchmarks/results/{p.name}" for p in (ROOT / "benchmarks/results").glob("*.json")}
+    assert results <= set(re.findall(r"benchmarks/results/\w+\.json", text))
 
 
 def test_the_guide_to_pipelines_shows_what_is_refused() -> None:

@@ -39,9 +39,11 @@ def test_the_peak_of_a_rank(strategy: str, ranks: int, options: dict[str, Any]) 
     torch.cuda.empty_cache()
     one = SingleRank(graph, plan, 0, "cuda")
     try:
-        found = measure(one, batch)
+        measurement = measure(one, batch)
     finally:
         one.close()
     workspace = 100 << 20  # of cuBLAS
-    assert abs(use.peak_bytes - found["measured"]) <= 0.05 * found["measured"] + workspace
-    assert found["context"] <= cluster.device(0).reserved_bytes
+    assert (
+        abs(use.peak_bytes - measurement["measured"]) <= 0.05 * measurement["measured"] + workspace
+    )
+    assert measurement["context"] <= cluster.device(0).reserved_bytes

@@ -68,9 +68,9 @@ def test_saved_activations_leave_the_gpu_and_parameters_stay() -> None:
             torch.cuda.synchronize()
         else:
             loss = layers(x).square().mean()
-        held = torch.cuda.memory_allocated() - before
+        allocated_bytes = torch.cuda.memory_allocated() - before
         loss.backward()
-        return held, [p.grad.clone() for p in layers.parameters() if p.grad is not None]
+        return allocated_bytes, [p.grad.clone() for p in layers.parameters() if p.grad is not None]
 
     plain, want = step(False)
     moved, got = step(True)

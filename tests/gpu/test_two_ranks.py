@@ -97,12 +97,12 @@ def test_two_ranks_in_bf16_equal_one(strategy: str, options: dict[str, Any]) -> 
     exact_loss = model(**batch).item()
     single, batch = make()
     single = single.cuda().bfloat16()
-    mine = gradients_of(single, {k: v.cuda() for k, v in batch.items()})
-    loss, second, found = run(strategy, options)
+    single_rank = gradients_of(single, {k: v.cuda() for k, v in batch.items()})
+    loss, second, gradients = run(strategy, options)
     assert loss == pytest.approx(exact_loss, rel=1e-2)
     assert second < loss
     for name, gradient in exact.items():
         scale = gradient.norm()
-        single_error = (mine[name] - gradient).norm() / scale
-        error = (found[name] - gradient).norm() / scale
+        single_error = (single_rank[name] - gradient).norm() / scale
+        error = (gradients[name] - gradient).norm() / scale
         assert error <= 2.0 * single_error + 1e-2, (name, error.item(), single_error.item())

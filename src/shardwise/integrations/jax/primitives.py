@@ -212,8 +212,8 @@ def extreme(eqn: Equation, a: Value, b: Value) -> Value:
 def divide(eqn: Equation, a: Value, b: Value) -> Value:
     a, b = eqn.operands(a, b)
     tensor = a if isinstance(a, Tensor) else b
-    whole = not (tensor.is_floating_point() or tensor.is_complex())
-    return torch.div(torch.as_tensor(a), b, rounding_mode="trunc" if whole else None)
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+    return torch.div(torch.as_tensor(a), b, rounding_mode="trunc" if is_integer else None)
 
 
 @primitive("rem")

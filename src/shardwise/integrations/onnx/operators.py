@@ -78,8 +78,8 @@ def operator(*names: str) -> Callable[[Operator], Operator]:
     return register
 
 
-def tensor(value: Value, like: Tensor | None = None) -> Tensor:
-    """Return a value as a tensor on the device of `like`, and in its dtype if both are floats.
+def tensor(value: Value, other: Tensor | None = None) -> Tensor:
+    """Return a value as a tensor on the device of `other`, and in its dtype if both are floats.
 
     Both have the same dtype in the file. They differ where the module was cast to another dtype.
     """
@@ -91,17 +91,17 @@ def tensor(value: Value, like: Tensor | None = None) -> Tensor:
     else:
         dtype = torch.from_numpy(np.zeros(0, array.dtype)).dtype
         result = torch.tensor(array.tolist(), dtype=dtype).reshape(array.shape)
-    if like is None:
+    if other is None:
         return result
-    both = result.is_floating_point() and like.is_floating_point()
-    return result.to(like.device, like.dtype if both else result.dtype)
+    both = result.is_floating_point() and other.is_floating_point()
+    return result.to(other.device, other.dtype if both else result.dtype)
 
 
 def tensors(*values: Value) -> list[Tensor]:
     """Return several values as tensors on one device."""
     present = [v for v in values if isinstance(v, Tensor)]
-    like = next((v for v in present if v.is_floating_point()), present[0])
-    return [tensor(v, like) for v in values]
+    other = next((v for v in present if v.is_floating_point()), present[0])
+    return [tensor(v, other) for v in values]
 
 
 # ------------------------------------------------------------ element by element
@@ -645,10 +645,10 @@ def random_like(call: Call, x: Tensor) -> Value:
 @operator("RandomNormal", "RandomUniform")
 def random_new(call: Call) -> Value:
     zeros = torch.zeros(call.get("shape"), dtype=_DTYPES[call.get("dtype", 1)])
-    like = Call(
+    as_like = Call(
         f"{call.op}Like", call.name, call.opset, call.attributes, 1, random_like, call.module
     )
-    return random_like(like, zeros)
+    return random_like(as_like, zeros)
 
 
 # ------------------------------------------------------------ sequences and control flow
