@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.options import AsJson, load_target, option
+from shardwise.cli.options import AsJson, argument, load_target, option
 from shardwise.cli.output import FAILURE, echo, require_own
 from shardwise.formatting import Column, size, table, terminal_width
 
@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Inspect, verify and convert checkpoints.")
 
-Folder = Annotated[
-    Path,
-    typer.Argument(
-        metavar="CHECKPOINT", help="Checkpoint or Hugging Face folder.", show_default=False
-    ),
-]
+Folder = Annotated[Path, argument("CHECKPOINT", "Checkpoint or Hugging Face folder.")]
 Section = Annotated[str, option("--section", "Section with the model's weights: model, ema, …")]
 Dtype = Annotated[str | None, option("--dtype", "Dtype of floating-point tensors: bfloat16, …")]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.options import AsJson, PlanOut, option
+from shardwise.cli.options import AsJson, PlanOut, argument, option
 from shardwise.cli.output import echo, load_plan, require_own, write_output
 from shardwise.dtypes import DTYPES
 from shardwise.errors import did_you_mean
@@ -34,9 +34,7 @@ MAX_BYTES, MAX_RANKS, MAX_TIMEOUT_S = 2**60, 2**20, 10**6
 ITEM_BYTES = {dtype.name: dtype.num_bytes for dtype in DTYPES.values()}
 MAX_CHUNKS = 40  # listed by `show` without --rank
 
-ClusterArgument = Annotated[
-    str, typer.Argument(metavar="CLUSTER", help="Cluster: a file, or h100:8x8.", show_default=False)
-]
+ClusterArgument = Annotated[str, argument("CLUSTER", "Cluster: a file, or h100:8x8.")]
 Operation = Annotated[
     str, option("--op", "all_reduce, reduce_scatter, all_gather, broadcast, reduce, …")
 ]
@@ -54,9 +52,7 @@ def _print_choices(plan: Plan) -> None:
 
 @app.command()
 def tune(
-    plan_file: Annotated[
-        Path, typer.Argument(metavar="PLAN.json", help="Plan with chosen collectives.")
-    ],
+    plan_file: Annotated[Path, argument("PLAN.json", "Plan with chosen collectives.")],
     out: Annotated[Path | None, option("--out -o", "Output file: the tuned plan.")] = None,
     num_bytes: Bytes = "16MiB",
     rounds: Rounds = 3,
@@ -97,7 +93,7 @@ def tune(
 
 @app.command()
 def choose(
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN.json", help="Plan file.")],
+    plan_file: Annotated[Path, argument("PLAN.json", "Plan file.")],
     cluster: Annotated[str, option("--cluster -c", "The plan's cluster: a file, or h100:8x8.")],
     out: PlanOut = None,
     use: Annotated[
@@ -144,11 +140,7 @@ def solve(
 def show(
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="PROGRAM.json|CLUSTER",
-            help="Program written by `solve -o`, or cluster to solve for.",
-            show_default=False,
-        ),
+        argument("PROGRAM.json|CLUSTER", "Program written by `solve -o`, or cluster to solve for."),
     ],
     operation: Operation = "all_reduce",
     num_bytes: Bytes = "64MB",

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwise.cli.options import option
+from shardwise.cli.options import argument, option
 from shardwise.cli.output import load_plan, require_own, write_output
 from shardwise.errors import ClusterError
 
@@ -28,10 +28,9 @@ class To(StrEnum):
 def launch(
     command: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="-- train.py … | -- -m MODULE … | -- shardwise train config.yaml",
-            help="Command that every rank runs.",
-            show_default=False,
+        argument(
+            "-- train.py … | -- -m MODULE … | -- shardwise train config.yaml",
+            "Command that every rank runs.",
         ),
     ] = None,
     cluster: Annotated[

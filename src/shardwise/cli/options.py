@@ -35,15 +35,19 @@ def option(names: str, help: str, **settings: Any) -> Any:
     return typer.Option(*names.split(), help=help, **settings)
 
 
+def argument(metavar: str, help: str) -> Any:
+    """Return a positional argument of a command."""
+    return typer.Argument(metavar=metavar, help=help, show_default=False)
+
+
 SIZES = ("dp", "tp", "pp", "virtual_stages", "zero")
 
 Target = Annotated[
     str,
-    typer.Argument(
-        metavar="MODULE.py:FUNCTION",
-        help="Function returning (model, batch) or (model, batch, loss_fn); "
+    argument(
+        "MODULE.py:FUNCTION",
+        "Function returning (model, batch) or (model, batch, loss_fn); "
         "also package.module:FUNCTION.",
-        show_default=False,
     ),
 ]
 AsJson = Annotated[bool, option("--json", "Print JSON.")]
@@ -57,9 +61,7 @@ Table = Annotated[
 Simulated = Annotated[
     str | None, option("--cluster -c", "Cluster to simulate: a file, or h100:8x8.")
 ]
-PlanFile = Annotated[
-    Path, typer.Argument(metavar="PLAN.json", help="Plan written by `shardwise plan -o`.")
-]
+PlanFile = Annotated[Path, argument("PLAN.json", "Plan written by `shardwise plan -o`.")]
 PlanOut = Annotated[Path | None, option("--out -o", "Output file: the plan.")]
 NoProgress = Annotated[bool, option("--no-progress", "Do not show progress.")]
 

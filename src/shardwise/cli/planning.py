@@ -15,6 +15,7 @@ from shardwise.cli.options import (
     PlanOptions,
     PlanOut,
     Target,
+    argument,
     capture_target,
     load_target,
     option,
@@ -182,12 +183,7 @@ def compile(
 @with_plan_options
 def explain(
     target: Annotated[
-        str,
-        typer.Argument(
-            metavar="PLAN.json|MODULE.py:FUNCTION",
-            help="Plan found by a search, or model.",
-            show_default=False,
-        ),
+        str, argument("PLAN.json|MODULE.py:FUNCTION", "Plan found by a search, or model.")
     ],
     options: PlanOptions,
     node: Annotated[str | None, option("--node", "Show all options of one node.")] = None,

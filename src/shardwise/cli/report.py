@@ -15,6 +15,7 @@ from shardwise.cli.options import (
     PlanFile,
     Simulated,
     Table,
+    argument,
     capture_target,
     load_table,
     option,
@@ -75,8 +76,7 @@ def _write_timeline(path: Path, timeline: object) -> None:
 def simulate(
     plan_file: PlanFile,
     target: Annotated[
-        str | None,
-        typer.Argument(metavar="MODULE.py:FUNCTION", help="Model, to simulate it again."),
+        str | None, argument("MODULE.py:FUNCTION", "Model, to simulate it again.")
     ] = None,
     cluster: Simulated = None,
     table: Table = None,
@@ -216,10 +216,7 @@ def report(
     plan_file: PlanFile,
     target: Annotated[
         str | None,
-        typer.Argument(
-            metavar="MODULE.py:FUNCTION",
-            help="Model, to show generated code or a plan without figures.",
-        ),
+        argument("MODULE.py:FUNCTION", "Model, to show generated code or a plan without figures."),
     ] = None,
     out: Annotated[Path, option("--out -o", "Output file: the page.")] = REPORT,
     trace: Annotated[
@@ -289,8 +286,8 @@ def _both_timelines(plan: Plan, recording: Recording | None) -> object:
 
 
 def diff(
-    before: Annotated[Path, typer.Argument(metavar="A.json", help="First plan.")],
-    after: Annotated[Path, typer.Argument(metavar="B.json", help="Second plan.")],
+    before: Annotated[Path, argument("A.json", "First plan.")],
+    after: Annotated[Path, argument("B.json", "Second plan.")],
     perfetto: Perfetto = None,
     as_json: AsJson = False,
 ) -> None:

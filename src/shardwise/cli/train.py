@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.options import AsJson, option
+from shardwise.cli.options import AsJson, argument, option
 from shardwise.cli.output import echo, exit_code
 from shardwise.cli.planning import plan_text
 from shardwise.errors import ShardwiseError, WatchError
@@ -34,9 +34,7 @@ LINE_S = 10.0  # between lines of output that is not a terminal
 
 
 def train(
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG.yaml", help="Config file.", show_default=False)
-    ],
+    config: Annotated[Path, argument("CONFIG.yaml", "Config file.")],
     set_: Annotated[
         list[str] | None, option("--set", "Override a config value: optimizer.args.lr=1e-3.")
     ] = None,
@@ -133,9 +131,7 @@ def _to_text(result: FitResult) -> str:
 
 
 def watch(
-    folder: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of the run.", show_default=False)
-    ],
+    folder: Annotated[Path, argument("RUN", "Folder of the run.")],
     once: Annotated[bool, option("--once", "Print the current state and exit.")] = False,
     wait_s: Annotated[
         float, option("--wait-s", "Seconds to wait for the run to begin.", min=0)

@@ -420,27 +420,18 @@ def compare(trace: Recording | str | os.PathLike[str], plan: Plan, estimate: Est
 
 def _check(recording: Recording, plan: Plan) -> None:
     """Refuse a recording of another model, plan or number of ranks."""
-    labels = trace_labels(plan)
+    labels, problem = trace_labels(plan), ""
     if recording.num_ranks != plan.num_ranks:
-        raise TraceError(
-            f"was recorded on {recording.num_ranks} ranks, but the plan {plan.name!r} is for "
-            f"{plan.num_ranks}",
-            where=recording.file,
-        )
-    if recording.about["fingerprint"] != labels["fingerprint"]:
+        problem = f"on {recording.num_ranks} ranks, but the plan {plan.name!r} is for "
+        problem += str(plan.num_ranks)
+    elif recording.about["fingerprint"] != labels["fingerprint"]:
         model = recording.about["model"][:80] or "another model"
-        raise TraceError(
-            f"was recorded with {model}, but the plan {plan.name!r} is for {plan.model}"
-            + (" with other parameters" if model == plan.model else ""),
-            where=recording.file,
-            hint=RECORDED_PLAN,
-        )
-    if recording.about["plan"] != labels["plan"]:
-        raise TraceError(
-            f"was recorded with another plan of {plan.model} than {plan.name!r}",
-            where=recording.file,
-            hint=RECORDED_PLAN,
-        )
+        problem = f"with {model}, but the plan {plan.name!r} is for {plan.model}"
+        problem += " with other parameters" if model == plan.model else ""
+    elif recording.about["plan"] != labels["plan"]:
+        problem = f"with another plan of {plan.model} than {plan.name!r}"
+    if problem:
+        raise TraceError(f"was recorded {problem}", where=recording.file, hint=RECORDED_PLAN)
 
 
 def _rows(
