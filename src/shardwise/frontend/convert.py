@@ -300,6 +300,8 @@ class Converter:
             result = rule(self.builder, value, args, kwargs)
             if result is not None:
                 return result
+        if "embedding" in op:
+            args, kwargs = _with_dense_gradient(target, args, kwargs)
         return append_call(self.builder, op, value, args, kwargs)
 
     def _region(self, name: str, args: tuple[Any, ...]) -> Any:
@@ -343,6 +345,20 @@ class Converter:
         return tuple(
             self.builder.track(name, v, None) for name, v in zip(outputs, value, strict=True)
         )
+
+
+def _with_dense_gradient(
+    target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Turn `sparse=True` of an embedding off: a sparse gradient cannot be sharded or summed.
+
+    The dense gradient has the same values.
+    """
+    names = [argument.name for argument in target._schema.arguments]
+    dense = tuple(
+        False if name == "sparse" else arg for name, arg in zip(names, args, strict=False)
+    )
+    return dense, {name: arg for name, arg in kwargs.items() if name != "sparse"}
 
 
 def _lookup(environment: dict[fx.Node, Any], value: Any) -> Any:

@@ -210,9 +210,17 @@ def test_complex_parameters_are_verified(strategy: str) -> None:
     assert sw.verify(model, batch, planned(model, batch, strategy)).ok
 
 
-def test_sparse_gradients_are_verified() -> None:
-    model, batch = Looked(), {"ids": torch.randint(10, (4, 3))}
-    assert sw.verify(model, batch, planned(model, batch, "tensor")).ok
+class Bagged(Looked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(10, 4, sparse=True)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor"])
+@pytest.mark.parametrize("kind", [Looked, Bagged])
+def test_sparse_gradients_are_verified(kind: type[nn.Module], strategy: str) -> None:
+    model, batch = kind(), {"ids": torch.randint(10, (4, 3))}
+    assert sw.verify(model, batch, planned(model, batch, strategy)).ok
 
 
 def test_an_error_of_the_model_names_its_line() -> None:
