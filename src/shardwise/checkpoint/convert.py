@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.box_io import BOX_BYTES, Reader, Request
 from shardwise.checkpoint.files import ToWrite, sync_folder, write_tensors
 from shardwise.checkpoint.load import read_section, require_section
 from shardwise.checkpoint.manifest import MANIFEST, MODEL, Manifest, StoredBox, StoredTensor, key_of
@@ -29,7 +30,6 @@ from shardwise.checkpoint.open import (
     with_previous,
 )
 from shardwise.checkpoint.shards import Box, LocalBox, split_box
-from shardwise.checkpoint.transfer import BOX_BYTES, Reader, Request
 from shardwise.checkpoint.write import partial_path, replaced_folder, require_free, write_text
 from shardwise.errors import CheckpointError
 from shardwise.files import read_json

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint.box_io import Reader, Request
 from shardwise.checkpoint.manifest import MODEL, Manifest, full_name
 from shardwise.checkpoint.open import Checkpoint, open_checkpoint, with_previous
 from shardwise.checkpoint.optimizer_state import Optimizers, load_optimizer
 from shardwise.checkpoint.shards import Box, LocalBox, State, TensorShards, state_of
-from shardwise.checkpoint.transfer import Reader, Request
 from shardwise.checkpoint.write import copied_sections
 from shardwise.errors import CheckpointError, did_you_mean
 from shardwise.runtime.rendezvous import Rendezvous, open_rendezvous

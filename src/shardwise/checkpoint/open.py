@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.checkpoint.box_io import Reader
 from shardwise.checkpoint.files import TensorFile
 from shardwise.checkpoint.manifest import (
     MANIFEST,
@@ -21,7 +22,6 @@ from shardwise.checkpoint.manifest import (
     full_name,
 )
 from shardwise.checkpoint.shards import Box
-from shardwise.checkpoint.transfer import Reader
 from shardwise.checkpoint.write import replaced_path
 from shardwise.errors import CheckpointError
 from shardwise.files import read_json

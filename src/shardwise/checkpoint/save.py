@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint.box_io import local_portions
 from shardwise.checkpoint.optimizer_state import Optimizers, each_optimizer
-from shardwise.checkpoint.transfer import local_portions
 from shardwise.checkpoint.write import Staging, Writer, collect
 from shardwise.errors import CheckpointError
 from shardwise.runtime.rendezvous import open_rendezvous

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint.box_io import Portion
 from shardwise.checkpoint.files import ToWrite, dtype_named, sync_folder, write_tensors
 from shardwise.checkpoint.manifest import MANIFEST, MODEL, Manifest, StoredBox, StoredTensor, key_of
 from shardwise.checkpoint.optimizer_state import OPTIMIZER, Optimizers, save_optimizer
 from shardwise.checkpoint.shards import Box, State, TensorShards, state_of
-from shardwise.checkpoint.transfer import Portion
 from shardwise.dtypes import dtype_name
 from shardwise.errors import CheckpointError
 from shardwise.runtime.module import ParallelModule

@@ -54,10 +54,12 @@ def fit(text: str) -> str:
     lines = []
     for line in text.splitlines():
         indent = " " * (len(line) - len(line.lstrip()) + 4)
-        wrapped = textwrap.wrap(
+        if len(line) <= width or line.lstrip().startswith("shardwise "):
+            lines.append(line)  # commands stay on one line, so that they can be pasted
+            continue
+        lines += textwrap.wrap(
             line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
         )
-        lines += wrapped if len(line) > width else [line]
     return "\n".join(lines)
 
 

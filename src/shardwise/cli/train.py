@@ -121,7 +121,7 @@ def _to_text(result: FitResult) -> str:
     if result.trace is not None:
         plan, trace = str(result.trace.parent / "plan.json"), str(result.trace)
         report = shlex.join(["shardwise", "report", plan, "--trace", trace])
-        lines.append(f"trace {trace}: {report}")
+        lines += [f"trace {trace}", f"  {report}"]
     if result.stopped == "signal":
         lines.append("run the same command to continue")
     return "\n".join(lines)

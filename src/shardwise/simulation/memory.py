@@ -34,7 +34,7 @@ COMMUNICATOR_BYTES = 24 * 3 * int(9.2 * 2**20)
 # were measured.
 WORKSPACE_BYTES = 2 * (32 << 20)
 
-# Memory that the allocator needs beyond its tensors with expandable segments (`runtime.offload`):
+# Memory that the allocator needs beyond its tensors with expandable segments (`runtime.memory`):
 # a fraction of the tensors, and a constant. Of 15 ranks on one H200 that were given 3% more than
 # the predicted peak, 13 ran through (`benchmarks.memory`); of the others, one was predicted 2.7%
 # too low, one needed a little more. The constant is there because the gaps do not shrink with the

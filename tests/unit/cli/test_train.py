@@ -76,7 +76,7 @@ def test_the_printed_report_command_is_quoted_for_the_shell(
     folder = "my runs; echo $HOME"
     code, out, _ = run_here(tmp_path, monkeypatch, capfd, "--folder", folder, "--set", "trace=2")
     assert code == 0
-    (command,) = (line.partition(": ")[2] for line in out.splitlines() if line.startswith("trace"))
+    (command,) = (line for line in out.splitlines() if line.startswith("  shardwise report"))
     files = [f"{folder}/plan.json", "--trace", f"{folder}/trace.json"]
     assert shlex.split(command) == ["shardwise", "report", *files]
 

@@ -113,7 +113,7 @@ def test_namespaces_are_removed_after_a_failure():
 @emulates
 def test_a_rank_that_hangs_times_out():
     began = time.monotonic()
-    message = r"ranks \[0, 1, 2, 3\] .* not done after 0 s"
+    message = r"ranks \[0, 1, 2, 3\] .* did not finish within 0 s"
     with hosts.emulated(star()) as plan, pytest.raises(LaunchError, match=message):
         hosts.run_on_hosts(plan, [["sleep", "60"]] * 4, timeout_s=0.3, environment={})
     assert time.monotonic() - began < 20

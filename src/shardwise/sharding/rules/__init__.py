@@ -1,10 +1,10 @@
 """The rule table, by family of operators. Importing this package registers all of them."""
 
 from shardwise.sharding.rules import (
+    convolutions,
     elementwise,
     factories,
     indexing,
-    layers,
     norms_losses,
     products,
     reductions,
@@ -13,10 +13,10 @@ from shardwise.sharding.rules import (
 )
 
 __all__ = [
+    "convolutions",
     "elementwise",
     "factories",
     "indexing",
-    "layers",
     "norms_losses",
     "products",
     "reductions",
