@@ -1,8 +1,7 @@
-"""Draws the pictures of the documentation; `python docs/pictures/draw.py` writes them beside it.
+"""Draw the pictures of the documentation: `python docs/pictures/draw.py` writes the SVG files.
 
-Enters: nothing but what is written here (the schedules are Shardwise's own). Leaves: SVG files.
-Colours are variables of the page, so that a picture follows its light or dark theme; a file that is
-opened by itself has light ones.
+Colors are CSS variables of the page, so that a picture follows its light or dark theme; a file that
+is opened directly uses light ones.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from shardwise import schedules
 
-COLOURS = {  # variables of furo, or of shardwise.css, and what a file by itself has
+COLORS = {  # variables of furo or shardwise.css, with a default for files opened directly
     "ink": "var(--color-foreground-primary, #222)",
     "soft": "var(--color-foreground-secondary, #5a5c63)",
     "box": "var(--color-background-secondary, #f8f9fb)",
@@ -38,7 +37,7 @@ class Picture:
         dash = ' stroke-dasharray="4 3"' if dashed else ""
         self.shapes.append(
             f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="3" '
-            f'fill="{COLOURS.get(fill, fill)}" stroke="{COLOURS["ink"]}"{dash}/>'
+            f'fill="{COLORS.get(fill, fill)}" stroke="{COLORS["ink"]}"{dash}/>'
         )
 
     def text(
@@ -49,7 +48,7 @@ class Picture:
         *,
         size: int = 13,
         anchor: str = "middle",
-        colour: str = "ink",
+        color: str = "ink",
         code: bool = False,
         bold: bool = False,
     ) -> None:
@@ -58,7 +57,7 @@ class Picture:
         body = text.replace("&", "&amp;").replace("<", "&lt;")
         self.shapes.append(
             f'<text x="{x:g}" y="{y:g}" font-family="{font}" font-size="{size}"{weight} '
-            f'text-anchor="{anchor}" fill="{COLOURS[colour]}">{body}</text>'
+            f'text-anchor="{anchor}" fill="{COLORS[color]}">{body}</text>'
         )
 
     def labelled(
@@ -68,19 +67,19 @@ class Picture:
         dark = fill in PARTS  # light fills in both themes, so the letters on them stay dark
         self.text(x + w / 2, y + h / 2 + 4.5, text, **options)
         if dark:
-            self.shapes[-1] = self.shapes[-1].replace(COLOURS["ink"], "#222")
+            self.shapes[-1] = self.shapes[-1].replace(COLORS["ink"], "#222")
 
     def arrow(self, x1: float, y1: float, x2: float, y2: float, *, dashed: bool = False) -> None:
         dash = ' stroke-dasharray="5 4"' if dashed else ""
         self.shapes.append(
-            f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{COLOURS["ink"]}" '
+            f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{COLORS["ink"]}" '
             f'stroke-width="1.4" marker-end="url(#head)"{dash}/>'
         )
 
     def svg(self) -> str:
         head = (
             f'<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" '
-            f'markerHeight="8" orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{COLOURS["ink"]}"/>'
+            f'markerHeight="8" orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{COLORS["ink"]}"/>'
             "</marker></defs>"
         )
         return "\n".join(
@@ -97,7 +96,7 @@ class Picture:
 
 
 def flow() -> Picture:
-    """From a model to a program, and what is done with it."""
+    """From a model to a program and its uses."""
     picture = Picture(760, 252, "From a model and a batch to a graph, a plan and a program")
     row = [("model, batch", 20, False), ("Graph", 190, True), ("Plan", 360, True)]
     for text, x, code in (*row, ("Program", 530, True)):
@@ -107,14 +106,14 @@ def flow() -> Picture:
         picture.text(x + 29, 22, verb, code=True, size=12)
     picture.labelled(360, 108, 110, 34, "Cluster", "three", code=True)
     picture.arrow(415, 108, 415, 79)
-    results = (("verify", "equal, or where not"), ("simulate", "time and memory"))
+    results = (("verify", "equality check"), ("simulate", "time and memory"))
     results += (("save", "readable PyTorch"), ("parallelize", "training"))
-    for index, (verb, what) in enumerate(results):
+    for index, (verb, result) in enumerate(results):
         x = 20 + 185 * index
-        picture.labelled(x, 200, 160, 40, what)
+        picture.labelled(x, 200, 160, 40, result)
         picture.arrow(x + 40, 165, x + 40, 197)
         picture.text(x + 50, 187, verb, code=True, size=12, anchor="start")
-    line = f'fill="none" stroke="{COLOURS["ink"]}" stroke-width="1.4"'
+    line = f'fill="none" stroke="{COLORS["ink"]}" stroke-width="1.4"'
     picture.shapes.append(f'<path d="M585 76 V165 M60 165 H615" {line}/>')
     return picture
 
@@ -122,7 +121,7 @@ def flow() -> Picture:
 def mesh() -> Picture:
     """Eight ranks along two axes."""
     picture = Picture(620, 210, "Eight ranks as a mesh of dp=2 by tp=4")
-    picture.text(330, 26, "tp: 4 ranks share the work of each layer", size=13, colour="soft")
+    picture.text(330, 26, "tp: 4 ranks share the work of each layer", size=13, color="soft")
     for row in range(2):
         for column in range(4):
             x, y = 150 + 115 * column, 45 + 75 * row
@@ -130,28 +129,28 @@ def mesh() -> Picture:
         picture.text(135, 78 + 75 * row, f"dp {row}", anchor="end", code=True)
         picture.text(
             135, 95 + 75 * row, ("first half", "second half")[row], anchor="end", size=11,
-            colour="soft",
+            color="soft",
         )  # fmt: skip
-    picture.text(330, 203, "equal colours hold the same parameters", size=12, colour="soft")
+    picture.text(330, 203, "equal colors hold the same parameters", size=12, color="soft")
     return picture
 
 
 def layouts() -> Picture:
-    """One tensor on two ranks, in four ways."""
-    picture = Picture(760, 210, "A tensor on two ranks: cut on dim 0, cut on dim 1, whole, partial")
+    """One tensor on two ranks with four placements."""
+    picture = Picture(760, 210, "A tensor on two ranks: sharded on dim 0, on dim 1, replicated, partial")
     kinds = (
-        ("S(0)", "cut on dim 0"),
-        ("S(1)", "cut on dim 1"),
-        ("R", "whole"),
-        ("P", "parts of a sum"),
+        ("S(0)", "sharded on dim 0"),
+        ("S(1)", "sharded on dim 1"),
+        ("R", "replicated"),
+        ("P", "terms of a sum"),
     )
-    for index, (name, what) in enumerate(kinds):
+    for index, (name, meaning) in enumerate(kinds):
         left = 20 + 188 * index
         picture.text(left + 78, 22, name, code=True, bold=True)
-        picture.text(left + 78, 40, what, size=12, colour="soft")
+        picture.text(left + 78, 40, meaning, size=12, color="soft")
         for rank in range(2):
             x, y = left + 84 * rank, 56
-            picture.text(x + 36, 148, f"rank {rank}", size=12, colour="soft")
+            picture.text(x + 36, 148, f"rank {rank}", size=12, color="soft")
             picture.box(x, y, 72, 72, "page", dashed=True)
             if name == "S(0)":
                 picture.box(x, y + 36 * rank, 72, 36, PARTS[rank])
@@ -162,15 +161,15 @@ def layouts() -> Picture:
             else:
                 picture.box(x, y, 72, 72, "four")
                 picture.text(x + 36, y + 41, ("x - 2", "2")[rank], code=True)
-                picture.shapes[-1] = picture.shapes[-1].replace(COLOURS["ink"], "#222")
-    notes = ("gather: whole", "gather: whole", "slice: cut, for nothing", "reduce: whole")
+                picture.shapes[-1] = picture.shapes[-1].replace(COLORS["ink"], "#222")
+    notes = ("gather: R", "gather: R", "slice: S, no messages", "reduce: R")
     for index, note in enumerate(notes):
         picture.text(98 + 188 * index, 180, note, size=12)
     return picture
 
 
 def tensor() -> Picture:
-    """Two layers, cut so that they communicate once."""
+    """Two layers, sharded so that they communicate once."""
     picture = Picture(760, 250, "Two linear layers on two ranks with one reduction")
     for rank in range(2):
         y = 40 + 100 * rank
@@ -187,10 +186,10 @@ def tensor() -> Picture:
         picture.arrow(552, y + 30, 592, 100 if rank else 92)
         picture.arrow(618, 100 if rank else 92, 657, y + 30)
     picture.shapes.append(
-        f'<circle cx="605" cy="96" r="15" fill="{COLOURS["four"]}" stroke="{COLOURS["ink"]}"/>'
+        f'<circle cx="605" cy="96" r="15" fill="{COLORS["four"]}" stroke="{COLORS["ink"]}"/>'
     )
     picture.text(605, 101, "+")
-    picture.shapes[-1] = picture.shapes[-1].replace(COLOURS["ink"], "#222")
+    picture.shapes[-1] = picture.shapes[-1].replace(COLORS["ink"], "#222")
     for x, label in (
         (120, "R~"),
         (245, "S(1)"),
@@ -201,19 +200,19 @@ def tensor() -> Picture:
     ):
         picture.text(x, 226, label, code=True, size=12)
     picture.text(
-        370, 245, "how the result of each column lies on the ranks", size=12, colour="soft"
+        370, 245, "placement of the result of each column", size=12, color="soft"
     )
     return picture
 
 
 def zero() -> Picture:
-    """What each of four ranks keeps under data parallelism."""
+    """The tensors that each of four ranks stores under data parallelism."""
     picture = Picture(
         760, 220, "Parameters, gradients and optimizer state on four ranks by ZeRO level"
     )
-    kept = (("ddp", 0), ("zero1", 1), ("zero2", 2), ("fsdp", 3))
+    strategies = (("ddp", 0), ("zero1", 1), ("zero2", 2), ("fsdp", 3))
     parts = (("parameters", 30, 3), ("gradients", 30, 2), ("optimizer", 60, 1))
-    for index, (name, level) in enumerate(kept):
+    for index, (name, level) in enumerate(strategies):
         left = 130 + 158 * index
         picture.text(left + 60, 24, name, code=True, bold=True)
         for rank in range(4):
@@ -225,18 +224,18 @@ def zero() -> Picture:
                     x, y + (height / 4 * rank if share < height else 0), 24, share, PARTS[rank]
                 )
                 y += height + 6
-            picture.text(x + 12, 190, str(rank), size=12, colour="soft")
+            picture.text(x + 12, 190, str(rank), size=12, color="soft")
     y = 40
-    for what, height, _ in parts:
-        picture.text(115, y + height / 2 + 4, what, anchor="end", size=12)
+    for name, height, _ in parts:
+        picture.text(115, y + height / 2 + 4, name, anchor="end", size=12)
         y += height + 6
-    picture.text(115, 190, "rank", anchor="end", size=12, colour="soft")
+    picture.text(115, 190, "rank", anchor="end", size=12, color="soft")
     picture.text(
         440,
         213,
         "fsdp gathers a block's parameters for use, and frees them",
         size=12,
-        colour="soft",
+        color="soft",
     )
     return picture
 
@@ -248,9 +247,9 @@ def pipeline() -> Picture:
         order = schedules.make(name, num_groups=4, num_microbatches=8)
         line = schedules.replay(order, lambda action: 1.0 if action.kind == "F" else 2.0)
         unit, top = 690 / line.step_time, 40 + 160 * index
-        held = max(schedules.check(order).alive)
-        what = f"{name}: up to {held} micro-batches wait for their backward"
-        picture.text(60, top - 10, what, anchor="start", bold=True)
+        alive = max(schedules.check(order).alive)
+        title = f"{name}: up to {alive} micro-batches wait for their backward"
+        picture.text(60, top - 10, title, anchor="start", bold=True)
         for group, spans in enumerate(line.spans):
             picture.text(50, top + 19 + 28 * group, f"rank {group}", anchor="end", size=12)
             for span in spans:
@@ -272,7 +271,7 @@ def checkpoint() -> Picture:
     for rank in range(3):
         picture.labelled(50, 45 + 48 * rank, 140, 40, f"rank {rank}", PARTS[rank])
         picture.arrow(193, 65 + 48 * rank, 297, 69 + 44 * rank)
-    picture.text(380, 24, "the tensor, as one device has it", size=13, bold=True)
+    picture.text(380, 24, "the full tensor", size=13, bold=True)
     for rank in range(3):
         picture.labelled(300, 47 + 44 * rank, 160, 44, f"box {rank}, checksum", PARTS[rank])
     picture.text(640, 24, "loaded: tensor on 2 ranks", size=13, bold=True)
@@ -287,7 +286,7 @@ def checkpoint() -> Picture:
 
 
 def pictures() -> Iterator[tuple[str, str]]:
-    """Every file's name and content."""
+    """Yield the name and content of every file."""
     for draw in (flow, mesh, layouts, tensor, zero, pipeline, checkpoint):
         yield f"{draw.__name__}.svg", draw().svg()
 

@@ -1,7 +1,8 @@
-"""Takes the pictures of reports: `python docs/pictures/report.py gpt.html 3d.html 1024.html`.
+"""Take screenshots of reports: `python docs/pictures/report.py gpt.html 3d.html 1024.html`.
 
-Enters: reports, as `shardwise report` writes them; a fourth is one of a recorded run. Leaves:
-`report_*.png` beside this file, with 256 colours. Needs chromium, Pillow and `shardwise[browser]`.
+The arguments are files of `shardwise report`; an optional fourth one includes a recorded run. The
+script writes `report_*.png` next to itself, with 256 colors. It needs chromium, Pillow and
+`shardwise[browser]`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from playwright.sync_api import sync_playwright
 
 HERE = Path(__file__).parent
 WIDTH = 1280
-# Name, which file, what is at the top, its theme, its height.
+# Name, index of the file, section at the top, theme, height.
 PICTURES = (
     ("report_gpt", 0, "verdict", "light", 1000),
     ("report_gpt_code", 0, "code", "light", 620),
@@ -29,7 +30,7 @@ PICTURES = (
 
 
 def main(files: list[str]) -> None:
-    """Open each report and take its pictures."""
+    """Open each report and take its screenshots."""
     with sync_playwright() as started:
         browser = started.chromium.launch(executable_path="/usr/bin/chromium")
         for name, index, section, theme, height in PICTURES:
@@ -45,7 +46,7 @@ def main(files: list[str]) -> None:
 
 
 def show(page: Any, section: str) -> None:
-    """Bring a section to the top, and do in it what a reader would."""
+    """Scroll a section to the top and open its details."""
     if section == "code":
         page.locator("#code .lines").last.locator(".line:not(.dimmed, .file)").nth(3).click()
     page.evaluate(f"document.getElementById({section!r}).scrollIntoView()")
@@ -57,15 +58,16 @@ def show(page: Any, section: str) -> None:
 
 
 def save(png: bytes, path: Path) -> None:
-    """Write a screenshot with its 256 most frequent colours: areas keep theirs exactly."""
+    """Write a screenshot with its 256 most frequent colors, so that areas stay exact."""
     pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(np.int32)
-    found, places, many = np.unique(
+    colors, indices, counts = np.unique(
         pixels.reshape(-1, 3), axis=0, return_inverse=True, return_counts=True
     )
-    weights = many * (1 + np.ptp(found, axis=1) / 8)  # greys of letters would take all places
-    palette = found[np.argsort(-weights)[:256]]
-    nearest = ((found[:, None] - palette[None]) ** 2).sum(2).argmin(1).astype(np.uint8)
-    picture = Image.fromarray(nearest[places].reshape(pixels.shape[:2]), "P")
+    # Greys of antialiased letters would fill the palette: prefer saturated colors.
+    weights = counts * (1 + np.ptp(colors, axis=1) / 8)
+    palette = colors[np.argsort(-weights)[:256]]
+    nearest = ((colors[:, None] - palette[None]) ** 2).sum(2).argmin(1).astype(np.uint8)
+    picture = Image.fromarray(nearest[indices].reshape(pixels.shape[:2]), "P")
     picture.putpalette(palette.astype(np.uint8).tobytes())
     picture.save(path, optimize=True)
 
