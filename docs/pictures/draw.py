@@ -137,7 +137,7 @@ def mesh() -> Picture:
 
 def layouts() -> Picture:
     """One tensor on two ranks with four placements."""
-    picture = Picture(760, 210, "A tensor on two ranks: sharded on dim 0, on dim 1, replicated, partial")
+    picture = Picture(760, 210, "A tensor on two ranks: sharded on dim 0 or 1, replicated, partial")
     kinds = (
         ("S(0)", "sharded on dim 0"),
         ("S(1)", "sharded on dim 1"),
@@ -199,9 +199,7 @@ def tensor() -> Picture:
         (695, "R"),
     ):
         picture.text(x, 226, label, code=True, size=12)
-    picture.text(
-        370, 245, "placement of the result of each column", size=12, color="soft"
-    )
+    picture.text(370, 245, "placement of the result of each column", size=12, color="soft")
     return picture
 
 
