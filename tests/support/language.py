@@ -103,7 +103,7 @@ PROSE = {
     "another one": (r"\bis another one\b", "differs"),
     "goes by": (r"\bgoes by\b", "is named"),
     "processor": (r"(?<!multi)(?<!pre)\b[Pp]rocessors?\b", "CPU"),
-    "microbatch": (r"(?<![\w`.=_\"'-])[Mm]icrobatch(?:es)?(?![\w`=_(\"'-])", "micro-batch"),
+    "microbatch": (r"(?<![\w`.=_/\"'-])[Mm]icrobatch(?:es)?(?![\w`=_(\"'-])", "micro-batch"),
     "what there is": (r"\bwhat there is\b", "the available …"),
     "is cut": (r"\b(?:is|are|be|was|were|being) cut\b", "is sharded, is split"),
     "like ones": (r"\btheir like\b|\bits like\b", "others of the same kind"),
