@@ -31,6 +31,7 @@ from shardwise.frontend.errors import (
 )
 from shardwise.frontend.fake import fake_copy, fake_tensor, logical_device, new_fake_mode
 from shardwise.frontend.hooks import check_module_hooks, gradient_hooks, hooks_of, recording_hooks
+from shardwise.frontend.known_values import known_values
 from shardwise.frontend.objective import (
     Around,
     Model,
@@ -47,7 +48,6 @@ from shardwise.frontend.tracing import (
     controlled_random,
     cuda_uninitialized,
     deep_stack,
-    eager_masks,
     keeping_user_frames,
     quiet,
     refusing_derivatives,
@@ -230,7 +230,7 @@ def _export(
             recording(recorder),
             recording_hooks(recorder),
             controlled_random(),
-            eager_masks(),
+            known_values(),
             refusing_derivatives(),
             keeping_user_frames(),
             torch.enable_grad(),

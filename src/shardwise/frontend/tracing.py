@@ -1,4 +1,4 @@
-"""Change torch, Python and transformers while a model is traced.
+"""Change torch and Python while a model is traced.
 
 Each function returns a context manager for one reason why tracing a model unchanged would fail,
 lose information, or freeze a value into the graph.
@@ -21,8 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.errors import CaptureError
 from shardwise.frontend.errors import in_package, is_user_code, is_user_file, running_frame
@@ -347,68 +345,3 @@ def _numpy_draw(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 def _same_state(before: Any, after: Any) -> bool:
     numpy_same = all(np.array_equal(a, b) for a, b in zip(before[1], after[1], strict=True))
     return bool(before[0] == after[0] and numpy_same)
-
-
-# ---------------------------------------------------------------- attention masks
-
-_MAX_NODES = 50  # that are run to evaluate a tensor while tracing
-
-
-def eager_masks() -> contextlib.AbstractContextManager[None]:
-    """Make `transformers`, if it is loaded, choose attention masks as in eager mode.
-
-    When traced, it does not use `is_causal=True` but builds a full mask, since shapes may differ
-    from the traced ones and sequences may be packed. Our graphs are for one shape, and positions
-    that count up from 0 are known while tracing: then it can decide as in eager mode.
-    """
-    module: Any = sys.modules.get("transformers.masking_utils")
-    find = getattr(module, "find_packed_sequence_indices", None)
-    if find is None or not hasattr(module, "is_torchdynamo_exporting"):
-        return contextlib.nullcontext()
-
-    def find_packed(position_ids: torch.Tensor) -> Any:
-        return None if _counts_up(position_ids) else find(position_ids)
-
-    return patched(
-        (module, "is_torchdynamo_exporting", lambda: False),
-        (module, "find_packed_sequence_indices", find_packed),
-    )
-
-
-def _counts_up(positions: torch.Tensor) -> bool:
-    """Return whether a traced tensor that depends on no input counts up by 1.
-
-    The few nodes that compute it are run with real data, outside of the trace.
-    """
-    mode = get_proxy_mode()
-    slot: Any = get_proxy_slot(positions, mode.tracer, None) if mode is not None else None
-    if slot is None:
-        return False
-    try:
-        with _disable_current_modes():
-            data = _evaluate(slot.proxy.node, {}, [_MAX_NODES])
-            return bool(torch.all(torch.diff(data, dim=-1) == 1))
-    except (_Unknown, RuntimeError, TypeError):
-        return False
-
-
-class _Unknown(Exception):
-    """The value depends on an input, or on too many nodes."""
-
-
-def _evaluate(node: fx.Node, done: dict[fx.Node, Any], budget: list[int]) -> Any:
-    """Run a node and its dependencies, at most `budget[0]` nodes."""
-    if node in done:
-        return done[node]
-    budget[0] -= 1
-    target: Any = node.target
-    if budget[0] < 0 or node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
-        raise _Unknown
-    if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
-        raise _Unknown
-    args = fx.node.map_arg(node.args, lambda n: _evaluate(n, done, budget))
-    kwargs = dict(fx.node.map_arg(node.kwargs, lambda n: _evaluate(n, done, budget)))
-    if "device" in kwargs:
-        kwargs["device"] = torch.device("cpu")
-    done[node] = target(*args, **kwargs)
-    return done[node]
