@@ -1,4 +1,4 @@
-"""Train a small GPT in two pipeline stages and record what every rank does.
+"""Train a small GPT in two pipeline stages and record the events of every rank.
 
 torchrun --nproc-per-node 2 docs/guides/train_pipeline.py
 """
@@ -19,7 +19,7 @@ import small_gpt
 
 
 def main() -> None:
-    """Every rank does the same; the plan says which stage it has."""
+    """Train on every rank; the plan assigns the stage."""
     dist.init_process_group("gloo")
     model, batch = small_gpt.make()
     graph = sw.capture(model, batch)
@@ -30,7 +30,7 @@ def main() -> None:
     pm = sw.parallelize(model, batch, plan=plan, record=True)
     optimizer = sw.optimizer(pm, torch.optim.AdamW, lr=3e-3)
     for step in range(3):
-        loss = pm.train_step(small_gpt.batch(step))  # of the whole batch, the same on every rank
+        loss = pm.train_step(small_gpt.batch(step))  # of the global batch, the same on every rank
         sw.clip_grad_norm_(pm, 1.0)  # over all stages
         optimizer.step()
         optimizer.zero_grad()
