@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.checkpoint import transfer
+from shardwise.checkpoint import box_io
 from tests.support.checkpoints import (
     BEFORE,
     FURTHER,
@@ -196,7 +196,7 @@ def pretrained(folder: Path, strategy: str, options: dict[str, Any]) -> tuple[in
     model, batch = make("fused_gpt")
     expected = model(**batch).item()
     read: list[int] = []
-    original_read = transfer.Reader._read
+    original_read = box_io.Reader._read
 
     def counted(self: Any, file: Any, begin: int, nbytes: int) -> Tensor:
         read.append(nbytes)
@@ -207,11 +207,11 @@ def pretrained(folder: Path, strategy: str, options: dict[str, Any]) -> tuple[in
     pm = sw.parallelize(
         empty, batch, plan=plan_for(empty, batch, strategy, 2, **options), device="cpu"
     )
-    transfer.Reader._read = counted  # type: ignore[method-assign]
+    box_io.Reader._read = counted  # type: ignore[method-assign]
     try:
         sw.load_checkpoint(folder, pm)
     finally:
-        transfer.Reader._read = original_read  # type: ignore[method-assign]
+        box_io.Reader._read = original_read  # type: ignore[method-assign]
     local = sum(e.leaf.nbytes if e.zero < 3 else e.piece.nbytes for e in pm.store.entries)
     assert pm.train_step(batch).item() == pytest.approx(expected, rel=1e-9)
     return sum(read), local, expected

@@ -14,7 +14,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import shardwise as sw
-from shardwise.checkpoint import convert_checkpoint, transfer
+from shardwise.checkpoint import box_io, convert_checkpoint
 from shardwise.checkpoint.open import open_checkpoint
 from shardwise.checkpoint.shards import Box, LocalBox, narrow
 from shardwise.cli import app
@@ -128,8 +128,8 @@ def test_only_the_needed_ranges_of_a_file_without_checksums_are_read(
         size = tuple(rng.randint(1, n - o) for n, o in zip(full.shape, offset, strict=True))
         target = torch.zeros(size)
         targets = [LocalBox(Box(offset, size), target)]
-        with transfer.Reader(checkpoint.folder, checkpoint.manifest) as reader:
-            reader.fill([transfer.Request(section="model", name=name, targets=targets)])
+        with box_io.Reader(checkpoint.folder, checkpoint.manifest) as reader:
+            reader.fill([box_io.Request(section="model", name=name, targets=targets)])
             rows = full.numel() // (*full.shape, 1)[0] * (*size, 1)[0]
             assert reader.bytes_read <= 4 * rows
         assert torch.equal(target, narrow(full, offset, size))
