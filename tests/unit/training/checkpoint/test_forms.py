@@ -116,8 +116,8 @@ def test_prefixes_of_base_models_are_matched(saved: Path, tmp_path: Path) -> Non
 def test_only_the_needed_ranges_of_a_file_without_checksums_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "_RUN_BYTES", 16)
-    monkeypatch.setattr(transfer, "BOX_BYTES", 64)
+    monkeypatch.setattr(box_io, "_RUN_BYTES", 16)
+    monkeypatch.setattr(box_io, "BOX_BYTES", 64)
     shapes = {"a": (7, 5, 6), "b": (40,), "c": (), "d": (3, 50)}
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
     save_file(tensors, tmp_path / "model.safetensors")
