@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from shardwise.batch import Call, register_dataclasses
 from shardwise.errors import CaptureError, LossError
 from shardwise.frontend.python_state import Change, Watch
+from shardwise.keras_model import without_keras
 
 # ---------------------------------------------------------------- the loss
 
@@ -102,7 +103,7 @@ Objective = LossFn | StepFunction | None
 def as_module(model: Model) -> nn.Module:
     """Return the model; a mapping becomes one module, with `modules.G` and `modules["G"]`."""
     if not isinstance(model, Mapping) or isinstance(model, nn.Module):
-        return model
+        return without_keras(model)
     if not model:
         raise CaptureError(
             "the mapping of modules is empty", hint='{"G": generator, "D": discriminator}'
@@ -115,7 +116,7 @@ def as_module(model: Model) -> nn.Module:
                 f"{name!r} cannot be the name of a module",
                 hint="a Python identifier that nn.ModuleDict does not use itself",
             )
-    modules = nn.ModuleDict(dict(model))
+    modules = nn.ModuleDict({name: without_keras(module) for name, module in model.items()})
     modules.training = any(module.training for module in model.values())
     return modules
 

@@ -40,6 +40,7 @@ from shardwise.frontend.snapshots import (
     snapshot,
 )
 from shardwise.frontend.tracing import patched
+from shardwise.keras_model import KerasSettings
 
 # ---------------------------------------------------------------- what code may read
 
@@ -558,7 +559,8 @@ class Watch:
         plain = (*ATOMS, tuple, types.FunctionType, types.BuiltinFunctionType)
         if self._is_torch_module(place) and not isinstance(value, plain):
             return
-        if type(value).__module__.startswith("shardwise."):  # an integration's own
+        integration = type(value).__module__.startswith("shardwise.")
+        if integration and not isinstance(value, KerasSettings):
             return
         if place not in self.first:
             self.first[place] = snapshot(value, self.reach.names)

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import PlanMismatch, did_you_mean
 from shardwise.formatting import size as format_bytes
+from shardwise.keras_model import without_keras
 from shardwise.runtime.consistency import share
 from shardwise.runtime.parameters import Entry
 from shardwise.runtime.shards import hook_error
@@ -204,7 +205,10 @@ def copy_weights(
 
 
 def _targets(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    root = model if isinstance(model, nn.Module) else nn.ModuleDict(dict(model))
+    if isinstance(model, nn.Module):
+        root = without_keras(model)
+    else:
+        root = nn.ModuleDict({name: without_keras(module) for name, module in model.items()})
     tensors: dict[str, Tensor] = dict(root.named_parameters(remove_duplicate=False))
     tensors |= dict(root.named_buffers(remove_duplicate=False))
     return {name: tensors[name] for name in root.state_dict() if name in tensors}

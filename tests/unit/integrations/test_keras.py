@@ -1,0 +1,171 @@
+"""Keras 3 models on the torch backend: captured, verified, trained and saved."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import shardwise as sw
+from shardwise.errors import CaptureError
+
+os.environ.setdefault("KERAS_BACKEND", "torch")
+keras = pytest.importorskip("keras", reason="Keras models need shardwise[keras]")
+if keras.backend.backend() != "torch":
+    pytest.skip("Keras was imported with another backend", allow_module_level=True)
+layers = keras.layers
+
+ROWS, CLASSES = 8, 3
+
+
+def loss_fn(output, batch):
+    return F.cross_entropy(output, batch["y"] if isinstance(batch, dict) else batch[1])
+
+
+def labels():
+    return torch.arange(ROWS) % CLASSES
+
+
+def normalized(rate: float = 0.0):
+    """Return a model with equal weights in every call."""
+    keras.utils.set_random_seed(0)
+    inner = [
+        layers.Dense(16, activation="relu", name="up"),
+        layers.BatchNormalization(name="norm"),
+        layers.Dropout(rate, name="drop"),
+    ]
+    head = layers.Dense(CLASSES, name="down")
+    return keras.Sequential([keras.Input((8,)), *inner, head], name="net")
+
+
+def batch_of_rows():
+    return torch.linspace(-1, 1, ROWS * 8).square().view(ROWS, 8).sin(), labels()
+
+
+def convolutional():
+    inner = [layers.Conv2D(4, 3, padding="same", activation="relu"), layers.MaxPooling2D()]
+    head = [layers.Flatten(), layers.Dense(CLASSES)]
+    return keras.Sequential([keras.Input((6, 6, 3)), *inner, *head]), (
+        torch.linspace(-1, 1, ROWS * 108).view(ROWS, 6, 6, 3).cos(),
+        labels(),
+    )
+
+
+def attention():
+    tokens = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(12, 8)(tokens)
+    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4)(x, x))
+    model = keras.Model(tokens, layers.Dense(CLASSES)(layers.GlobalAveragePooling1D()(x)))
+    return model, (torch.arange(ROWS * 6).view(ROWS, 6) % 12, labels())
+
+
+def two_inputs():
+    a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b")
+    joined = layers.concatenate([layers.Dense(8)(a), b])
+    values = torch.linspace(-1, 1, ROWS * 4).view(ROWS, 4)
+    batch = {"a": values, "b": values.flip(0), "y": labels()}
+    return keras.Model([a, b], layers.Dense(CLASSES)(joined)), batch
+
+
+def recurrent():
+    model = keras.Sequential([keras.Input((5, 4)), layers.LSTM(8), layers.Dense(CLASSES)])
+    return model, (torch.linspace(-1, 1, ROWS * 20).view(ROWS, 5, 4), labels())
+
+
+MODELS = {
+    "normalized": lambda: (normalized(0.1), batch_of_rows()),
+    "convolutional": convolutional,
+    "attention": attention,
+    "two_inputs": two_inputs,
+    "recurrent": recurrent,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plan_of_a_keras_model_is_verified(name):
+    model, batch = MODELS[name]()
+    graph = sw.capture(model, batch, loss_fn)
+    plan = sw.strategies.hybrid(graph, sw.Cluster.local(4), dp=2, tp=2)
+    assert sw.verify(model, batch, plan, loss_fn).ok
+
+
+def test_parameters_and_buffers_have_readable_names():
+    graph = sw.capture(normalized(), batch_of_rows(), loss_fn)
+    parameters = ["up.kernel", "up.bias", "norm.gamma", "norm.beta", "down.kernel", "down.bias"]
+    assert [parameter.name for parameter in graph.parameters] == parameters
+    assert [b.name for b in graph.buffers] == ["norm.moving_mean", "norm.moving_variance"]
+    assert all(buffer.mutation for buffer in graph.buffers)
+
+
+def dropouts(graph):
+    return [node for node in graph.nodes if "dropout" in node.op]
+
+
+def test_the_training_flag_decides_about_dropout_and_statistics():
+    model, batch = normalized(0.5), batch_of_rows()
+    assert len(dropouts(sw.capture(model, batch, loss_fn))) == 1
+    graph = sw.capture(model, batch, loss_fn, training=False)
+    assert not dropouts(graph)
+    assert not any(buffer.mutation for buffer in graph.buffers)
+
+
+def train(model, batch):
+    pm = sw.parallelize(
+        model,
+        batch,
+        lambda graph: sw.strategies.ddp(graph, sw.Cluster.local(1)),
+        loss_fn=loss_fn,
+    )
+    return pm, sw.optimizer(pm, torch.optim.SGD, lr=0.1)
+
+
+def test_trained_weights_and_statistics_are_those_of_keras_and_are_saved(tmp_path):
+    model, expected, batch = normalized(), normalized(), batch_of_rows()
+    pm, optimizer = train(model, batch)
+    reference = torch.optim.SGD([v.value for v in expected.trainable_variables], lr=0.1)
+    for _ in range(3):
+        loss = loss_fn(expected(batch[0], training=True), batch)
+        reference.zero_grad()
+        loss.backward()
+        reference.step()
+        torch.testing.assert_close(pm.train_step(batch).detach(), loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    pm.copy_to(model)
+    for actual, variable in zip(model.variables, expected.variables, strict=True):
+        torch.testing.assert_close(actual.value, variable.value)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    torch.testing.assert_close(loaded(batch[0]), expected(batch[0]))
+
+
+def test_a_changed_setting_of_a_layer_is_captured_anew():
+    model, batch = normalized(0.5), batch_of_rows()
+    expected = normalized(0.5)  # the seed of dropout takes part in drawing the weights
+    expected.get_layer("drop").rate = 0.0
+    expected = loss_fn(expected(batch[0], training=True), batch)
+    pm, _ = train(model, batch)
+    pm.train_step(batch)
+    model.get_layer("drop").rate = 0.0
+    for _ in range(2):
+        torch.testing.assert_close(pm.train_step(batch).detach(), expected.detach())
+
+
+def test_a_frozen_layer_is_not_trained():
+    model = normalized()
+    model.get_layer("up").trainable = False
+    graph = sw.capture(model, batch_of_rows(), loss_fn)
+    assert not any(parameter.name.startswith("up.") for parameter in graph.parameters)
+
+
+def test_a_seeded_layer_a_model_without_weights_and_a_missing_input_are_refused():
+    seeded = keras.Sequential([keras.Input((8,)), layers.Dropout(0.5, seed=3), layers.Dense(3)])
+    with pytest.raises(CaptureError):
+        sw.capture(seeded, batch_of_rows(), loss_fn)
+    with pytest.raises(CaptureError, match="no weights yet"):
+        sw.capture(keras.Sequential([layers.Dense(3)]), batch_of_rows(), loss_fn)
+    model, batch = two_inputs()
+    with pytest.raises(CaptureError, match="has no 'b'"):
+        sw.capture(model, {"a": batch["a"], "y": batch["y"]}, loss_fn)
