@@ -79,6 +79,8 @@ class KerasModule(nn.Module):
     A variable `sequential/up/kernel` of the model `sequential` is the parameter `up.kernel`.
     """
 
+    is_graph_storable = False
+
     def __init__(self, model: Any) -> None:
         super().__init__()
         self._keras = KerasSettings(model)
@@ -102,7 +104,15 @@ class KerasModule(nn.Module):
         inputs = _inputs(model, args, kwargs)
         trained = [self._tensor(v) for v in model.trainable_variables]
         state = [self._tensor(v) for v in model.non_trainable_variables]
-        output, updates = model.stateless_call(trained, state, inputs, training=self.training)
+        output, updates, losses = model.stateless_call(
+            trained, state, inputs, return_losses=True, training=self.training
+        )
+        if losses:
+            raise CaptureError(
+                f"the Keras model {model.name} adds {len(losses)} losses of its own (add_loss, "
+                "regularizers), which its output does not contain",
+                hint="remove them and add their terms in loss_fn",
+            )
         for variable, old, new in zip(model.non_trainable_variables, state, updates, strict=True):
             if new is not old and id(variable) in self._paths:
                 *folders, name = self._paths[id(variable)]

@@ -56,7 +56,6 @@ from shardwise.frontend.snapshots import (
 from shardwise.frontend.tracing import patched
 from shardwise.ir import Graph, tensor_bytes
 from shardwise.ir.stored import NotStorable, graph_from_json, graph_to_json, qualified_name
-from shardwise.keras_model import KerasModule
 from shardwise.version import __version__
 
 __all__ = ["CachedCapture", "cache_folder", "cached_capture"]
@@ -190,8 +189,8 @@ def cached_capture(
 ) -> CachedCapture | None:
     """Return the cache entry of a capture; None if it cannot be described completely."""
     folder = cache_folder()
-    # The layers of a Keras model are hidden from the description of modules.
-    if folder is None or any(isinstance(module, KerasModule) for module in model.modules()):
+    # Models of other frameworks hide their program from the description of modules.
+    if folder is None or not all(getattr(m, "is_graph_storable", True) for m in model.modules()):
         return None
     try:
         function = chosen.fn if isinstance(chosen, StepFunction) else chosen

@@ -169,3 +169,10 @@ def test_a_seeded_layer_a_model_without_weights_and_a_missing_input_are_refused(
     model, batch = two_inputs()
     with pytest.raises(CaptureError, match="has no 'b'"):
         sw.capture(model, {"a": batch["a"], "y": batch["y"]}, loss_fn)
+
+
+def test_losses_that_layers_add_are_refused():
+    regularized = layers.Dense(CLASSES, kernel_regularizer="l2")
+    model = keras.Sequential([keras.Input((8,)), regularized])
+    with pytest.raises(CaptureError, match="1 losses"):
+        sw.capture(model, batch_of_rows(), loss_fn)

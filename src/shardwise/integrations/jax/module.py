@@ -107,6 +107,8 @@ class _LossFunction:
 class JaxModule(nn.Module):
     """A loss function of JAX as a module; see `from_jax`."""
 
+    is_graph_storable = False  # on disk: its digest would not cover the function
+
     def __init__(self, loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> None:
         super().__init__()
         leaves, structure = tree_util.tree_flatten_with_path(params)

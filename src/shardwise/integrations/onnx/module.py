@@ -117,6 +117,8 @@ class _Group(nn.Module):
 class OnnxModule(nn.Module):
     """The graph of an ONNX file as a module; see `from_onnx`."""
 
+    is_graph_storable = False  # on disk: its digest would not cover the file
+
     def __init__(self, model: Any, source: str, trainable: Sequence[str] | None = None) -> None:
         super().__init__()
         self.source = source
