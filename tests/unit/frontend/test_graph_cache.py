@@ -6,7 +6,6 @@ import builtins
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from enum import Enum
 from fractions import Fraction
@@ -84,12 +83,15 @@ class Outside(nn.Module):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
     # Modules that earlier tests wrote into temporary folders are newer than this process: nothing
     # would be stored.
+    temporary = str(tmp_path_factory.getbasetemp().parent)
     for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None)).startswith(tempfile.gettempdir()):
+        if str(getattr(module, "__file__", None)).startswith(temporary):
             monkeypatch.delitem(sys.modules, name)
     return tmp_path / "graphs"
 
