@@ -123,7 +123,7 @@ def test_the_timeline_reacts_to_pointer_wheel_and_keys(show: Show) -> None:
     expect(window).not_to_have_text(full)
     page.get_by_role("button", name="Only critical path").click()
     page.get_by_text("Timeline as tables").click()
-    assert page.locator("#timeline details table").count() == 2
+    expect(page.locator("#timeline details table")).to_have_count(2)
 
 
 def test_other_sections_are_interactive(show: Show) -> None:
