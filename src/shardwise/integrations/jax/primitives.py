@@ -202,10 +202,15 @@ def binary(eqn: Equation, a: Value, b: Value) -> Value:
     return _BINARY[eqn.name](a, b)
 
 
-@primitive("max", "min")
-def extreme(eqn: Equation, a: Value, b: Value) -> Value:
-    function = torch.maximum if eqn.name == "max" else torch.minimum
-    return function(*eqn.tensors(a, b))
+_OF_TENSORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # not of a tensor and a number
+    "atan2": torch.atan2, "complex": torch.complex, "max": torch.maximum, "min": torch.minimum,
+    "nextafter": torch.nextafter, "rem": torch.fmod,
+}  # fmt: skip
+
+
+@primitive(*_OF_TENSORS)
+def binary_of_tensors(eqn: Equation, a: Value, b: Value) -> Value:
+    return _OF_TENSORS[eqn.name](*eqn.tensors(a, b))
 
 
 @primitive("div")
@@ -214,11 +219,6 @@ def divide(eqn: Equation, a: Value, b: Value) -> Value:
     tensor = a if isinstance(a, Tensor) else b
     is_integer = not (tensor.is_floating_point() or tensor.is_complex())
     return torch.div(torch.as_tensor(a), b, rounding_mode="trunc" if is_integer else None)
-
-
-@primitive("rem")
-def remainder(eqn: Equation, a: Value, b: Value) -> Value:
-    return torch.fmod(*eqn.tensors(a, b))
 
 
 @primitive("pow")
@@ -234,21 +234,6 @@ def integer_power(eqn: Equation, x: Tensor) -> Value:
 @primitive("cbrt")
 def cube_root(eqn: Equation, x: Tensor) -> Value:
     return torch.sign(x) * torch.pow(torch.abs(x), 1 / 3)
-
-
-@primitive("atan2")
-def atan2(eqn: Equation, a: Value, b: Value) -> Value:
-    return torch.atan2(*eqn.tensors(a, b))
-
-
-@primitive("nextafter")
-def nextafter(eqn: Equation, a: Value, b: Value) -> Value:
-    return torch.nextafter(*eqn.tensors(a, b))
-
-
-@primitive("complex")
-def complex_(eqn: Equation, a: Value, b: Value) -> Value:
-    return torch.complex(*eqn.tensors(a, b))
 
 
 @primitive("and", "or", "xor", "not")
