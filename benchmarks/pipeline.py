@@ -1,6 +1,7 @@
 """Compare pipelines with `torch.distributed.pipelining`: step time, peak memory and bubbles.
 
     python -m benchmarks.pipeline [--what time,memory,bubble] [--ranks 2,4] [--bubble-ranks 2,8]
+    python -m benchmarks.pipeline --backend nccl --what time --ranks 2,4
 
 Both run the same GPT, with an untied head, split at the same blocks, in the same gloo processes of
 one thread and one core each, with 8 micro-batches and AdamW. First, both must compute the same loss
@@ -9,7 +10,8 @@ the worst ratio.
 
 A bubble is the share of a recorded step in which ranks wait, compared with a replay of the schedule
 with the recorded times of its actions: the difference is the overhead of the executor. Rows that
-need more cores than this machine has are skipped.
+need more cores than this machine has are skipped. Over NCCL, ranks have a GPU each, or share one
+through sockets, where only the ratio counts.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from torch.distributed import pipelining
 
 import shardwise as sw
 from benchmarks.models import GPT, tokens
-from benchmarks.run import Step, alternate, peak_bytes, ratio
+from benchmarks.run import Step, alternate, join, peak_bytes, ratio
 from shardwise.runtime import bubble_fraction
 from shardwise.schedules import Action, make, replay
 
@@ -62,10 +64,17 @@ class Job:
     ranks: int
     schedule: str
     pairs: int
+    backend: str = "gloo"
 
     @property
     def stages(self) -> int:
         return self.ranks * (2 if self.schedule in ("interleaved", "zb_v") else 1)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        is_gpu = self.backend == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
 
     @property
     def layers(self) -> int:
@@ -77,12 +86,13 @@ class Job:
         return [self.layers * stage // self.stages for stage in range(self.stages + 1)]
 
 
-def gpt(layers: int) -> tuple[GPT, dict[str, Tensor]]:
+def gpt(job: Job) -> tuple[GPT, dict[str, Tensor]]:
     """Return a GPT with an untied head, and a batch of one sequence per micro-batch."""
     torch.manual_seed(0)
-    model = GPT(layers=layers, width=384, heads=6, length=LENGTH, vocab=VOCAB)
+    model = GPT(layers=job.layers, width=384, heads=6, length=LENGTH, vocab=VOCAB)
     model.head = nn.Linear(384, VOCAB, bias=False)
-    return model, tokens(MICROBATCHES, LENGTH, VOCAB)
+    batch = tokens(MICROBATCHES, LENGTH, VOCAB)
+    return model.to(job.device), {name: value.to(job.device) for name, value in batch.items()}
 
 
 class Part(nn.Module):
@@ -114,12 +124,12 @@ class Baseline:
     """`torch.distributed.pipelining` as its documentation recommends."""
 
     def __init__(self, job: Job) -> None:
-        model, self.batch = gpt(job.layers)
+        model, self.batch = gpt(job)
         rank = dist.get_rank()
         local = [s for s in range(job.stages) if s % job.ranks == rank]
         self.parts = [Part(model, *job.starts[stage : stage + 2]) for stage in local]
         stages = [
-            pipelining.PipelineStage(part, stage, job.stages, torch.device("cpu"))
+            pipelining.PipelineStage(part, stage, job.stages, job.device)
             for part, stage in zip(self.parts, local, strict=True)
         ]
         is_one = len(stages) == 1
@@ -153,7 +163,7 @@ class Ours:
     """The same model under a plan of Shardwise."""
 
     def __init__(self, job: Job, *, record: bool = False) -> None:
-        model, self.batch = gpt(job.layers)
+        model, self.batch = gpt(job)
         plan = sw.strategies.pipeline(
             sw.capture(model, self.batch),
             sw.Cluster.local(job.ranks),
@@ -243,7 +253,7 @@ def worker(rank: int, port: int, job: Job, queue: Any) -> None:
         os.sched_setaffinity(0, {cores[rank * (len(cores) // job.ranks)]})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.ranks))
-    dist.init_process_group("gloo", rank=rank, world_size=job.ranks)
+    join(job.backend, rank, job.ranks)
     results: list[Any] = [None] * job.ranks
     dist.all_gather_object(results, WORK[job.kind](job))
     if rank == 0:
@@ -301,7 +311,13 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
                 if schedule not in options.schedules:
                     continue
                 if kind == "bubble" or schedule != "interleaved" or ranks == 2:
-                    yield Job(kind=kind, ranks=ranks, schedule=schedule, pairs=options.pairs)
+                    yield Job(
+                        kind=kind,
+                        ranks=ranks,
+                        schedule=schedule,
+                        pairs=options.pairs,
+                        backend=options.backend,
+                    )
 
 
 def show(row: dict[str, Any]) -> None:
@@ -347,12 +363,13 @@ def main() -> None:
     parser.add_argument("--bubble-ranks", type=_numbers, default=[2, 8])
     parser.add_argument("--schedules", type=_names, default=list(SCHEDULES))
     parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--out", type=Path, default=Path("bench-results-pipeline.json"))
     options = parser.parse_args()
     rows = []
     cores = len(os.sched_getaffinity(0))
     for job in jobs(options):
-        if job.kind != "memory" and job.ranks > cores:
+        if job.backend == "gloo" and job.kind != "memory" and job.ranks > cores:
             print(f"{job.ranks} ranks {job.schedule:11} {job.kind:6} skipped: only {cores} cores")
             continue
         head = {"what": job.kind, "ranks": job.ranks, "schedule": job.schedule}

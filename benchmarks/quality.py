@@ -177,7 +177,7 @@ def run(case: Case) -> Row:
     """Compare the plan of a case with the best of the grid."""
     graph, cluster = case.graph(), case.cluster()
     begun = time.monotonic()
-    plan = sw.plan(graph, cluster, precision=PRECISION, progress=False)
+    plan = sw.plan(graph, cluster, precision=PRECISION, progress=False, all_devices=True)
     planning = time.monotonic() - begun
     ours = sw.simulate(graph, plan, cluster)
     begun = time.monotonic()

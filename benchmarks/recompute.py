@@ -55,11 +55,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gpipe": ("pipeline", 2, {"schedule": "gpipe", "pp": 2, "num_microbatches": 8}),
     "1f1b": ("pipeline", 2, {"schedule": "1f1b", "pp": 2, "num_microbatches": 8}),
     "zb_h1": ("pipeline", 2, {"schedule": "zb_h1", "pp": 2, "num_microbatches": 8}),
-    "interleaved": (
-        "pipeline",
-        2,
-        {"schedule": "interleaved", "pp": 2, "num_microbatches": 8},
-    ),
+    "interleaved": ("pipeline", 2, {"schedule": "interleaved", "pp": 2, "num_microbatches": 8}),
 }
 
 

@@ -1,11 +1,14 @@
 """Compare step time and memory with DDP, FSDP2 and the plain model: `make bench`.
 
     python -m benchmarks.run [--pairs 40] [--models gpt,llama] [--out bench-results.json]
+    python -m benchmarks.run --backend nccl --ranks 4
 
 Both systems alternate steps in two gloo processes of one thread each; the ratio of medians has a
 90% interval from resampled pairs. "one rank" compares the generated code with the eager model in a
 single process. Peak memory is the highest running sum of allocation events of `torch.profiler`,
 opened before the model is built, from the second step on, measured separately for each system.
+Over NCCL, ranks have a GPU each, or share one through sockets, where only the ratio counts; memory
+is not measured.
 """
 
 from __future__ import annotations
@@ -33,23 +36,42 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardwise as sw
 from benchmarks.models import MODELS, block_modules, loss_of
+from shardwise.runtime.rendezvous import shared_gpu_environment
 
 LIMITS = {"ddp": 1.03, "fsdp": 1.0, "one rank": 1.02, "fsdp memory": 1.05}
 WARM_UP = 4
-RANKS = 2
 Step = Callable[[], None]
 
 
-def baseline_step(name: str, mode: str) -> Step:
-    """Return a step of DDP, FSDP2 or the plain model, as its documentation recommends."""
+def join(backend: str, rank: int, ranks: int) -> torch.device:
+    """Join the group that `MASTER_ADDR` describes; return the device of this rank."""
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        if ranks > torch.cuda.device_count():
+            os.environ.update(shared_gpu_environment(rank))
+    if ranks > 1:
+        dist.init_process_group(backend, rank=rank, world_size=ranks)
+    return device
+
+
+def on_device(name: str, device: torch.device) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """Return a model and its batch on a device."""
     model, batch = MODELS[name]()
+    return model.to(device), {key: value.to(device) for key, value in batch.items()}
+
+
+def baseline_step(name: str, mode: str, device: torch.device) -> Step:
+    """Return a step of DDP, FSDP2 or the plain model, as its documentation recommends."""
+    model, batch = on_device(name, device)
     rank = dist.get_rank() if dist.is_initialized() else 0
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     run: Any = model
     if mode == "ddp":
         run = DistributedDataParallel(model)
     elif mode == "fsdp":
-        mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
+        mesh = dist.device_mesh.init_device_mesh(device.type, (ranks,))
         for block in block_modules(model):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -64,9 +86,9 @@ def baseline_step(name: str, mode: str) -> Step:
     return step
 
 
-def our_step(name: str, mode: str) -> Step:
+def our_step(name: str, mode: str, device: torch.device) -> Step:
     """Return the same step under a plan of Shardwise."""
-    model, batch = MODELS[name]()
+    model, batch = on_device(name, device)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     strategy = getattr(sw.strategies, "ddp" if mode == "one rank" else mode)
     plan = strategy(sw.capture(model, batch), sw.Cluster.local(ranks))
@@ -87,15 +109,21 @@ def alternate(ours: Step, baseline: Step, pairs: int) -> tuple[list[float], list
     times: tuple[list[float], list[float]] = ([], [])
     for pair in range(-WARM_UP, pairs):
         for which in (0, 1) if pair % 2 else (1, 0):
-            if dist.is_initialized():
-                dist.barrier()
+            _meet()
             start = time.perf_counter()
             (ours, baseline)[which]()
-            if dist.is_initialized():
-                dist.barrier()
+            _meet()
             if pair >= 0:
                 times[which].append(time.perf_counter() - start)
     return times
+
+
+def _meet() -> None:
+    """Wait for this rank's device and for all ranks."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def ratio(ours: list[float], baseline: list[float]) -> dict[str, float]:
@@ -142,15 +170,14 @@ def worker(rank: int, ranks: int, port: int, job: dict[str, Any], queue: Any) ->
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
-    if ranks > 1:
-        dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    device = join(job["backend"], rank, ranks)
     name, mode = job["model"], job["mode"]
     if job["kind"] == "time":
-        ours, baseline = our_step(name, mode), baseline_step(name, mode)
+        ours, baseline = our_step(name, mode, device), baseline_step(name, mode, device)
         result: Any = alternate(ours, baseline, job["pairs"])
     else:
         make = our_step if job["kind"] == "ours" else baseline_step
-        result = peak_bytes(lambda: make(name, mode))
+        result = peak_bytes(lambda: make(name, mode, device))
     if rank == 0:
         queue.put(result)
     if ranks > 1:
@@ -171,22 +198,22 @@ def launch(ranks: int, job: dict[str, Any]) -> Any:
     return queue.get()
 
 
-def measure(name: str, pairs: int) -> list[dict[str, Any]]:
+def measure(name: str, pairs: int, backend: str, num_ranks: int) -> list[dict[str, Any]]:
     """Return all rows of a model."""
     rows = []
+    job = {"model": name, "backend": backend, "pairs": pairs}
     for mode, ranks, rival in (
-        ("ddp", RANKS, "DDP"),
-        ("fsdp", RANKS, "FSDP2"),
+        ("ddp", num_ranks, "DDP"),
+        ("fsdp", num_ranks, "FSDP2"),
         ("one rank", 1, "eager"),
     ):
-        ours, baseline = launch(
-            ranks, {"kind": "time", "model": name, "mode": mode, "pairs": pairs}
-        )
+        ours, baseline = launch(ranks, {**job, "kind": "time", "mode": mode})
         rows.append({"model": name, "what": mode, "rival": rival, **ratio(ours, baseline)})
         show(rows[-1])
+    if backend == "nccl":
+        return rows
     ours_bytes, baseline_bytes = (
-        launch(RANKS, {"kind": kind, "model": name, "mode": "fsdp"})
-        for kind in ("ours", "baseline")
+        launch(num_ranks, {**job, "kind": kind, "mode": "fsdp"}) for kind in ("ours", "baseline")
     )
     rows.append(
         {
@@ -223,9 +250,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--models", default="gpt,llama")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--out", default="bench-results.json")
     options = parser.parse_args()
-    rows = [row for name in options.models.split(",") for row in measure(name, options.pairs)]
+    rows = [
+        row
+        for name in options.models.split(",")
+        for row in measure(name, options.pairs, options.backend, options.ranks)
+    ]
     machine = {"cpu": platform.processor(), "cores": os.cpu_count(), "torch": torch.__version__}
     Path(options.out).write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
 

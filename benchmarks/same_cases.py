@@ -95,11 +95,7 @@ def refusal(error: ShardwiseError) -> str:
     """Return the class, place and numbers of an error."""
     where = numbers(error.where) if error.where and " " in error.where else error.where
     return canonical(
-        {
-            "error": type(error).__name__,
-            "where": where,
-            "numbers": numbers(error.message),
-        }
+        {"error": type(error).__name__, "where": where, "numbers": numbers(error.message)}
     )
 
 
@@ -274,10 +270,10 @@ PLANNED = {
     "fused_gpt constrained": _planned(
         "fused_gpt", preset("h100", 1, 2), constraints={"tok.weight": {"tp": "0"}}, tp=2
     ),
-    "llama on 2x4": _planned("llama", preset("h100", 2, 4)),
+    "llama on 2x4": _planned("llama", preset("h100", 2, 4), all_devices=True),
     "llama on unequal links": _planned("llama", functools.partial(clusters.uneven, 4)),
     "llama on unequal devices": _planned("llama", quality_cases.unequal, quick=True),
-    "t5 on 2x2": _planned("t5", preset("a100", 2, 2)),
+    "t5 on 2x2": _planned("t5", preset("a100", 2, 2), all_devices=True),
     "resnet on 8": _planned("resnet", preset("v100", 1, 8)),
     "mixtral on 4": _planned("mixtral", preset("a100", 1, 4)),
     **{

@@ -37,10 +37,11 @@ from shardwise.equivalence.check import make_trials
 from shardwise.equivalence.ranks import subject_of
 from shardwise.equivalence.reference import widen_graph
 from shardwise.errors import ShardwiseError
+from shardwise.routing import collect, dispatch, grouped_linear, route
 from tests.unit.equivalence import mutations as m
 
 Tensors = dict[str, torch.Tensor]
-STRATEGIES = ("ddp", "fsdp", "tensor", "hybrid", "pipeline")
+STRATEGIES = ("ddp", "fsdp", "tensor", "hybrid", "pipeline", "expert")
 MAX_TEXTS = 24  # edited texts per strategy
 LOOSE = 1e-7
 
@@ -58,16 +59,38 @@ class Net(nn.Module):
 
     def forward(self, ids: torch.Tensor, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         h = self.emb(ids) + x
-        h = h + self.gate * self.down(torch.tanh(self.up(self.norm(h))))
+        h = h + self.gate * self.block(self.norm(h))
         logits = self.head(h) + self.limits
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return loss + self.coefficient * (h * self.v).sum(-1).square().mean()
 
+    def block(self, h: torch.Tensor) -> torch.Tensor:
+        """Compute the block between the residuals."""
+        return self.down(torch.tanh(self.up(h)))
 
-def build() -> tuple[Net, Tensors]:
+
+class RoutedNet(Net):
+    """The same block, shared, and two of three experts for every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, 3)
+        self.inner, self.outer = (nn.Parameter(torch.randn(3, *n)) for n in ((4, 6), (6, 4)))
+
+    def block(self, h: torch.Tensor) -> torch.Tensor:
+        """Add the rows of experts to the shared block."""
+        tokens = h.flatten(0, 1)
+        weights, ids = self.router(tokens).softmax(-1).topk(2)
+        order, counts = route(ids, 3)
+        rows = torch.tanh(grouped_linear(dispatch(tokens, order, 2), self.inner, counts))
+        rows = collect(grouped_linear(rows, self.outer, counts), order, ids)
+        return super().block(h) + (rows * weights.unsqueeze(-1)).sum(1).view_as(h)
+
+
+def build(strategy: str = "") -> tuple[Net, Tensors]:
     """Return the model and a batch that hide nothing."""
     torch.manual_seed(0)
-    model = Net().double()
+    model = (RoutedNet() if strategy == "expert" else Net()).double()
     batch = {
         "ids": torch.randint(11, (6, 3)),
         "x": torch.randn(6, 3, 6, dtype=torch.float64),
@@ -295,7 +318,7 @@ def sweep_programs(strategy: str, tally: Tally) -> None:
     """Check every mutant of a strategy with every setup."""
     kinds: dict[str, str] = {}  # texts -> name of their mutants in the tally
     for setup, change in SETUPS.items():
-        model, batch = build()
+        model, batch = build(strategy)
         change(model, batch)
         twin, wide = double(model, batch)
         graph = widen_graph(sw.capture(twin, wide))
@@ -446,10 +469,7 @@ def tree_mutants(choice: CollectiveChoice) -> Iterator[tuple[str, CollectiveChoi
             f"tree without its {half} half",
             _try(made, (*forest.trees[:-1], replace(last, **{half: ()}))),
         )
-    yield (
-        "half a weight",
-        _try(made, (*forest.trees[:-1], replace(last, weight=last.weight / 2))),
-    )
+    yield ("half a weight", _try(made, (*forest.trees[:-1], replace(last, weight=last.weight / 2))))
     yield "a missing tree", _try(made, forest.trees[1:])
     yield "a duplicate tree", _try(made, (*forest.trees, last))
     for half in ("inward", "outward"):

@@ -187,7 +187,7 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.zoo", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--models", type=words, default=zoo.names())
+    parser.add_argument("--models", type=words, default=zoo.all_names())
     parser.add_argument("--strategies", type=words, default=list(STRATEGIES))
     parser.add_argument("--ranks", type=lambda t: [int(n) for n in t.split(",")], default=[2, 4])
     parser.add_argument("--processes", type=words, default=ON_PROCESSES, help="models, or none")
@@ -197,7 +197,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("zoo-results"))
     parser.add_argument("--write-docs", action="store_true", help="copy the table to docs/zoo.md")
     options = parser.parse_args()
-    for names, known in ((options.models, zoo.names()), (options.strategies, STRATEGIES)):
+    for names, known in ((options.models, zoo.all_names()), (options.strategies, STRATEGIES)):
         unknown = [name for name in names if name not in known]
         if unknown:
             parser.error(f"unknown {unknown[0]!r}; known: {', '.join(known)}")

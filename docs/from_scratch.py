@@ -126,7 +126,7 @@ class Choice:
 
 
 def choices(node: Node) -> Iterator[Choice]:
-    """`same`: every rank does all of it. `shard k`: every rank does its part of axis k."""
+    """Yield `same`, all of it on every rank, and `shard k`, a part of axis k on each."""
     left, _, right = RULES[node.op.split()[0]].partition("->")
     operands = [operand.strip() for operand in left.split(",")]
     result = right.split()

@@ -6,12 +6,15 @@ python docs/signatures.py
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import operator
 import re
+import types
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import typer
 
@@ -140,8 +143,25 @@ def _named(annotation: Any) -> Any:
     return _short(annotation)
 
 
+def _plain(annotation: Any) -> Any:
+    """Return a type without the metadata of `Annotated`, also inside of others."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _plain(annotation.__origin__)
+    arguments = getattr(annotation, "__args__", ())
+    if not isinstance(arguments, tuple) or typing.get_origin(annotation) in (Callable, Literal):
+        return annotation
+    plain = tuple(_plain(argument) for argument in arguments)
+    if plain == arguments:
+        return annotation
+    if isinstance(annotation, types.UnionType):
+        return functools.reduce(operator.or_, plain)
+    return annotation.__origin__[plain]
+
+
 def _short(annotation: Any) -> str:
-    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    is_text = isinstance(annotation, str)
+    text = annotation if is_text else inspect.formatannotation(_plain(annotation))
+    text = re.sub(r"Union\[(\w+), (Literal\[[^]]*\])\]", r"\1 | \2", text)
     return MODULES.sub("", text).replace("NoneType", "None").replace("'", '"')
 
 
@@ -152,8 +172,8 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 
 def _fields(name: str, kind: Any) -> str:
-    types = typing.get_type_hints(kind)
-    lines = [f"{f.name}: {_short(types[f.name])}{_default(f)}" for f in dataclasses.fields(kind)]
+    hints = typing.get_type_hints(kind)
+    lines = [f"{f.name}: {_short(hints[f.name])}{_default(f)}" for f in dataclasses.fields(kind)]
     return f"### `{name}`\n\n{_doc(kind)}\n\n```python3\n" + "\n".join(lines) + "\n```"
 
 

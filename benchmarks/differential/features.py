@@ -47,9 +47,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         name="gradient hook with a norm",
-        slots={
-            "made": "model.second.weight.register_hook(lambda grad: grad / (1 + grad.norm()))",
-        },
+        slots={"made": "model.second.weight.register_hook(lambda grad: grad / (1 + grad.norm()))"},
         places=_SECOND,
     ),
     Feature(
@@ -79,7 +77,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         name="forward pre-hook",
         slots={
-            "made": "model.second.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))",
+            "made": "model.second.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))"
         },
         places=_SECOND,
     ),
@@ -192,6 +190,65 @@ FEATURES: tuple[Feature, ...] = (
         },
         places=("seen",),
     ),
+    Feature(
+        name="new attribute written by forward",
+        slots={
+            "hidden": "self.mean = h.detach().mean()",
+            "after": 'notes.value(f"mean of step {step}", model.mean)',
+        },
+        places=("mean",),
+    ),
+    Feature(
+        name="changing depth",
+        kinds=("mlp", "gpt"),
+        slots={
+            "init": "self.depth = 1\n"
+            "self.deeper = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))",
+            "hidden": "for layer in self.deeper[: self.depth]:\n    h = h + torch.tanh(layer(h))",
+            "before": "model.depth = 1 + step % 2",
+        },
+        places=("deeper", "deeper.1.weight", "deeper.1.bias", "depth"),
+    ),
+    Feature(
+        name="partial function",
+        slots={
+            "top": "import functools\n\nSCALED = functools.partial(torch.mul, other=1.0)",
+            "loss": "loss = SCALED(loss)",
+            "before": 'SCALED.keywords["other"] = 1.0 / (1 + step)',
+        },
+        places=("SCALED",),
+    ),
+    Feature(
+        name="cached function",
+        slots={
+            "top": "from functools import lru_cache\n\n\n"
+            "@lru_cache\ndef table(size):\n    return torch.full((size,), 1.1)\n",
+            "hidden": "h = h * table(1)",
+        },
+        places=("table",),
+    ),
+    # State outside of Python
+    Feature(
+        name="file",
+        slots={
+            "top": "import os\nimport tempfile\n\n"
+            'SETTING = f"{tempfile.gettempdir()}/differential_{os.getpid()}"',
+            "head": 'with open(SETTING, "w") as file:\n    file.write("1.0")',
+            "loss": "with open(SETTING) as file:\n    loss = loss * float(file.read())",
+            "before": 'with open(SETTING, "w") as file:\n    file.write(str(1 + step % 2))',
+        },
+        places=("SETTING",),
+    ),
+    Feature(
+        name="setting of torch",
+        slots={
+            "head": "torch.backends.cudnn.benchmark = False",
+            "loss": "loss = 2 * loss if torch.backends.cudnn.benchmark else loss",
+            "before": "torch.backends.cudnn.benchmark = step % 2 == 1",
+            "done": "torch.backends.cudnn.benchmark = False",
+        },
+        places=("benchmark",),
+    ),
     # Buffers
     Feature(
         name="counting buffer",
@@ -282,11 +339,7 @@ FEATURES: tuple[Feature, ...] = (
         options={"ids": "int32"},
     ),
     Feature(
-        name="id out of range",
-        slots={},
-        places=("ids",),
-        kinds=("gpt",),
-        options={"ids": "bad"},
+        name="id out of range", slots={}, places=("ids",), kinds=("gpt",), options={"ids": "bad"}
     ),
     Feature(
         name="label out of range",
@@ -295,17 +348,18 @@ FEATURES: tuple[Feature, ...] = (
         kinds=("gpt", "mlp"),
         options={"labels": "bad"},
     ),
+    Feature(
+        name="input changed in place",
+        slots={"start": "data.mul_(0.5)"},
+        places=("data",),
+        kinds=("mlp", "conv"),
+    ),
     Feature(name="tied embedding", slots={}, kinds=("gpt",), options={"tied": "yes"}),
     Feature(name="unused module", slots={"init": "self.unused = nn.Linear(3, 2)"}),
-    Feature(
-        name="branch on a value",
-        slots={"hidden": "if h.sum() > 0:\n    h = 1.5 * h"},
-    ),
+    Feature(name="branch on a value", slots={"hidden": "if h.sum() > 0:\n    h = 1.5 * h"}),
     Feature(
         name="penalty on all weights",
-        slots={
-            "loss": "loss = loss + 0.01 * sum(p.square().sum() for p in self.parameters())",
-        },
+        slots={"loss": "loss = loss + 0.01 * sum(p.square().sum() for p in self.parameters())"},
     ),
     Feature(name="masked loss", slots={}, options={"reduction": "masked"}),
     # Weights
@@ -414,6 +468,38 @@ FEATURES: tuple[Feature, ...] = (
                 "for n, t in pm.gather_state_dict().items()})"
             ),
         },
+    ),
+    Feature(
+        name="weights of the original changed",
+        slots={
+            "before": "if step == 2:\n"
+            "    with torch.no_grad():\n"
+            "        model.second.bias.mul_(0.5)"
+        },
+        places=_SECOND,
+    ),
+    Feature(
+        name="weights copied to the original",
+        slots={
+            "parallel:end": (
+                "model.load_state_dict(pm.gather_state_dict())\n"
+                'notes.value(f"weights of step {step}", model.second.bias)'
+            ),
+            "plain:end": 'notes.value(f"weights of step {step}", model.second.bias)',
+        },
+    ),
+    Feature(
+        name="teacher",
+        group="parametrization",  # which renames the weight that the teacher follows
+        kinds=("mlp", "gpt"),
+        slots={
+            "init": "self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)",
+            "hidden": "h = h + torch.tanh(self.teacher(h)).detach()",
+            "end": "with torch.no_grad():\n"
+            "    named = dict(TRAINED.named_parameters())\n"
+            '    named["teacher.weight"].lerp_(named["second.weight"], 0.1)',
+        },
+        places=("teacher.weight", "second.weight"),
     ),
     Feature(name="accumulation", group="step", slots={}, options={"step": "accumulate"}),
 )

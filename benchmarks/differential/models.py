@@ -67,10 +67,7 @@ _LIFT = {"mlp": "{}", "conv": "{}[:, :, None, None]", "gpt": "{}[:, None, :]"}
 
 
 def model_source(
-    draw: random.Random,
-    kind: str,
-    options: Mapping[str, str],
-    slot: Callable[[str, int], str],
+    draw: random.Random, kind: str, options: Mapping[str, str], slot: Callable[[str, int], str]
 ) -> str:
     """Return the class `Model` of a script."""
     parts = _PARTS[kind]

@@ -192,10 +192,7 @@ class _Writer:
                 fields["labels"] += f".masked_fill(torch.rand({rows}, {length}) < 0.5, -100)"
         else:
             shape = f"{rows}, 6" if self.kind == "mlp" else f"{rows}, 2, 5, 5"
-            fields = {
-                "data": f"torch.randn({shape})",
-                "target": f"torch.randint(0, 3, ({rows},))",
-            }
+            fields = {"data": f"torch.randn({shape})", "target": f"torch.randint(0, 3, ({rows},))"}
             if self.options.get("labels") == "bad" and bad:
                 fields["target"] += ".index_fill(0, torch.tensor([0]), 1000)"
             if self.options.get("reduction") == "masked":

@@ -29,7 +29,7 @@ class CommandLine(SphinxDirective):
 
 
 def verbs(group: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The commands below a group, with their full names."""
+    """Yield the commands below a group, with their full names."""
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
             yield from verbs(command, f"{path} {name}")
@@ -43,7 +43,7 @@ def usage(name: str, verb: Any) -> str:
 
 
 def options(verb: Any) -> list[str]:
-    """A table of the options, if there are any."""
+    """Return a table of the options, if there are any."""
     records = [
         option.get_help_record(typer.Context(verb))
         for option in verb.params

@@ -28,7 +28,7 @@ def shorten(
 def keep_tables(
     app: Sphinx, what: str, name: str, documented: Any, options: Any, lines: list[str]
 ) -> None:
-    """An indented paragraph is text to be shown as it is, which reStructuredText marks by `::`."""
+    """Mark indented paragraphs by `::`, so that reStructuredText shows them as they are."""
     shown: list[str] = []
     for before, line in zip(["", *lines], lines, strict=False):
         is_block = shown and shown[-1].startswith("    ")
@@ -41,7 +41,7 @@ def keep_tables(
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Called by Sphinx."""
+    """Connect the functions above; Sphinx calls this."""
     app.connect("autodoc-process-signature", shorten)
     app.connect("autodoc-process-docstring", keep_tables)
     return {"parallel_read_safe": True}

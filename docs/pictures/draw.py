@@ -204,7 +204,7 @@ def tensor() -> Picture:
 
 
 def zero() -> Picture:
-    """The tensors that each of four ranks stores under data parallelism."""
+    """Draw the tensors that each of four ranks stores under data parallelism."""
     picture = Picture(
         760, 220, "Parameters, gradients and optimizer state on four ranks by ZeRO level"
     )
@@ -229,11 +229,7 @@ def zero() -> Picture:
         y += height + 6
     picture.text(115, 190, "rank", anchor="end", size=12, color="soft")
     picture.text(
-        440,
-        213,
-        "fsdp gathers a block's parameters for use, and frees them",
-        size=12,
-        color="soft",
+        440, 213, "fsdp gathers a block's parameters for use, and frees them", size=12, color="soft"
     )
     return picture
 

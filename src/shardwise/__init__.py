@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from shardwise.api.verify import verify
     from shardwise.checkpoint import CheckpointManager, load_checkpoint, save_checkpoint
     from shardwise.cluster import Cluster, Mesh
+    from shardwise.inexact import Compression, OuterOptimizer
     from shardwise.integrations.jax import from_jax
     from shardwise.integrations.onnx import from_onnx
     from shardwise.ir import Graph
     from shardwise.planner import strategies
     from shardwise.planner.plan import plan
-    from shardwise.plans import Plan, Precision, Stage
+    from shardwise.plans import Plan, Precision, Stage, Sync
     from shardwise.reports.build import report
     from shardwise.runtime import clip_grad_norm_, optimizer
     from shardwise.sharding import register_rule
@@ -40,11 +41,14 @@ __all__ = [
     "Callback",
     "CheckpointManager",
     "Cluster",
+    "Compression",
     "Graph",
     "Mesh",
+    "OuterOptimizer",
     "Plan",
     "Precision",
     "Stage",
+    "Sync",
     "Trainer",
     "__version__",
     "advise",
@@ -76,11 +80,14 @@ _HOME = {
     "Callback": "shardwise.training.callbacks",
     "CheckpointManager": "shardwise.checkpoint",
     "Cluster": "shardwise.cluster",
+    "Compression": "shardwise.inexact",
     "Graph": "shardwise.ir",
     "Mesh": "shardwise.cluster",
+    "OuterOptimizer": "shardwise.inexact",
     "Plan": "shardwise.plans",
     "Precision": "shardwise.plans",
     "Stage": "shardwise.plans",
+    "Sync": "shardwise.plans",
     "Trainer": "shardwise.training.trainer",
     "advise": "shardwise.api.advise",
     "capture": "shardwise.api.compile",

@@ -1,7 +1,5 @@
 """Flatten a batch into tensors with paths, and rebuild calls and outputs from other tensors."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import inspect

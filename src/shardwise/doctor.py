@@ -5,8 +5,6 @@ is `ok`, with the command that installs it. A check that may crash the process (
 some CPUs) runs in a child process.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import os
@@ -18,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +30,40 @@ _BF16 = """
 import torch
 a = torch.full((256, 256), 0.5, dtype=torch.bfloat16)
 assert (a @ a)[0, 0].item() == 64.0
+"""
+# A rank of a group: backend, rank, number of ranks, address of the store. It sums 16 MB, sends them
+# around a ring, and prints the seconds of both.
+_RANK = """
+import datetime, sys, time
+import torch
+import torch.distributed as dist
+backend, rank, size, address = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+device = torch.device("cpu")
+if backend == "nccl":
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+limit = datetime.timedelta(seconds=60)
+dist.init_process_group(
+    backend, init_method=address, rank=rank, world_size=size, timeout=limit
+)
+data, out = torch.ones(1 << 22, device=device), torch.empty(1 << 22, device=device)
+def ring():
+    ends = ((dist.isend, data, (rank + 1) % size), (dist.irecv, out, (rank - 1) % size))
+    for work in dist.batch_isend_irecv([dist.P2POp(*end) for end in ends]):
+        work.wait()
+seconds = []
+for call in (lambda: dist.all_reduce(data, dist.ReduceOp.MAX), ring):
+    for _ in range(2):
+        dist.barrier()
+        start = time.perf_counter()
+        call()
+        float(out[0] + data[0])
+        last = time.perf_counter() - start
+    seconds.append(last)
+assert data[0] == 1 and out[-1] == 1
+if rank == 0:
+    print(*seconds)
+dist.destroy_process_group()
 """
 _CHILD_TIMEOUT_S = 120
 # Optional packages: name, minimum supported version, and the command that installs it.
@@ -56,29 +89,20 @@ class Finding:
     hint: str = ""
 
 
-def _finding(name: str, value: str, *, warn: bool = False, hint: str = "") -> Finding:
-    """Return an `ok` finding, or a warning with a hint."""
-    status: Status = "warn" if warn else "ok"
-    return Finding(name=name, status=status, value=value, hint=hint if warn else "")
+def _finding(
+    name: str, value: str, *, warn: bool = False, fail: bool = False, hint: str = ""
+) -> Finding:
+    """Return an `ok` finding, or a warning or failure with a hint."""
+    status: Status = "fail" if fail else "warn" if warn else "ok"
+    return Finding(name=name, status=status, value=value, hint=hint if warn or fail else "")
 
 
 def examine() -> tuple[Finding, ...]:
     """Run all checks; imports torch."""
     checks: tuple[Callable[[], Iterable[Finding]], ...] = (
-        _versions,
-        _packages,
-        _compiler,
-        _backends,
-        _loopback,
-        _port,
-        _hostname,
-        _memory,
-        _disk,
-        _shared_memory,
-        _open_files,
-        _bf16,
-        _cuda,
-    )
+        _versions, _packages, _compiler, _backends, _loopback, _port, _hostname, _memory, _disk,
+        _shared_memory, _open_files, lambda: [bf16_finding(_BF16)], _cuda, _ranks,
+    )  # fmt: skip
     return tuple(finding for check in checks for finding in check())
 
 
@@ -152,12 +176,8 @@ def _backends() -> Iterator[Finding]:
 
     available = dist.is_available()
     gloo = available and dist.is_gloo_available()
-    yield Finding(
-        name="gloo",
-        status="ok" if gloo else "fail",
-        value="available" if gloo else "missing",
-        hint="" if gloo else "install a torch build with torch.distributed",
-    )
+    hint = "install a torch build with torch.distributed"
+    yield _finding("gloo", "available" if gloo else "missing", fail=not gloo, hint=hint)
     yield _nccl(available and dist.is_nccl_available())
     mpi = available and dist.is_mpi_available()
     yield _finding("mpi", "available" if mpi else "not in this build")
@@ -191,7 +211,7 @@ def _loopback() -> Iterator[Finding]:
                     received = accepted.recv(1)
     except OSError as error:
         hint = "allow connections to 127.0.0.1; ranks on this machine need them"
-        yield Finding(name="loopback", status="fail", value=str(error), hint=hint)
+        yield _finding("loopback", str(error), fail=True, hint=hint)
         return
     assert received == b"x"
     yield _finding("loopback", f"port {port} on 127.0.0.1 answered")
@@ -281,31 +301,23 @@ def _memory() -> Iterator[Finding]:
     yield _finding("memory", text, warn=free < 2**30, hint="use fewer ranks")
 
 
-def _bf16() -> Iterator[Finding]:
-    yield bf16_finding(_BF16)
-
-
 def bf16_finding(program: str) -> Finding:
     """Run `program` in a child process and report how it ended."""
-    name = "bf16 matmul"
+    name, command = "bf16 matmul", [sys.executable, "-c", program]
     try:
         child = subprocess.run(
-            [sys.executable, "-c", program],
-            capture_output=True,
-            text=True,
-            timeout=_CHILD_TIMEOUT_S,
-            check=False,
+            command, capture_output=True, text=True, timeout=_CHILD_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return Finding(name=name, status="fail", value=f"no answer in {_CHILD_TIMEOUT_S} s")
+        return _finding(name, f"no answer in {_CHILD_TIMEOUT_S} s", fail=True)
     if child.returncode == 0:
         return _finding(name, "works")
     if child.returncode < 0:
         cause = signal.Signals(-child.returncode).name
         hint = "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"
-        return Finding(name=name, status="fail", value=f"crashes with {cause}", hint=hint)
+        return _finding(name, f"crashes with {cause}", fail=True, hint=hint)
     last = child.stderr.strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
-    return Finding(name=name, status="fail", value=last[0])
+    return _finding(name, last[0], fail=True)
 
 
 def _cuda() -> Iterator[Finding]:
@@ -318,3 +330,56 @@ def _cuda() -> Iterator[Finding]:
         free, total = torch.cuda.mem_get_info(index)
         text = f"{torch.cuda.get_device_name(index)}, {size(free)} free of {size(total)}"
         yield _finding(f"cuda:{index}", text)
+
+
+def _ranks() -> Iterator[Finding]:
+    """Let the GPUs of this machine communicate; two ranks share a single GPU."""
+    import torch
+    import torch.distributed as dist
+
+    if not torch.cuda.is_available():
+        yield _finding("ranks", "no GPUs: NCCL was not tried")
+    elif dist.is_nccl_available():
+        yield ranks_finding("nccl", torch.cuda.device_count())
+
+
+def ranks_finding(backend: str, num_gpus: int) -> Finding:
+    """Start a rank for each GPU, at least two; report the times of their messages."""
+    from shardwise.runtime.rendezvous import host_store, shared_gpu_environment
+
+    num_ranks, store = max(2, num_gpus), host_store("127.0.0.1")
+    address = f"tcp://127.0.0.1:{store.port}"
+    environment = os.environ | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RANK, backend, str(rank), str(num_ranks), address],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment | (shared_gpu_environment(rank) if num_gpus < 2 else {}),
+        )
+        for rank in range(num_ranks)
+    ]
+    name, shared = f"{backend} ranks", ", sharing one GPU over sockets" if num_gpus == 1 else ""
+    hint = (
+        "NCCL_DEBUG=INFO shardwise doctor; NCCL_SOCKET_IFNAME=eth0 selects the network, "
+        "NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 avoid a broken link, docker needs --ipc host"
+    )
+    deadline = time.monotonic() + _CHILD_TIMEOUT_S
+    try:
+        outputs = [
+            rank.communicate(timeout=max(0.1, deadline - time.monotonic())) for rank in ranks
+        ]
+    except subprocess.TimeoutExpired:
+        value = f"{num_ranks} ranks gave no answer in {_CHILD_TIMEOUT_S} s"
+        return _finding(name, value, fail=True, hint=hint)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for number, (rank, (_, errors)) in enumerate(zip(ranks, outputs, strict=True)):
+        if rank.returncode:
+            last = errors.strip().splitlines()[-1:] or [f"exit code {rank.returncode}"]
+            return _finding(name, f"rank {number}: {last[0]}", fail=True, hint=hint)
+    reduced, sent = (1e3 * float(seconds) for seconds in outputs[0][0].split()[-2:])
+    times = f"all-reduce of 16 MB {reduced:.1f} ms, send and receive {sent:.1f} ms"
+    return _finding(name, f"{num_ranks} ranks{shared}: {times}")

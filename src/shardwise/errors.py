@@ -25,8 +25,6 @@ ShardwiseError
 A message has the numbers, the place (the user's file:line or a parameter name) and what to try.
 """
 
-from __future__ import annotations
-
 import difflib
 import traceback
 from collections.abc import Iterable, Mapping

@@ -32,19 +32,6 @@ from shardwise.errors import ShardwiseError
 if TYPE_CHECKING:
     import yaml
 
-__all__ = [
-    "MAX_BYTES",
-    "compose_yaml",
-    "parse_json",
-    "read_json",
-    "read_text",
-    "require_writable",
-    "write_bytes",
-    "write_error",
-    "write_text",
-    "writing",
-]
-
 MAX_BYTES = 64 << 20  # of a file that a person or a plan search wrote
 MAX_DEPTH = 64  # of nested lists and mappings
 MAX_VALUES = 4_000_000  # per file, with YAML aliases expanded
@@ -55,8 +42,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 # ------------------------------------------------------------ reading
-
-
 def read_text(
     path: str | Path,
     error: type[ShardwiseError] = ShardwiseError,
@@ -228,13 +213,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def compose_yaml(
-    text: str,
-    error: type[ShardwiseError],
-    *,
-    where: str,
-    loader: Any,
-    hint: str | None = None,
-    max_values: int = MAX_VALUES,
+    text: str, error: type[ShardwiseError], *, where: str, loader: Any, max_values: int = MAX_VALUES
 ) -> yaml.Node | None:
     """Return the node tree of a YAML text; `loader` is a loader class of PyYAML.
 
@@ -251,9 +230,9 @@ def compose_yaml(
         mark = getattr(problem, "problem_mark", None)
         place = where if mark is None else f"{where}:{mark.line + 1}"
         reason = getattr(problem, "problem", None) or str(problem).partition("\n")[0]
-        raise error(f"not plain YAML: {reason}", where=place, hint=hint) from None
+        raise error(f"not plain YAML: {reason}", where=place) from None
     except (RecursionError, ValueError, TypeError) as problem:
-        raise error(f"not plain YAML: {problem}", where=where, hint=hint) from None
+        raise error(f"not plain YAML: {problem}", where=where) from None
 
 
 def _require_small(events: Any, max_values: int) -> None:
@@ -290,8 +269,6 @@ def _require_small(events: Any, max_values: int) -> None:
 
 
 # ------------------------------------------------------------ writing
-
-
 def write_text(
     path: str | Path,
     text: str,
@@ -365,6 +342,7 @@ def require_writable(
         for is_refused, code in (
             (path.is_dir(), errno.EISDIR),
             (not above.is_dir(), errno.ENOTDIR),
+            (bool(os.statvfs(above).f_flag & os.ST_RDONLY), errno.EROFS),
             (not os.access(path if path.exists() else above, os.W_OK), errno.EACCES),
         ):
             if is_refused:

@@ -3,31 +3,11 @@
 The report page formats numbers in the same way (`reports/page/format.js`).
 """
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-
-__all__ = [
-    "GIB",
-    "Column",
-    "amount",
-    "bar",
-    "counted",
-    "digits",
-    "duration",
-    "money",
-    "seconds",
-    "short_seconds",
-    "short_size",
-    "size",
-    "table",
-    "terminal_width",
-    "wrapped",
-]
 
 GIB = 2**30
 NARROWEST = 40  # columns; a smaller reported width is wrong
@@ -175,10 +155,7 @@ def table(
 ) -> list[str]:
     """Return lines of right-aligned figures and a cell of text, which wraps or moves below."""
     shown = list(range(len(columns)))
-    widths = [
-        max(len(c.title), *(len(row[i]) for row in rows), 0) if rows else len(c.title)
-        for i, c in enumerate(columns)
-    ]
+    widths = [max(0, len(c.title), *(len(row[i]) for row in rows)) for i, c in enumerate(columns)]
     while len(shown) > 1 and sum(widths[i] + 2 for i in shown) > width:
         shown.remove(max(shown, key=lambda i: (columns[i].order, i)))
     used = sum(widths[i] + 2 for i in shown)
@@ -190,8 +167,7 @@ def table(
             return [figures, *wrapped(cells[-1], width, "      ", "        ")]
         return wrapped(f"{figures}  {cells[-1]}", width, "", " " * (used + 2))
 
-    head = [c.title for c in columns]
-    lines = line([*head, last])[: 1 if below else None]
+    lines = line([*(c.title for c in columns), last])[: 1 if below else None]
     for row in rows:
         lines += line(row)
     return [text.rstrip() for text in lines]

@@ -1,12 +1,8 @@
 """Open listening sockets on one address instead of on every interface."""
 
-from __future__ import annotations
-
 import errno
 import ipaddress
 import socket
-
-__all__ = ["listening_socket"]
 
 
 def listening_socket(host: str, port: int = 0, *, num_hosts: int = 1) -> socket.socket:

@@ -7,15 +7,10 @@ at its peak size. Settings of the user (`MALLOC_MMAP_THRESHOLD_`, `GLIBC_TUNABLE
 precedence.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys
 from functools import cache
-
-__all__ = ["keep_heap"]
-
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 UNLIMITED = 2**31 - 1  # the largest value that mallopt accepts

@@ -6,8 +6,6 @@ later calls. `run_workers` runs a module of the library in new processes that ex
 No process outlives its call: all are killed at its end, and by the kernel if this process dies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
@@ -31,20 +29,6 @@ from typing import Any, TypeVar
 from shardwise.errors import LaunchError, RankError, ShardwiseError
 from shardwise.malloc_tuning import keep_heap
 
-__all__ = [
-    "TIMEOUT_S",
-    "Ask",
-    "fork_ranks",
-    "fork_server",
-    "handled_signals",
-    "is_abandoned",
-    "owned",
-    "run_commands",
-    "run_until_exit",
-    "run_workers",
-    "terminated_as_interrupt",
-]
-
 TIMEOUT_S = 120.0
 GRACE_S = 20.0  # for the other ranks to report the failure of a rank
 _END_S = 30.0  # for a killed process to end
@@ -58,8 +42,6 @@ Ask = Callable[[Any], Any]
 
 
 # ------------------------------------------------------------ forks
-
-
 def fork_ranks(
     work: Callable[[int, Callable[[], object]], Result], ranks: int, timeout_s: float = TIMEOUT_S
 ) -> list[Result]:
@@ -210,8 +192,6 @@ def _fork_hint(failed: str) -> str:
 
 
 # ------------------------------------------------------------ new processes
-
-
 def run_workers(
     module: str,
     jobs: Sequence[Mapping[str, Any]],
@@ -384,8 +364,6 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 
 # ------------------------------------------------------------ signals and abandoned files
-
-
 @contextlib.contextmanager
 def handled_signals(
     numbers: Sequence[int], handler: Callable[[int, FrameType | None], None]

@@ -16,13 +16,16 @@ that of P is R, that of R is R and that of R~ is P, so each forward determines i
     pad             S  -> P    zero-pad             | slice
     all_to_all      S  -> S'   all-to-all           | all-to-all
     once            R~ -> P    keep on first rank   | keep on first rank
+    to_experts      S  -> S'   all-to-all           | all-to-all
+    to_tokens       S  -> S'   all-to-all           | all-to-all
+
+The last two exchange the rows of a ragged dim: between ranks that have the rows of their own tokens
+and ranks that have those of their own experts (see `routing`).
 
 To add one, add its entry here and its function to `runtime/redistribute.py` (with new primitives in
 `runtime/primitives.py`), and make `layouts/moves.py` use it. Verification, the cost model, the
 simulator and the layout search read this table.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -85,11 +88,12 @@ _BY_KINDS: dict[tuple[str, str], Redistribution] = {}
 
 
 def register(name: str, source: str, target: str, forward: Primitive, backward: Primitive) -> None:
-    """Add a redistribution to the table."""
+    """Add a redistribution to the table; the first one between two kinds is the general one."""
     entry = Redistribution(
         name=name, source=source, target=target, forward=forward, backward=backward
     )
-    REDISTRIBUTIONS[f"rt.{name}"] = _BY_KINDS[source, target] = entry
+    REDISTRIBUTIONS[f"rt.{name}"] = entry
+    _BY_KINDS.setdefault((source, target), entry)
 
 
 def between(source: str, target: str) -> Redistribution | None:
@@ -109,3 +113,5 @@ register("as_partial", "R", "P", KEEP_FIRST, IDENTITY)
 register("pad", "S", "P", ZERO_PAD, VIEW)
 register("all_to_all", "S", "S", ALL_TO_ALL, ALL_TO_ALL)
 register("once", "R~", "P", KEEP_FIRST, KEEP_FIRST)
+register("to_experts", "S", "S", ALL_TO_ALL, ALL_TO_ALL)
+register("to_tokens", "S", "S", ALL_TO_ALL, ALL_TO_ALL)

@@ -27,38 +27,19 @@ from shardwise.files import MAX_VALUES, compose_yaml
 if typing.TYPE_CHECKING:
     import yaml
 
-__all__ = [
-    "AS_MAPPING",
-    "ONE_OR_MORE",
-    "Form",
-    "Hook",
-    "KeyPath",
-    "Match",
-    "OneOf",
-    "Range",
-    "Reader",
-    "Several",
-    "Stored",
-    "Writer",
-    "check_fields",
-    "field_names",
-    "parse_yaml",
-]
-
 T = TypeVar("T")
 KeyPath: TypeAlias = tuple[str | int, ...]
 Hook: TypeAlias = Callable[[Any, Any, KeyPath], Any]  # reader, value, path -> value
 _Read: TypeAlias = Callable[[Any, KeyPath], Any]
 
 SMALLEST, LARGEST = 1e-20, 1e20  # limits of decimals, beyond all physical figures
+MAX_KEY = 1_000  # characters of a key; matching a glob takes time quadratic in its length
 _PLAIN = (str, bool, int, float, Mapping, list, tuple, type(None))
 _NAMES = {str: "text", bool: "true or false"}
 _IDENTIFIER = re.compile(r"[\w-]+")
 
 
 # ------------------------------------------------------------ constraints of fields
-
-
 @dataclass(frozen=True, slots=True)
 class Range:
     """A number between `low` (excluded if `above`) and `high`, finite by default."""
@@ -137,7 +118,8 @@ def check_fields(value: Any, error: type[ShardwiseError], where: str | None = No
     """Raise `error` if a field of a dataclass violates its `Range` or `OneOf`."""
     for name, kind, marker, part in _constraints(typing.cast(Any, type(value))):
         field = getattr(value, name)
-        items = [field] if part is None else [pair[part] for pair in _pairs_of(field)]
+        pairs = field.items() if isinstance(field, Mapping) else field
+        items = [field] if part is None else [pair[part] for pair in pairs]
         for item in items:
             if item is None:
                 continue  # an optional field
@@ -149,8 +131,6 @@ def check_fields(value: Any, error: type[ShardwiseError], where: str | None = No
 
 
 # ------------------------------------------------------------ YAML with lines
-
-
 def parse_yaml(
     text: str,
     error: type[ShardwiseError],
@@ -223,8 +203,6 @@ def _walk(
 
 
 # ------------------------------------------------------------ reading
-
-
 class Reader:
     """Read values as the types of a format; report every mistake as an `error` with its place.
 
@@ -308,7 +286,6 @@ class Reader:
             raise self.error(problem.message, where=place, hint=hint) from None
 
     # ------------------------------------------------------------ readers of types
-
     def _reader(self, kind: Any) -> _Read:
         if kind in self._hooks:
             return functools.partial(self._hooks[kind], self)
@@ -401,11 +378,10 @@ class Reader:
         return (self.read(kind, value, path),)
 
     def _fixed(self, kinds: tuple[Any, ...], value: Any, path: KeyPath) -> tuple[Any, ...]:
-        if not isinstance(value, list | tuple):
-            self.fail(f"{_name(path)} is {_shown(value)}, must be a list", path, hint="[…]")
-        if len(value) != len(kinds):
-            self.fail(f"{_name(path)} has {len(value)} items, must have {len(kinds)}", path)
-        pairs = enumerate(zip(kinds, value, strict=True))
+        items = self._items(Any, value, path)
+        if len(items) != len(kinds):
+            self.fail(f"{_name(path)} has {len(items)} items, must have {len(kinds)}", path)
+        pairs = enumerate(zip(kinds, items, strict=True))
         return tuple(self.read(kind, item, (*path, i)) for i, (kind, item) in pairs)
 
     def _mapping(self, keys: Any, kind: Any, value: Any, path: KeyPath) -> dict[Any, Any]:
@@ -416,6 +392,8 @@ class Reader:
         for name, item in value.items():
             if not isinstance(name, str):
                 self.fail(f"{_name(path)} has the key {_shown(name)}, must be text", path)
+            if len(name) > MAX_KEY:
+                self.fail(f"{_name(path)} has a key of {len(name)} characters", path)
             inner = (*path, name)
             result[self.read(keys, name, inner)] = self.read(kind, item, inner)
         return result
@@ -502,8 +480,6 @@ class Reader:
 
 
 # ------------------------------------------------------------ writing
-
-
 class Writer:
     """Write dataclasses as plain mappings, lists, texts and numbers: the inverse of `Reader`.
 
@@ -549,14 +525,12 @@ class Writer:
         result = {}
         for name, field in _fields_of(typing.cast(Any, type(value))).items():
             item = getattr(value, field.python)
-            if field.required or field.always or item != field.default():
+            if field.required or field.always or item != field.default:
                 result[name] = self.write(item, field.kind)
         return result
 
 
 # ------------------------------------------------------------ inspecting types
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Field:
     """A field of a dataclass in files."""
@@ -566,7 +540,7 @@ class _Field:
     required: bool
     optional: bool
     always: bool
-    default: Callable[[], Any]
+    default: Any
 
 
 @functools.cache
@@ -585,15 +559,9 @@ def _fields_of(kind: Any) -> dict[str, _Field]:
             required=field.default is dataclasses.MISSING and not has_factory,
             optional=_is_optional(hints[field.name]),
             always=stored.always,
-            default=field.default_factory
-            if has_factory
-            else functools.partial(_same, field.default),  # type: ignore[arg-type]
+            default=field.default_factory() if has_factory else field.default,  # type: ignore[operator]
         )
     return result
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _stored(kind: Any) -> Stored:
@@ -641,10 +609,6 @@ def _constraints(kind: Any) -> tuple[tuple[str, type, Range | OneOf, int | None]
     return tuple(result)
 
 
-def _pairs_of(value: Any) -> Any:
-    return value.items() if isinstance(value, Mapping) else value
-
-
 def _is_number(value: Any, kind: type, limits: Range) -> bool:
     expected = int if kind is int else int | float
     return isinstance(value, expected) and not isinstance(value, bool) and value in limits
@@ -658,8 +622,6 @@ def _flattened(kind: Any) -> tuple[Any, ...]:
 
 
 # ------------------------------------------------------------ messages
-
-
 def _unknown(value: Any, allowed: OneOf, name: str) -> tuple[str, str]:
     near = did_you_mean(str(value), map(str, allowed.values))
     shown = ", ".join(map(str, allowed.values[:12]))

@@ -20,18 +20,6 @@ from typing import Any, TypeAlias
 
 from shardwise.errors import ClusterError
 
-__all__ = [
-    "AxisSize",
-    "Shares",
-    "axes_of",
-    "grain",
-    "lengths",
-    "num_ranks",
-    "part",
-    "product",
-    "written",
-]
-
 
 @dataclass(frozen=True, slots=True, init=False)
 class Shares:

@@ -22,7 +22,18 @@ from shardwise.collectives.messages import CollectiveChoice
 from shardwise.cost import OpTable
 from shardwise.equivalence.certificate import Certificate, Comparison
 from shardwise.frontend.objective import LossFn, Model, StepFn
-from shardwise.ir import Buffer, Constant, GradientHook, Input, Node, Parameter, TensorType
+from shardwise.inexact import Inexact
+from shardwise.ir import (
+    Buffer,
+    Constant,
+    GradientHook,
+    Guard,
+    Guards,
+    Input,
+    Node,
+    Parameter,
+    TensorType,
+)
 from shardwise.planner.options import Constraints
 from shardwise.plans import ParameterEntry
 from shardwise.plans.search_result import SearchResult
@@ -58,7 +69,10 @@ __all__ = [
     "Estimate",
     "FitResult",
     "GradientHook",
+    "Guard",
+    "Guards",
     "HasStore",
+    "Inexact",
     "Init",
     "Input",
     "JaxModule",

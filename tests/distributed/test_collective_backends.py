@@ -23,11 +23,7 @@ from tests.support.pool import Pool
 pytestmark = pytest.mark.distributed
 
 HYBRID = {"dp": 2, "tp": 2, "zero": 2}
-EVERYDAY = [
-    ("odd", "ddp", 3, {"shared": True}),
-    ("odd", "ddp", 3, {}),
-    ("odd", "zero2", 3, {}),
-]
+EVERYDAY = [("odd", "ddp", 3, {"shared": True}), ("odd", "ddp", 3, {}), ("odd", "zero2", 3, {})]
 THOROUGH = [
     ("fused_gpt", "zero2", 3, {}),
     ("fused_gpt", "tensor", 3, {}),

@@ -68,6 +68,9 @@ def train_with_frozen(strategy: str, options: dict[str, Any], kind: str = "AdamW
     with KeepDouble():
         plan = plan_for(model, batch, strategy, ranks, **options)
         pm = sw.parallelize(model, batch, plan=plan)
+        if strategy in ("zero1", "zero2", "fsdp"):  # also the parameters that are frozen now
+            level = plan.entry("up.weight").zero
+            assert {entry.zero for entry in pm.store.entries} == {level}
         optimizer = sw.optimizer(pm, cls, **settings)
         reference = cls(plain.parameters(), **settings)
         named, expected = dict(pm.named_parameters()), dict(plain.named_parameters())
@@ -96,9 +99,7 @@ def several(cases: list[tuple[str, dict[str, Any]]]) -> None:
         train_with_frozen(strategy, options)
 
 
-def test_freezing_and_unfreezing_matches_plain_pytorch(
-    pool: Callable[[int], Pool],
-) -> None:
+def test_freezing_and_unfreezing_matches_plain_pytorch(pool: Callable[[int], Pool]) -> None:
     pool(2).run(several, EVERYDAY, timeout=200)
 
 

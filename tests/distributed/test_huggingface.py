@@ -88,8 +88,7 @@ def test_plans_equal_the_plain_trainer(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("ranks", "plan", "options"),
-    [(2, "fsdp", {}), (2, "tensor", {}), (2, "pipeline", PIPELINE)],
+    ("ranks", "plan", "options"), [(2, "fsdp", {}), (2, "tensor", {}), (2, "pipeline", PIPELINE)]
 )
 def test_only_adapters_are_trained(
     pool: Callable[[int], Pool], ranks: int, plan: str, options: dict[str, Any]

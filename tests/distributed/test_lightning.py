@@ -16,12 +16,7 @@ from tests.support.pool import Pool
 
 pytestmark = pytest.mark.distributed
 OPTIONS = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
-TWO_RANKS = [
-    ("ddp", {}),
-    ("fsdp", {}),
-    ("tensor", {}),
-    ("pipeline", {"num_microbatches": 2}),
-]
+TWO_RANKS = [("ddp", {}), ("fsdp", {}), ("tensor", {}), ("pipeline", {"num_microbatches": 2})]
 
 
 def fit_plans(plans: list[tuple[str, dict[str, Any]]]) -> list[Run]:

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from typing import Any
 from unittest import mock
 
@@ -22,15 +23,7 @@ import shardwise as sw
 from shardwise.runtime import ParallelModule
 from tests.support.pool import Pool
 from tests.support.tiers import thinned
-from tests.support.training import (
-    Odd,
-    assert_close,
-    error_of,
-    make,
-    parallel,
-    plan_for,
-    tokens,
-)
+from tests.support.training import Odd, assert_close, error_of, make, parallel, plan_for, tokens
 
 pytestmark = pytest.mark.distributed
 
@@ -186,7 +179,7 @@ def test_names_memory_and_no_reference_to_the_model(
 
 def groups_and_state(strategy: str) -> None:
     model, batch = make("odd")
-    pm = sw.parallelize(model, batch, plan=plan_for(model, batch, strategy, 2))
+    pm = sw.parallelize(deepcopy(model), batch, plan=plan_for(model, batch, strategy, 2))
     groups = [
         {"params": ["*.bias", "norm.*"], "weight_decay": 0.0},
         {"params": "embed.*", "lr": 0.1},

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.errors import BatchError
+from shardwise.errors import BatchError, ShardwiseError
 from shardwise.listening import listening_socket
 from shardwise.runtime import consistency
 from shardwise.runtime.module import AGREED_CHANGES
@@ -107,3 +107,57 @@ def test_a_change_on_one_rank_is_named_at_once(tmp_path: Path, what: str) -> Non
     for rank, text in enumerate(errors):
         assert re.search(rf"RankError: .*rank 1 .*{what}", text), text
         assert float((tmp_path / str(rank)).read_text()) < 30
+
+
+class Deepening(nn.Module):
+    """Uses more layers later, and a teacher that follows one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.depth = nn.ModuleList(nn.Linear(3, 3) for _ in range(4)), 2
+        self.teacher = nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.teacher(x)
+        for layer in self.layers[: self.depth]:
+            x = x + layer(x).tanh()
+        return x.square().sum()
+
+
+def errors_over_stages() -> list[tuple[str, str, float]]:
+    model, errors = Deepening(), []
+    plan = sw.strategies.pipeline(
+        sw.capture(model, BATCH), sw.Cluster.local(2), pp=2, num_microbatches=2
+    )
+    pm = sw.parallelize(model, BATCH, plan)
+    pm.train_step(BATCH)
+    named = dict(pm.named_parameters())
+
+    def average() -> None:
+        with torch.no_grad():
+            named["teacher.weight"].lerp_(named["layers.1.weight"], 0.1)
+
+    def deepen() -> None:
+        model.depth = 4
+        pm.train_step(BATCH)
+
+    for action in (average, deepen):
+        start = time.monotonic()
+        try:
+            action()
+        except ShardwiseError as error:
+            seconds = time.monotonic() - start
+            errors.append((type(error).__name__, str(error), seconds))
+    return errors
+
+
+@pytest.mark.distributed
+def test_all_ranks_name_parameters_of_other_stages_at_once(pool: Callable[[int], Any]) -> None:
+    results = pool(2).run(errors_over_stages, timeout=100)
+    for (kind, text, _), (second_kind, second_text, seconds) in results:
+        assert kind == "OptimizerError"
+        assert "teacher.weight" in text
+        assert "layers.1.weight" in text
+        assert second_kind in ("BatchError", "RankError")
+        assert "layers." in second_text
+        assert seconds < 30

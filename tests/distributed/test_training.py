@@ -13,11 +13,7 @@ from tests.support.training import check_parallel
 pytestmark = pytest.mark.distributed
 
 HYBRID = {"dp": 2, "tp": 2, "zero": 3}
-EVERYDAY = [
-    ("odd", "fsdp", 3, {}),
-    ("fused_gpt", "tensor", 3, {}),
-    ("resnet", "ddp", 2, {}),
-]
+EVERYDAY = [("odd", "fsdp", 3, {}), ("fused_gpt", "tensor", 3, {}), ("resnet", "ddp", 2, {})]
 THOROUGH = [
     (model, strategy, ranks, options)
     for model in ("odd", "fused_gpt", "llama", "resnet", "t5")

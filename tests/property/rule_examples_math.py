@@ -19,18 +19,8 @@ _generator = torch.Generator().manual_seed(1)
 EXAMPLES: dict[str, list[Arguments]] = {}
 
 
-def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """Compute `transformers.grouped_mm_fallback` without that library."""
-    ends = [0, *offs.tolist()]
-    parts = [x[a:b] @ w for a, b, w in zip(ends, ends[1:], weight, strict=False)]
-    return torch.cat([*parts, x.new_zeros(x.shape[0] - ends[-1], weight.shape[2])])
-
-
 # Operators that torch does not know.
-RUN: dict[str, Callable[..., Any]] = {
-    "shardwise.batch_norm.default": operators.batch_norm,
-    "transformers.grouped_mm_fallback.default": grouped_mm,
-}
+RUN: dict[str, Callable[..., Any]] = {"shardwise.batch_norm.default": operators.batch_norm}
 
 # Positions of operands for which the operator has no derivative.
 CONSTANT: dict[str, tuple[int, ...]] = {
@@ -43,6 +33,7 @@ CONSTANT: dict[str, tuple[int, ...]] = {
     "aten.nll_loss.default": (2,),
     "aten.nll_loss2d.default": (2,),
     "aten.soft_margin_loss.default": (1,),
+    "aten.histc.default": (0,),
 }
 
 
@@ -112,10 +103,8 @@ add("cdist.default", f(2, 4, 3), f(2, 6, 3))
 add("cdist.default", f(4, 3), f(6, 3), 1.0)
 add("cdist.default", f(27, 3), f(6, 3))
 
-for _ends in ([2, 2, 5, 7], [0, 3, 3, 6]):
-    add("transformers.grouped_mm_fallback.default", f(7, 6), f(4, 6, 3), offs=torch.tensor(_ends))
-
 # Reductions
+add("histc.default", f(4, 6), 5, -1.0, 1.0)
 X = (4, 6, 3)
 for _name in ("sum", "mean", "amax", "amin", "any", "all"):
     _x = b(*X) if _name in ("any", "all") else f(*X)

@@ -102,7 +102,7 @@ def cases(draw: st.DrawFn) -> tuple[Network, str, int, str, int | None, list[int
     count = network.num_ranks
     root = draw(st.integers(0, count - 1)) if operation in ("broadcast", "reduce") else None
     counts = None
-    if operation in ("reduce_scatter", "all_gather", "all_to_all") and draw(st.booleans()):
+    if operation in ("reduce_scatter", "all_gather") and draw(st.booleans()):
         counts = draw(st.lists(st.integers(0, 999), min_size=count, max_size=count))
         numel = sum(counts)
     return network, operation, numel, draw(st.sampled_from(DTYPES)), root, counts
@@ -143,7 +143,7 @@ def check_cuts(network: Network, operation: str) -> None:
     assert solution.cut_bound_s == pytest.approx(solution.lp_bound_s, rel=1e-4)
 
 
-tree_operations = st.sampled_from(OPERATIONS[:-1])
+tree_operations = st.sampled_from(OPERATIONS)
 
 
 @settings(max_examples=25, deadline=None)

@@ -31,7 +31,6 @@ COMMUNICATING = {  # also tested on two mesh axes every day, with their first ex
     "aten.layer_norm.default",
     "aten.softmax.int",
     "shardwise.batch_norm.default",
-    "transformers.grouped_mm_fallback.default",
 }
 
 

@@ -221,12 +221,16 @@ def test_equivalent_patterns_need_no_moves() -> None:
     assert (move.fn, move.axes) == ("rt.shard", ("b",))
 
 
-def test_an_axis_of_one_rank_does_not_prevent_an_all_to_all() -> None:
+def test_only_an_axis_inside_prevents_an_all_to_all() -> None:
     rows, columns = Shard(0, ((1, 8, 1),)), Shard(1, ((1, 8, 1),))
     current, needed = Layout((("dp", rows), ("tp", columns))), Layout((("dp", rows), ("tp", rows)))
 
     def names(dp: int) -> list[str]:
         return [move.fn for move in plan_moves(current, needed, {"dp": dp, "tp": 2}, True)]
 
-    assert names(1) == ["rt.all_to_all"]
-    assert "rt.all_to_all" not in names(2)
+    assert names(1) == names(2) == ["rt.all_to_all"]
+    check({"dp": 2, "tp": 2}, (8, 8), current, needed)
+    outer = Layout((("dp", columns), ("tp", rows)))
+    moves = plan_moves(outer, Layout((("dp", rows), ("tp", rows))), {"dp": 2, "tp": 2}, True)
+    assert "rt.all_to_all" not in [move.fn for move in moves]
+    check({"dp": 2, "tp": 3}, (8, 8), current, needed)

@@ -130,11 +130,7 @@ def test_slice(length: int, start: int | None, stop: int | None, step: int, num:
 
 
 @few
-@given(
-    st.lists(st.integers(-2, 4), min_size=4, max_size=4),
-    st.sampled_from([0.0, 1.0]),
-    ranks,
-)
+@given(st.lists(st.integers(-2, 4), min_size=4, max_size=4), st.sampled_from([0.0, 1.0]), ranks)
 def test_pad(widths: list[int], value: float, num: int) -> None:
     x = numbers(5, 6)
     check_rule("aten.pad.default", (x, tuple(widths), "constant", value), ranks=(num,))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.equivalence.reference import KeepDouble
 from tests.support import zoo
-from tests.support.training import make, plan_for
+from tests.support.training import device_of_rank, make, plan_for, to_device
 
 BEFORE, AFTER = 2, 5
 
@@ -99,7 +99,7 @@ class Parallel:
 
 
 def start(setting: str, model_name: str) -> Plain | Parallel:
-    model, batch = make(model_name)
+    model, batch = to_device(*make(model_name), device_of_rank())
     return Plain(model, batch) if setting == "one" else Parallel(setting, model, batch)
 
 

@@ -2,7 +2,7 @@
 
     errors = survivors("tests.distributed.test_x:forever", 4, victim=2, how=signal.SIGSTOP)
 
-`forever()` runs on every rank, in a gloo group whose store the test hosts, and calls collectives
+`forever()` runs on every rank, in a group whose store the test hosts, and calls collectives
 until one fails. The result has the error of each other rank, and the seconds until it was raised.
 """
 
@@ -16,12 +16,21 @@ import time
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from tests.support.pool import use_gpu
+
 START_S = 120.0
 RUNNING_S = 0.5  # of collectives before the fault
 
 
 def survivors(
-    target: str, num_ranks: int, *, victim: int, how: signal.Signals, limit_s: float, **kwargs: Any
+    target: str,
+    num_ranks: int,
+    *,
+    victim: int,
+    how: signal.Signals,
+    limit_s: float,
+    backend: str = "gloo",
+    **kwargs: Any,
 ) -> dict[int, tuple[str, float]]:
     """Return the errors of all ranks but one, and the seconds after the fault."""
     from torch.distributed import TCPStore
@@ -33,7 +42,9 @@ def survivors(
     for rank in range(num_ranks):
         connection, remote = context.Pipe()
         process = context.Process(
-            target=_rank, args=(target, rank, num_ranks, store.port, remote, kwargs), daemon=True
+            target=_rank,
+            args=(target, rank, num_ranks, backend, store.port, remote, kwargs),
+            daemon=True,
         )
         process.start()
         remote.close()
@@ -59,20 +70,32 @@ def _errors(pipes: dict[Connection, int], limit_s: float) -> dict[int, tuple[str
     while len(errors) < len(pipes) and time.monotonic() - began < limit_s:
         for pipe in wait([p for p in pipes if pipes[p] not in errors], timeout=1.0):
             assert isinstance(pipe, Connection)
-            errors[pipes[pipe]] = pipe.recv(), time.monotonic() - began
+            try:
+                report = pipe.recv()
+            except EOFError:
+                report = "ended without an error"
+            errors[pipes[pipe]] = report, time.monotonic() - began
     return errors
 
 
 def _rank(
-    target: str, rank: int, num_ranks: int, port: int, pipe: Connection, kwargs: dict[str, Any]
+    target: str,
+    rank: int,
+    num_ranks: int,
+    backend: str,
+    port: int,
+    pipe: Connection,
+    kwargs: dict[str, Any],
 ) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if backend == "nccl":
+        use_gpu(rank, num_ranks)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
     module, _, name = target.partition(":")
     function = getattr(importlib.import_module(module), name)
     try:

@@ -21,19 +21,8 @@ from shardwise.runtime.splits import Split, take_local
 from shardwise.runtime.transport.threads import run_threads
 from shardwise.sharding import rules as _registers_the_table  # noqa: F401
 from shardwise.sharding.candidates import Candidate, Pass, ShardAxis
-from shardwise.sharding.placements import (
-    Layout,
-    Partial,
-    local_shape,
-)
-from shardwise.sharding.rule import (
-    Call,
-    Local,
-    LocalCall,
-    MeshAxis,
-    NodeRule,
-    replace_arguments,
-)
+from shardwise.sharding.placements import Layout, Partial, local_shape
+from shardwise.sharding.rule import Call, Local, LocalCall, MeshAxis, NodeRule, replace_arguments
 from shardwise.shares import AxisSize, num_ranks
 
 Coords = tuple[int, ...]

@@ -1,8 +1,9 @@
-"""Persistent pools of gloo processes for tests: a call takes milliseconds, a start seconds.
+"""Persistent pools of processes for tests: a call takes milliseconds, a start seconds.
 
     results = pool(4).run("tests.distributed.test_x:worker", batch, timeout=30)   # one per rank
 
-`worker(*args, **kwargs)` runs on every rank with the default gloo group initialized; arguments and
+`worker(*args, **kwargs)` runs on every rank with the default group initialized, over gloo unless
+`pool(4, "nccl")` asks for NCCL. Its ranks then have a GPU each, or share one; arguments and
 results are pickled (tensors by value). A failure on any rank ends the pool, because its group can
 no longer be trusted, and the next `run` starts a new one. A test that expects an error on every
 rank is faster if the worker catches and returns it.
@@ -76,12 +77,12 @@ class _Worker:
 
 
 class Pool:
-    """`num_ranks` processes with an initialized gloo group, started at the first `run`."""
+    """`num_ranks` processes with an initialized group, started at the first `run`."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, backend: str = "gloo") -> None:
         if num_ranks < 1:
             raise ValueError(f"a pool needs at least one rank, not {num_ranks}")
-        self.num_ranks = num_ranks
+        self.num_ranks, self.backend = num_ranks, backend
         self._workers: list[_Worker] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
@@ -148,7 +149,7 @@ class Pool:
         stacks = Path(self._directory.name, f"rank{rank}.txt")
         process = context.Process(
             target=_serve,
-            args=(rank, self.num_ranks, remote, str(stacks)),
+            args=(rank, self.num_ranks, self.backend, remote, str(stacks)),
             name=f"rank{rank}of{self.num_ranks}",
             daemon=True,
         )
@@ -249,14 +250,15 @@ class Pool:
         return "\n".join(lines)
 
 
-_pools: OrderedDict[int, Pool] = OrderedDict()
+_pools: OrderedDict[tuple[int, str], Pool] = OrderedDict()
 
 
-def pool(num_ranks: int) -> Pool:
+def pool(num_ranks: int, backend: str = "gloo") -> Pool:
     """Return the shared pool of `num_ranks` processes, which starts at its first `run`."""
-    if num_ranks not in _pools:
-        _pools[num_ranks] = Pool(num_ranks)
-    return _pools[num_ranks]
+    key = (num_ranks, backend)
+    if key not in _pools:
+        _pools[key] = Pool(num_ranks, backend)
+    return _pools[key]
 
 
 def close_all() -> None:
@@ -269,8 +271,9 @@ atexit.register(close_all)
 
 
 def _touch(used: Pool) -> None:
-    if _pools.get(used.num_ranks) is used:
-        _pools.move_to_end(used.num_ranks)
+    key = (used.num_ranks, used.backend)
+    if _pools.get(key) is used:
+        _pools.move_to_end(key)
 
 
 def _make_room(starting: Pool) -> None:
@@ -327,7 +330,7 @@ def _failure(error: BaseException) -> _Failure:
     return _Failure(pickled, summary, "".join(traceback.format_exception(error)))
 
 
-def _serve(rank: int, num_ranks: int, connection: Connection, stacks: str) -> None:
+def _serve(rank: int, num_ranks: int, backend: str, connection: Connection, stacks: str) -> None:
     """Join the group, then answer calls until the connection closes."""
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -335,7 +338,7 @@ def _serve(rank: int, num_ranks: int, connection: Connection, stacks: str) -> No
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         try:
-            _join_group(rank, num_ranks, connection)
+            _join_group(rank, num_ranks, backend, connection)
         except BaseException as error:
             connection.send_bytes(pickle.dumps(_failure(error)))
             return
@@ -346,11 +349,25 @@ def _serve(rank: int, num_ranks: int, connection: Connection, stacks: str) -> No
     os._exit(0)  # threads of gloo may block a normal exit
 
 
-def _join_group(rank: int, num_ranks: int, connection: Connection) -> None:
+def use_gpu(rank: int, num_ranks: int) -> None:
+    """Select the GPU of a rank; ranks that share one get identities that NCCL accepts."""
+    import torch
+
+    from shardwise.runtime.rendezvous import NCCL_ENVIRONMENT, shared_gpu_environment
+
+    os.environ.update(NCCL_ENVIRONMENT)
+    if num_ranks > torch.cuda.device_count():
+        os.environ.update(shared_gpu_environment(rank))
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+
+
+def _join_group(rank: int, num_ranks: int, backend: str, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if backend == "nccl":
+        use_gpu(rank, num_ranks)
     limit = timedelta(seconds=GROUP_TIMEOUT_S)
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
@@ -358,7 +375,7 @@ def _join_group(rank: int, num_ranks: int, connection: Connection) -> None:
     else:
         port = pickle.loads(connection.recv_bytes())
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
 
 
 def _answer(call: bytes) -> bytes:

@@ -17,7 +17,8 @@ from shardwise.runtime.splits import Of, take_part
 FORWARD = {
     r.name: (r.source, "S'" if r.name == "all_to_all" else r.target)
     for r in REDISTRIBUTIONS.values()
-    if r.name != "once"  # ranks compute different values of its source
+    # Ranks compute different values of the source of "once"; rows of experts are ragged.
+    if r.name not in ("once", "to_experts", "to_tokens")
 }
 GRADIENT = {"S": "S", "S'": "S'", "P": "R", "R": "R", "R~": "P"}
 

@@ -33,11 +33,7 @@ from shardwise.sharding.placements import (
     local_shape,
 )
 from shardwise.sharding.registry import rule_for
-from shardwise.sharding.rule import (
-    Call,
-    NodeRule,
-    Part,
-)
+from shardwise.sharding.rule import Call, NodeRule, Part
 from tests.support.local_calls import (
     Arrangement,
     Coords,
@@ -125,9 +121,11 @@ def check_rule(
 def is_legal(rule: NodeRule, arrangement: Arrangement) -> bool:
     """Return whether the candidates of two axes are compatible."""
     first, second = (c.choice for c in arrangement.chosen.values())
-    if isinstance(first, ShardAxis) and isinstance(second, ShardAxis) and first.axis == second.axis:
-        axis = rule.axes[first.axis]
-        if axis.once or not compatible(first.pattern, second.pattern):
+    if isinstance(first, ShardAxis) and isinstance(second, ShardAxis):
+        axis, other = rule.axes[first.axis], rule.axes[second.axis]
+        if axis.name in other.joins or other.name in axis.joins:
+            return False
+        if axis == other and (axis.once or not compatible(first.pattern, second.pattern)):
             return False
     for kind, tensors in (("operands", rule.operands), ("results", rule.results)):
         for index in range(len(tensors)):

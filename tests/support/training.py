@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.equivalence.reference import KeepDouble
-from tests.support import zoo
+from tests.support import experts, zoo
 from tests.support.pool import Pool
 
 STEPS = 3
@@ -81,6 +82,9 @@ def make(name: str, batch: int = 7) -> tuple[nn.Module, Any]:
         images = torch.randn(batch, 3, 6, 6, dtype=torch.float64)
         labels = torch.arange(batch) % 5
         return zoo.ResNet(width=6).double(), {"pixel_values": images, "labels": labels}
+    if name == "experts":
+        model, inputs = experts.make(5, batch)
+        return model.double(), {k: v.double() for k, v in inputs.items()}
     model, inputs = zoo.build(name)
     inputs = {k: torch.cat([v, v.flip(0)])[:batch] for k, v in inputs.items()}
     return model, inputs
@@ -91,9 +95,15 @@ def plan_for(model: nn.Module, batch: Any, strategy: str, ranks: int, **options:
     return getattr(sw.strategies, strategy)(graph, sw.Cluster.local(ranks), **options)
 
 
-def dense(name: str, batch: int = 7) -> Run:
+def device_of_rank() -> torch.device:
+    """Return the device on which the default group communicates."""
+    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
+def dense(name: str, batch: int = 7, device: torch.device | str = "cpu") -> Run:
     """Train on one device with plain PyTorch."""
-    model, inputs = make(name, batch)
+    model, inputs = to_device(*make(name, batch), device)
     trained = [p for p in model.parameters() if p.requires_grad]
     opt = torch.optim.AdamW(trained, lr=LEARNING_RATE)
     losses, norms, gradients = [], [], {}
@@ -104,19 +114,26 @@ def dense(name: str, batch: int = 7) -> Run:
             loss.backward()
         if step == 0:
             gradients = {
-                n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()
+                n: None if p.grad is None else p.grad.cpu().clone()
+                for n, p in model.named_parameters()
             }
         norms.append(torch.nn.utils.clip_grad_norm_(trained, MAX_NORM).item())
         opt.step()
         opt.zero_grad()
         losses.append(loss.item())
-    state = {n: t.detach().clone() for n, t in model.state_dict().items()}
+    state = {n: t.detach().cpu().clone() for n, t in model.state_dict().items()}
     return Run(losses=losses, norms=norms, gradients=gradients, state=state)
+
+
+def to_device(
+    model: nn.Module, inputs: Any, device: torch.device | str
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    return model.to(device), {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
 def parallel(name: str, strategy: str, ranks: int, options: dict[str, Any], batch: int = 7) -> Run:
     """Train on this rank of a plan."""
-    model, inputs = make(name, batch)
+    model, inputs = to_device(*make(name, batch), device_of_rank())
     with KeepDouble():
         plan = plan_for(model, inputs, strategy, ranks, **options)
         pm = sw.parallelize(model, inputs, plan=plan)
@@ -131,27 +148,37 @@ def trained(pm: Any, inputs: Any) -> Run:
     for step in range(STEPS):
         losses.append(pm.train_step(inputs).item())
         if step == 0:
-            gradients = pm.gather_gradients()
+            gradients = {
+                n: None if g is None else g.cpu() for n, g in pm.gather_gradients().items()
+            }
         norms.append(sw.clip_grad_norm_(pm, MAX_NORM).item())
         opt.step()
         opt.zero_grad()
-    return Run(losses=losses, norms=norms, gradients=gradients, state=pm.gather_state_dict())
+    state = {n: t.cpu() for n, t in pm.gather_state_dict().items()}
+    return Run(losses=losses, norms=norms, gradients=gradients, state=state)
 
 
 @functools.cache
-def _dense(name: str) -> Run:
-    return dense(name)
+def _dense(name: str, batch: int, device: str) -> Run:
+    return dense(name, batch, device)
 
 
 def check_parallel(
-    pool: Callable[[int], Pool], model: str, strategy: str, ranks: int, options: dict[str, Any]
+    pool: Callable[[int], Pool],
+    model: str,
+    strategy: str,
+    ranks: int,
+    options: dict[str, Any],
+    batch: int = 7,
 ) -> None:
     """Require that training is equal on all ranks of a pool and on one device."""
-    runs = pool(ranks).run(parallel, model, strategy, ranks, options, timeout=300)
+    group = pool(ranks)
+    runs = group.run(parallel, model, strategy, ranks, options, batch, timeout=300)
+    device = "cuda" if group.backend == "nccl" else "cpu"
     for run in runs:
         assert run.losses == runs[0].losses
         assert run.norms == runs[0].norms
-        assert_equal(run, _dense(model))
+        assert_equal(run, _dense(model, batch, device))
 
 
 def assert_equal(actual: Run, expected: Run, tolerance: float = 1e-9) -> None:

@@ -111,7 +111,7 @@ def _config(model_type: str, overrides: dict, dropout: float = 0.0):
     fields |= overrides
     config = cls(**{k: v for k, v in fields.items() if v is not None})
     if hasattr(config, "_experts_implementation"):
-        config._experts_implementation = "batched_mm"  # the grouped kernel does not support float64
+        config._experts_implementation = "eager"  # the grouped kernel does not support float64
     return config
 
 
@@ -280,14 +280,89 @@ ZOO = {
     "dinov2": image("dinov2"),
 }
 
+_FLAT = {"hidden_size": None, "num_attention_heads": None, "num_hidden_layers": None}
+
+# Architectures that were not looked at while rules were written; only `make zoo` runs them.
+FURTHER = {
+    **{
+        name.replace("-", "_"): causal(name)
+        for name in (
+            "biogpt", "cohere2", "ctrl", "exaone4", "gemma3_text", "glm", "gpt_bigcode", "helium",
+            "nemotron", "olmo3", "openai-gpt", "persimmon", "seed_oss", "smollm3", "falcon_mamba",
+            "rwkv",
+        )
+    },
+    **{
+        name.replace("-", "_"): masked(name)
+        for name in (
+            "albert", "camembert", "convbert", "ernie", "esm", "fnet", "megatron-bert",
+            "mobilebert", "modernbert", "mpnet", "nystromformer", "rembert", "roformer",
+            "squeezebert", "xlm", "flaubert", "data2vec-text",
+        )
+    },
+    **{
+        name: seq2seq(name)
+        for name in ("blenderbot", "m2m_100", "marian", "mbart", "mt5", "plbart", "umt5")
+    },
+    **{
+        name.replace("-", "_"): image(name) for name in ("data2vec-vision", "ijepa", "vit_msn")
+    },
+    "bit": image("bit", **_FLAT, embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1],
+                 num_groups=4),
+    "convnextv2": image("convnextv2", hidden_sizes=[16, 32], depths=[1, 1], num_stages=2),
+    "regnet": image("regnet", **_FLAT, embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1],
+                    groups_width=8),
+    "poolformer": image("poolformer", **_FLAT, hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1],
+                        patch_size=None),
+}  # fmt: skip
+
+
+_LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+# Mixtures of experts, with 5 experts where the router allows it.
+EXPERTS = {
+    "mixtral": causal("mixtral", num_local_experts=5, num_experts=5),
+    "mixtral_losses": causal(
+        "mixtral", num_local_experts=5, num_experts=5, output_router_logits=True
+    ),
+    "qwen3_moe": causal("qwen3_moe", num_experts=5),
+    "qwen2_moe": causal("qwen2_moe", num_experts=5),
+    "olmoe": causal("olmoe", num_experts=5),
+    "gpt_oss": causal("gpt_oss", num_local_experts=5, num_experts=5, layer_types=None),
+    "phimoe": causal("phimoe", num_local_experts=5, num_experts=5),
+    "granitemoe": causal("granitemoe", num_local_experts=5, num_experts=5),
+    "deepseek_v2": causal("deepseek_v2", **_LATENT),
+    "deepseek_v3": causal("deepseek_v3", **_LATENT),
+    "llama4": causal("llama4_text", num_local_experts=5, num_experts=5),
+    "glm4_moe": causal("glm4_moe", n_group=1, topk_group=1),
+    "jamba": causal("jamba", num_experts=5),
+    "hunyuan_moe": causal("hunyuan_v1_moe", num_experts=5),
+    "ernie4_5_moe": causal("ernie4_5_moe"),
+}
+
 
 def names() -> list[str]:
     return list(ZOO)
 
 
+def all_names() -> list[str]:
+    """Return the names of the models that `make zoo` runs."""
+    return [*ZOO, *FURTHER]
+
+
 def build(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, dropout: float = 0.0):
     torch.manual_seed(seed)
-    model, batch = ZOO[name](dropout=dropout)
+    model, batch = {**ZOO, **FURTHER, **EXPERTS}[name](dropout=dropout)
     model = model.to(dtype).train()
     batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
     return model, copy.deepcopy(batch)

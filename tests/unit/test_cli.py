@@ -38,11 +38,12 @@ def target(tmp_path: Path) -> str:
         "    raise KeyError('weights')\n\n\n"
         "def scalar():\n"
         "    return torch.nn.Linear(8, 3), (torch.randn(4, 8),), lambda out, batch: out.sum()\n\n\n"
-        "class Branch(torch.nn.Module):\n"
+        "class Branch(Tiny):\n"
         "    def forward(self, x):\n"
-        "        return x.sum() if x.sum() > 0 else x.mean()\n\n\n"
+        "        y = self.up(x)\n"
+        "        return y.sum() if y.sum() > 0 else y.mean()\n\n\n"
         "def branch():\n"
-        "    return Branch(), {'x': torch.randn(4, 8, requires_grad=True)}\n"
+        "    return Branch(), {'x': torch.randn(4, 8)}\n"
     )
     return f"{tmp_path / 'tiny.py'}:make"
 
@@ -86,8 +87,7 @@ def test_a_target_must_return_model_and_batch(target: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "mesh"),
-    [(["--dp", "2"], "dp=2, tp=3"), (["--tp", "2"], "dp=3, tp=2")],
+    ("sizes", "mesh"), [(["--dp", "2"], "dp=2, tp=3"), (["--tp", "2"], "dp=3, tp=2")]
 )
 def test_hybrid_derives_the_missing_size(
     capsys: pytest.CaptureFixture[str], target: str, sizes: list[str], mesh: str
@@ -250,10 +250,7 @@ def test_explain_names_nodes_and_redistributions(
 
 @pytest.mark.parametrize(
     ("function", "code", "message"),
-    [
-        (":breaks", 1, "failed with KeyError: 'weights'"),
-        (":branch", 1, "CaptureError"),
-    ],
+    [(":breaks", 1, "failed with KeyError: 'weights'"), (":branch", 1, "CaptureError")],
 )
 def test_errors_in_the_target_are_reported_without_traceback(
     capsys: pytest.CaptureFixture[str], target: str, function: str, code: int, message: str

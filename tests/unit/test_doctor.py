@@ -38,6 +38,28 @@ def test_an_error_of_bf16_is_reported() -> None:
     assert (finding.status, finding.value) == ("fail", "ValueError: no bf16")
 
 
+def test_without_a_gpu_no_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (finding,) = doctor._ranks()
+    assert (finding.status, finding.value) == ("ok", "no GPUs: NCCL was not tried")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_gpus", [1, 3])
+def test_ranks_that_communicate_are_timed(num_gpus: int) -> None:
+    finding = doctor.ranks_finding("gloo", num_gpus)
+    assert finding.status == "ok", finding
+    assert finding.value.startswith(f"{max(2, num_gpus)} ranks")
+    assert finding.value.count(" ms") == 2
+
+
+@pytest.mark.slow
+def test_ranks_that_cannot_start_are_reported() -> None:
+    finding = doctor.ranks_finding("nope", 1)
+    assert (finding.status, finding.value[:7]) == ("fail", "rank 0:")
+    assert "NCCL_DEBUG=INFO" in finding.hint
+
+
 def test_a_closed_loopback_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError("not permitted")

@@ -213,3 +213,13 @@ def test_an_absurdly_large_mesh_or_schedule_is_refused() -> None:
         assert time.monotonic() - began < 2
     with pytest.raises(PlanError, match="more than"):
         make("zb_v", num_groups=512, num_microbatches=65_536)
+
+
+def test_a_read_only_mount_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mount:
+        f_flag = os.ST_RDONLY
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Mount)
+    with pytest.raises(PlanError, match="Read-only file system"):
+        PLAN.save(tmp_path / "plan.json")
+    assert not list(tmp_path.iterdir())

@@ -22,11 +22,14 @@ PUBLIC = [
     "Callback",
     "CheckpointManager",
     "Cluster",
+    "Compression",
     "Graph",
     "Mesh",
+    "OuterOptimizer",
     "Plan",
     "Precision",
     "Stage",
+    "Sync",
     "Trainer",
     "__version__",
     "advise",
@@ -55,7 +58,17 @@ PUBLIC = [
 ]
 
 
-STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline", "hybrid", "make_plan")
+STRATEGIES = (
+    "ddp",
+    "zero1",
+    "zero2",
+    "fsdp",
+    "tensor",
+    "context",
+    "pipeline",
+    "hybrid",
+    "make_plan",
+)
 ELSEWHERE = (builtins, typing, collections.abc, pathlib, torch, torch.nn, torch.optim)
 
 
@@ -86,6 +99,8 @@ def test_types_of_public_signatures_can_be_imported(name: str, function: Any) ->
     signature = inspect.signature(function)
     annotations = [p.annotation for p in signature.parameters.values()]
     for annotation in (*annotations, signature.return_annotation):
+        if typing.get_origin(annotation) is typing.Annotated:
+            annotation = annotation.__origin__
         text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
         text = re.sub(r"'[^']*'|\"[^\"]*\"", "", text.replace("NoneType", "None"))
         text = re.sub(r"(?<=, )[A-Z]\w*\([^()]*\)(?=\])", "", text)  # metadata of Annotated

@@ -1,7 +1,5 @@
 """`advise(graph, kinds, counts)`: compare the best plans on several clusters, with their cost."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -159,16 +157,11 @@ def advise(
 
 
 def _rows(
-    graph: Graph,
-    clusters: Sequence[Cluster],
-    options: dict[str, Any],
-    report: Callable[[str], None],
+    graph: Graph, clusters: list[Cluster], options: dict[str, Any], report: Callable[[str], None]
 ) -> Iterator[AdviceRow]:
     for number, cluster in enumerate(clusters, start=1):
         report(f"{cluster.name}, {number} of {len(clusters)}")
-        price = sum(
-            n.copies * sum(device.price_per_hour for device in n.devices) for n in cluster.nodes
-        )
+        price = sum(n.copies * sum(d.price_per_hour for d in n.devices) for n in cluster.nodes)
         plan, reason, hint = None, "", ""
         try:
             plan = find_plan(graph, cluster, progress=False, **options)

@@ -4,8 +4,6 @@ Parameters are stored once, for the first batch. Later batches may lack inputs, 
 have a single row.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import re
@@ -84,11 +82,7 @@ def plan_for_first(graph: Graph, plan: Plan, model: nn.Module) -> Plan:
                 hint="call sw.parallelize with a batch that has every optional input, or begin the "
                 "stage at a node that runs for every batch",
             )
-    nodes = {
-        key: choice
-        for key, choice in plan.nodes.items()
-        if key in fitting.nodes or not may_exist(key)
-    }
+    nodes = {k: c for k, c in plan.nodes.items() if k in fitting.nodes or not may_exist(k)}
     return fitting.with_(inputs=inputs, nodes=nodes)
 
 
@@ -179,7 +173,6 @@ class LayoutsBySize:
 
 
 # ------------------------------------------------------------ token ids, labels, other indices
-
 # Every rank checks the full batch and finds the same mistake, so that all raise together and none
 # is left waiting in a collective; the operators of a rank would see only its rows. Indices that are
 # not computed from integers of the batch alone are checked by the operators that use them.

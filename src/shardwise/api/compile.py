@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 
 # ------------------------------------------------------------ capture
-
-
 def capture(
     model: Model,
     batch: Any,
@@ -99,19 +97,22 @@ def capture_for_plan(
     training: bool | None = None,
     device: torch.device | str | None = None,
     reads: Reads | None = None,
+    buffers: Mapping[str, torch.Tensor] | None = None,
     graphs: GraphsBySize | None = None,
 ) -> Graph:
     """Capture one step as the plan computes it; see `capture`.
 
-    `reads` collects the Python state that the graph depends on. `graphs` remembers traces of this
-    step for batches of other sizes.
+    `reads` collects the Python state that the graph depends on. `buffers` has the data of a model
+    without any. `graphs` remembers traces of this step for batches of other sizes.
     """
     trace = graphs or capture_once
     model, loss_fn = as_module(model), objective(loss_fn, step)
     region: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if plan.per_microbatch and plan.num_microbatches > 1:
+    first, *more = separate_batches(batch, plan)
+    if more:
         _require_no_hooks(model)
-        batch = microbatch(batch, plan, 0)
+    if buffers is None:
+        buffers = dict(model.named_buffers())
     if device is None:
         device = next((p.device for p in model.parameters() if not p.is_meta), None)
     if plan.precision.compute:
@@ -119,9 +120,30 @@ def capture_for_plan(
         if plan.precision.autocast:
             region = torch.autocast(torch.device(device or "cpu").type, dtype, cache_enabled=False)
         else:
-            model, batch = cast_model(model, dtype), _cast_batch(batch, dtype)
+            model = cast_model(model, dtype)
+            first, *more = (_cast_batch(part, dtype) for part in (first, *more))
     with region:
-        return trace(model, batch, loss_fn, training=training, device=device, reads=reads)
+        graph = trace(
+            model, first, loss_fn, training=training, device=device, reads=reads, buffers=buffers
+        )
+    require_guards(graph, more, buffers)
+    return graph
+
+
+def require_guards(
+    graph: Graph, batches: Sequence[Any], buffers: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise a `BatchError` unless the guards of a graph hold for all of these batches."""
+    for index, batch in enumerate(batches if graph.guards is not None else (), start=1):
+        tensors = {path_name(path): tensor for path, tensor in read_batch(batch).tensors}
+        broken = graph.guards.find_broken(tensors, buffers) if graph.guards else None
+        if broken is not None:
+            raise BatchError(
+                f"micro-batches 0 and {index} are separate batches of the plan, and differ in a "
+                "value that Python looks at",
+                where=broken.source,
+                hint="torch.where(condition, a, b), which computes both; or per_microbatch=False",
+            )
 
 
 def _require_no_hooks(model: nn.Module) -> None:
@@ -171,6 +193,13 @@ def microbatch(batch: Any, plan: Plan, index: int) -> Any:
     return call.batch_with(parts)
 
 
+def separate_batches(batch: Any, plan: Plan) -> list[Any]:
+    """Return the micro-batches that the plan treats as separate batches, or the full batch."""
+    if not plan.per_microbatch or plan.num_microbatches == 1:
+        return [batch]
+    return [microbatch(batch, plan, index) for index in range(plan.num_microbatches)]
+
+
 def batch_dim(name: str, plan: Plan, shape: Sequence[int]) -> int | None:
     """Return the dim of an input that counts samples; None if it has none."""
     dims = [dim for glob, dim in plan.inputs.items() if fnmatchcase(name, glob)]
@@ -178,8 +207,6 @@ def batch_dim(name: str, plan: Plan, shape: Sequence[int]) -> int | None:
 
 
 # ------------------------------------------------------------ compiled programs
-
-
 CACHED_PROGRAMS = 32
 WIDE = {dtype.name: dtype.exact for dtype in DTYPES.values() if dtype.exact}
 _NARROW = re.compile(rf"\b({'|'.join(WIDE)})\b")
@@ -241,8 +268,7 @@ class _Compiled:
             write_text(folder / name, text, ProgramError)
         ranks_of = {name: ranks for name, (ranks, _) in files.items()}
         _remove_stale(folder, ranks_of)
-        listed = {name: list(ranks) for name, ranks in ranks_of.items()}
-        write_text(folder / "ranks.json", json.dumps(listed, indent=2) + "\n", ProgramError)
+        write_text(folder / "ranks.json", json.dumps(ranks_of, indent=2) + "\n", ProgramError)
         self.plan.save(folder / "plan.json")
         constants = {c.value: c.data.contiguous() for c in self.graph.constants}
         if constants:
@@ -263,8 +289,7 @@ class Program(_Compiled):
 
     def source(self, rank: int = 0) -> str:
         """Return the text that `rank` runs."""
-        program = self.lowered.of_rank(rank)
-        return self.files()[f"rank_{program.ranks[0]}.py"][1]
+        return self.files()[f"rank_{self.lowered.of_rank(rank).ranks[0]}.py"][1]
 
     def files(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return the ranks that run each file, and its text: one per distinct rank program."""
@@ -313,7 +338,7 @@ def read_sources(folder: str | Path, program: Program | PipelineProgram) -> list
     for name in program.files():
         path = Path(folder) / name
         try:
-            text = path.read_text(encoding="utf-8")
+            texts.append(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
             raise ProgramError(
@@ -321,7 +346,6 @@ def read_sources(folder: str | Path, program: Program | PipelineProgram) -> list
                 where=str(path),
                 hint="shardwise compile MODEL.py:FUNCTION --out FOLDER writes a complete program",
             ) from None
-        texts.append(text)
     return widen_sources(texts)
 
 

@@ -1,7 +1,5 @@
 """`explain(plan)` and `explain(graph, plan)`: why a plan was chosen, and how it runs each node."""
 
-from __future__ import annotations
-
 from shardwise.collectives.messages.program import format_ranks
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.ir import Graph, node_keys
@@ -27,19 +25,15 @@ def explain(target: Graph | Plan, plan: Plan | None = None, node: str | None = N
         return explain_plan(target)
     if plan is None:
         raise PlanError("no plan to explain", hint="sw.explain(graph, plan), or sw.explain(plan)")
-    return _explain_nodes(target, plan, node)
-
-
-def _explain_nodes(graph: Graph, plan: Plan, node: str | None) -> str:
     if plan.is_scheduled:
-        pipeline = build_pipeline(graph, plan)
+        pipeline = build_pipeline(target, plan)
         if node is None:
             return _explain_stages(pipeline)
         stages = [stage.resolved for stage in pipeline.stages]
         names = [{n.name for n in stage.graph.nodes} for stage in stages]
         index = next((i for i, known in enumerate(names) if node in known), 0)
         return _explain_node(stages[index], node)
-    resolved = resolve(graph, plan)
+    resolved = resolve(target, plan)
     if node is not None:
         return _explain_node(resolved, node)
     return "\n".join([format_plan(plan), "", *_list_nodes(resolved, lower(resolved))])

@@ -9,12 +9,9 @@ is alive when a forward ends is an activation. Everything else is temporary: wha
 recomputation and communication allocate for a moment, gathered parameters, the batch.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -51,9 +48,7 @@ NEEDS_DATA = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
-    c.__name__.lower(): c for c in ELEMENTWISE
-}
+_OPTIMIZERS = {c.__name__.lower(): c for c in ELEMENTWISE}
 
 
 def rank_memory(
@@ -79,14 +74,14 @@ def rank_memory(
             where=program.graph.name,
             hint="measure a step with torch.profiler.profile(profile_memory=True)",
         ) from error
-    peak = tracker.peak_by_kind()
+    peak, phase, max_activations = tracker.peak_by_kind()
     return MemoryUse(
         group=next(i for i, ranks in enumerate(plan.groups) if rank in ranks),
         rank=rank,
-        peak_bytes=sum(peak.num_bytes.values()),
-        parts=peak.num_bytes,
-        activations_peak_bytes=peak.max_activations_bytes,
-        when=peak.phase,
+        peak_bytes=sum(peak.values()),
+        parts=peak,
+        activations_peak_bytes=max_activations,
+        when=phase,
     )
 
 
@@ -116,17 +111,6 @@ def _optimizer_class(
 
 
 # ---------------------------------------------------------------- storages by kind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
-    """The highest sum of bytes, by kind, and the phase in which it was reached."""
-
-    num_bytes: Mapping[str, int]
-    max_activations_bytes: int  # at any time, not only at the peak
-    phase: str
-
-
 class MemoryTracker(StorageTracker):  # type: ignore[no-untyped-call]
     """Run operators without data, and track the storages on a device by kind.
 
@@ -193,8 +177,8 @@ class MemoryTracker(StorageTracker):  # type: ignore[no-untyped-call]
             self._events = [(storage, storage.size, "") for storage in self.storages.values()]
         self._is_recording = record
 
-    def peak_by_kind(self) -> Peak:
-        """Return the highest sum of the recorded step, by kind."""
+    def peak_by_kind(self) -> tuple[dict[str, int], str, int]:
+        """Return the bytes of each kind at the peak, its phase, and the most activations ever."""
         current, peak = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
         peak_phase, max_activations = "", 0
         for storage, change, phase in self._events:
@@ -202,19 +186,17 @@ class MemoryTracker(StorageTracker):  # type: ignore[no-untyped-call]
             max_activations = max(max_activations, current["activations"])
             if change > 0 and sum(current.values()) > sum(peak.values()):
                 peak, peak_phase = dict(current), phase
-        return Peak(num_bytes=peak, max_activations_bytes=max_activations, phase=peak_phase)
+        return peak, peak_phase, max_activations
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _is_constant(func, args, kwargs):
         return func(*args, **kwargs)
-    try:
+    with suppress(*NEEDS_DATA):
         result = func(*args, **kwargs)
         tensors = [item for item in tree_leaves(result) if isinstance(item, Tensor)]
         if any(tensor.numel() > MAX_CONSTANT_NUMEL for tensor in tensors):
             return result
-    except NEEDS_DATA:
-        pass
     with unset_fake_temporarily():
         return func(*args, **kwargs)
 
@@ -233,8 +215,6 @@ def _is_constant(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 # ---------------------------------------------------------------- one rank's steps
-
-
 class SingleRank:
     """One rank's part of a program, without weights, that trains on its own or with a mesh."""
 

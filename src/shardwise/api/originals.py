@@ -1,8 +1,8 @@
 """Guard the user's model after `parallelize`, which trains a copy of it.
 
-While the parallel module lives, another `parallelize` of the same parameters is refused, and the
-model warns once when it is used for training or when its tensors are changed. All references are
-weak: nothing here outlives the parallel module.
+While the parallel module lives, another `parallelize` of the same parameters is refused, the model
+warns once when it is called for training, and training stops if its tensors were changed, because
+that has no effect on the copy. All references are weak: nothing here outlives the parallel module.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise.errors import ProgramError
 from shardwise.frontend.errors import user_stacklevel
 from shardwise.runtime import ParallelModule
-
-__all__ = ["ChangeDetector", "claim", "refuse_claimed"]
+from shardwise.runtime.user_model import sample_values
 
 # id of a parameter -> the parameter, its name and the parallel module that trains its copy
 _CLAIMS: dict[int, tuple[weakref.ref[Any], str, weakref.ref[ParallelModule]]] = {}
@@ -36,8 +35,7 @@ def refuse_claimed(model: nn.Module) -> None:
     if any(_claimed_name(parameter) for parameter in model.parameters()):
         gc.collect()  # an unreachable parallel module may still await collection
     for name, parameter in model.named_parameters():
-        claimed = _claimed_name(parameter)
-        if claimed is not None:
+        if (claimed := _claimed_name(parameter)) is not None:
             raise ProgramError(
                 f"another parallel module already trains a copy of this parameter, under the name "
                 f"{claimed!r}: the two copies would drift apart",
@@ -74,90 +72,92 @@ def _release(keys: list[int], handles: list[Any]) -> None:
         handle.remove()
 
 
-_warned: weakref.WeakSet[ParallelModule] = weakref.WeakSet()
+def _refuse_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise if an optimizer would update originals, which have no gradients, and do nothing."""
+    parameters = [p for g in optimizer.param_groups for p in g["params"]] if _CLAIMS else []
+    claimed = {name: p for p in parameters if (name := _claimed_name(p)) is not None}
+    if claimed and all(parameter.grad is None for parameter in claimed.values()):
+        name = next(iter(claimed))
+        raise ProgramError(
+            f"torch.optim.{type(optimizer).__name__} steps {name} of a model that was given to "
+            "sw.parallelize, which trains a copy of it: none of its parameters has a gradient",
+            where=name,
+            hint=f"sw.optimizer(pm, torch.optim.{type(optimizer).__name__}, …)",
+        )
 
 
-def _warn_when_stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Warn once if an optimizer steps parameters of an original, not of the trained copy."""
-    for group in optimizer.param_groups if _CLAIMS else ():
-        for parameter in group["params"]:
-            name = _claimed_name(parameter)
-            pm = _CLAIMS[id(parameter)][2]() if name is not None else None
-            if pm is not None and pm not in _warned:
-                _warned.add(pm)
-                warnings.warn(
-                    f"torch.optim.{type(optimizer).__name__} steps {name} of a model that was "
-                    "given to sw.parallelize, which trains a copy of it: use "
-                    "sw.optimizer(pm, cls, …)",
-                    stacklevel=user_stacklevel(),
-                )
+register_optimizer_step_pre_hook(_refuse_to_step)
 
-
-register_optimizer_step_pre_hook(_warn_when_stepped)
+_Tensors = dict[str, tuple[Callable[[], Any], int, torch.Tensor]]
 
 
 class ChangeDetector:
-    """Warn once when a tensor of the original is changed or replaced after `parallelize`.
+    """Raise if a tensor of the original was changed or replaced after `parallelize`.
 
-    Training loops repeat themselves, so of the steps at which it is called it looks at 1, 2, 4, 8,
-    … 64, 128, 192, …. A write that leaves the tensor's version as it was shows only in its values;
-    comparing a sample of them takes longer: at steps 1, 2, 4, 8, … 1024, 2048, 3072, ….
+    The versions of all tensors are compared at every call. Writes through `.data` leave them as
+    they were and show only in the values, of which a sample is compared at calls 1, 2, 4, 8, …
+    1024, 2048, 3072, …, as are the identities of the tensors. Values that `pm` itself has copied,
+    gathered or loaded are accepted.
     """
 
     def __init__(self, model: nn.Module, pm: ParallelModule) -> None:
         self._modules = [(path, weakref.ref(m)) for path, m in model.named_modules()]
         self._class_name, self._pm = type(model).__name__, weakref.ref(pm)
-        self._calls, self._copies = 0, pm.copies
-        self._before = self._tensors()
+        self._calls = 0
+        self._note(self._tensors())
+
+    def _note(self, tensors: _Tensors) -> None:
+        """Compare with these tensors from now on."""
+        self._before = tensors
+        self._refs = [ref for ref, _, _ in tensors.values()]
+        self._versions = [version for _, version, _ in tensors.values()]
 
     def __call__(self) -> None:
         self._calls += 1
-        is_power_of_two = not self._calls & (self._calls - 1)
-        if self._calls % 64 and not is_power_of_two:
-            return
-        pm = self._pm()
-        if pm is None or pm.copies != self._copies:  # the parallel module itself changed it
-            self._copies, self._before = pm.copies if pm is not None else 0, self._tensors()
-            return
-        with_samples = self._calls % 1024 == 0 or is_power_of_two
-        for name, (tensor, version, sample) in self._tensors(with_samples).items():
-            original, known, values = self._before.get(name, (_nothing, version, sample))
-            same = original() is tensor() and version == known
-            if same and (values is None or sample is None or _equal(values, sample)):
-                continue
-            self._calls, self._modules = 0, []  # warn once
-            warnings.warn(
-                f"{name} of the {self._class_name} that was given to sw.parallelize was changed, "
-                "which has no effect on training: change pm.named_parameters() or "
-                "pm.named_buffers(), or take all values from the model: "
-                "pm.load_state_dict(model.state_dict())",
-                stacklevel=user_stacklevel(),
-            )
-            return
+        is_due = self._calls % 1024 == 0 or not self._calls & (self._calls - 1)
+        try:
+            is_changed = [ref()._version for ref in self._refs] != self._versions
+        except AttributeError:  # some tensors no longer exist
+            is_changed = True
+        if is_due or is_changed:
+            self._compare(self._pm())
 
-    def _tensors(
-        self, with_samples: bool = True
-    ) -> dict[str, tuple[Callable[[], Any], int, torch.Tensor | None]]:
-        """Return every tensor with its version and, `with_samples`, some of its values."""
-        tensors: dict[str, tuple[Callable[[], Any], int, torch.Tensor | None]] = {}
+    def _compare(self, pm: ParallelModule | None) -> None:
+        tensors = self._tensors()
+        for name, (tensor, version, values) in tensors.items():
+            if name not in self._before and not isinstance(tensor(), nn.Parameter):
+                continue  # a buffer that the model's own forward has added
+            original, known, before = self._before.get(name, (_nothing, version, values))
+            same = original() is tensor() and version == known and _equal(before, values)
+            if not same and pm is not None and not _equal(pm.exchanged.get(name), values):
+                self._versions = []  # compare again at the next call, whatever was written
+                raise ProgramError(
+                    f"{name} of the {self._class_name} that was given to sw.parallelize was "
+                    "changed, which has no effect on the copy that is being trained",
+                    where=name,
+                    hint="change pm.named_parameters() or pm.named_buffers(); or take all values "
+                    "from the model: pm.load_state_dict(model.state_dict()); or use "
+                    "copy.deepcopy(model) for other weights",
+                )
+        self._note(tensors)
+
+    def _tensors(self) -> _Tensors:
+        """Return every tensor with its version and some of its values, tied ones once."""
+        tensors: _Tensors = {}
+        names: dict[int, str] = {}
         for path, ref in self._modules:
-            module = ref()
-            if module is None:
+            if (module := ref()) is None:
                 continue
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is None or tensor.is_meta or tensor.is_inference():
-                    continue
-                sample = None
-                plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
-                if with_samples and plain and tensor.is_contiguous():
-                    flat = tensor.detach().reshape(-1)
-                    sample = flat[:: max(1, len(flat) // 64)].clone()
-                key = f"{path}.{name}" if path else name
-                tensors[key] = (weakref.ref(tensor), tensor._version, sample)
+                if tensor is not None and not tensor.is_meta and not tensor.is_inference():
+                    key = names.setdefault(id(tensor), f"{path}.{name}" if path else name)
+                    tensors[key] = (weakref.ref(tensor), tensor._version, sample_values(tensor))
         return tensors
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _equal(a: torch.Tensor | None, b: torch.Tensor) -> bool:
+    if a is None or (a.dtype, a.device) != (b.dtype, b.device):
+        return False
     # NaNs differ from themselves; with equal positions of NaNs, assume that nothing changed.
     return torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan()) and bool(a.isnan().any()))
 

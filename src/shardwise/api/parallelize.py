@@ -1,7 +1,5 @@
 """`parallelize(model, batch, plan)`: run a model under a plan, on this rank of a running job."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections import defaultdict
@@ -13,12 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import runtime as rt
-from shardwise.api.batches import (
-    LayoutsBySize,
-    StagePlacement,
-    plan_for_first,
-    plan_for_graph,
-)
+from shardwise.api.batches import LayoutsBySize, StagePlacement, plan_for_first, plan_for_graph
 from shardwise.api.compile import PipelineProgram, Program, capture_for_plan, compile
 from shardwise.api.originals import ChangeDetector, claim, refuse_claimed
 from shardwise.api.steps import (
@@ -131,7 +124,7 @@ def parallelize(
         store,
         mesh,
         rng,
-        lambda key, batch: factory.specialize(key, batch, mesh, rng, store),
+        lambda key, batch: factory.specialize(key, batch, rng, store),
         flags=factory.flags,
         world=factory.world,
         registered=factory.registered,
@@ -160,11 +153,7 @@ def _title(model: nn.Module, plan: Plan) -> str:
 
 def trace_labels(plan: Plan) -> dict[str, str]:
     """Return the labels of a trace: the model and the plan that it was recorded with."""
-    return {
-        "model": plan.model,
-        "fingerprint": plan.fingerprint,
-        "plan": plan.with_(seed=0).digest,
-    }
+    return {"model": plan.model, "fingerprint": plan.fingerprint, "plan": plan.with_(seed=0).digest}
 
 
 def derive_for(plan: Plan) -> Derive | None:
@@ -205,6 +194,7 @@ class _Factory:
         self.timeout_s = timeout_s
         self.device = torch.device(device) if device is not None else _device_of(model)
         self.compiled = compiled
+        self.buffers: Mapping[str, torch.Tensor] = dict(model.named_buffers())
         self.graphs: defaultdict[Hashable, GraphsBySize] = defaultdict(GraphsBySize)
         self.layouts: defaultdict[str, LayoutsBySize] = defaultdict(LayoutsBySize)
         self.stages: dict[str, StagePlacement] = {}
@@ -237,6 +227,7 @@ class _Factory:
             training=training,
             device=self.device,
             reads=self.reads,
+            buffers=self.buffers,
             graphs=None if separate else self.graphs[step.name, self.world()],
         )
         self.state.add(self.reads)
@@ -276,10 +267,7 @@ class _Factory:
         rng: rt.Rng,
     ) -> tuple[rt.ParameterStore, dict[rt.ProgramKey, rt.StepProgram]]:
         """Allocate this rank's parameters, and return them with the steps that use them."""
-        loaded = {
-            name: load_program(program, mesh, rng, self.device)
-            for name, program in programs.items()
-        }
+        loaded = {n: load_program(p, mesh, rng, self.device) for n, p in programs.items()}
         order = {name: index for index, name in enumerate(owners)}
         specs = [
             spec
@@ -290,7 +278,7 @@ class _Factory:
         specs.sort(key=lambda spec: order[spec.name])
         specs = stored_specs(specs, self.plan, mesh.axes)
         store = make_store(list(loaded.values()), specs, mesh, self.device)
-        self.flags = rt.TrainedFlags(store, self.originals)
+        self.flags, self.buffers = rt.TrainedFlags(store, self.originals), store.buffers
         world = self.world()
         steps = {}
         for name, program in loaded.items():
@@ -301,24 +289,21 @@ class _Factory:
         return store, steps
 
     def specialize(
-        self,
-        key: rt.ProgramKey,
-        batch: Any,
-        mesh: rt.ProcessMesh,
-        rng: rt.Rng,
-        store: rt.ParameterStore,
+        self, key: rt.ProgramKey, batch: Any, rng: rt.Rng, store: rt.ParameterStore
     ) -> rt.StepProgram:
         """Return a step for another batch, mode or world over the same parameters."""
         step = self.steps[key.step]
         reason = "for another kind of batch, mode or frozen parameters"
+        if key.variant:
+            reason = "Python looks at a value of the batch that has changed"
         if self.state.number() != self._captured:
             reason = f"{self.state.last_change} changed"
         with starting(self.timeout_s, reason) as agree:
             self._copy_state()
             program = self.compile(step, batch, key.training)
+            loaded = load_program(program, store.mesh, rng, self.device)
+            check_storage(store, loaded.parameters, used_parameters(program.graph))
             agree(program.fingerprint, constant_checksums(program.graph))
-        loaded = load_program(program, mesh, rng, self.device)
-        check_storage(store, loaded.parameters, used_parameters(program.graph))
         if key.training:
             trained = trained_parameters(program.graph)
             for spec in loaded.parameters:

@@ -4,8 +4,7 @@ A parameter that several steps use is stored once: the programs of all steps, fo
 and for later ones, must use it in the same layout.
 """
 
-from __future__ import annotations
-
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,23 +14,22 @@ from torch import nn
 
 from shardwise import runtime as rt
 from shardwise.api.batches import BatchIndices
-from shardwise.api.compile import PipelineProgram, Program
+from shardwise.api.compile import PipelineProgram, Program, separate_batches
 from shardwise.collectives.messages.program import format_ranks
-from shardwise.errors import BatchError, PlanError, PlanMismatch
+from shardwise.errors import BatchError, PlanError, PlanMismatch, ProgramError
 from shardwise.frontend import capture
 from shardwise.frontend.objective import Objective, StepFn, objective
 from shardwise.ir import Graph, Ref
 from shardwise.plans import Plan
-from shardwise.plans.plan import ParameterEntry
+from shardwise.plans.plan import INPUT_ROLES, ParameterEntry
 from shardwise.program.program import Storage
 from shardwise.runtime.loader import LoadedModule, LoadedPipeline
-from shardwise.runtime.step import ModuleStep, PipelineStep
+from shardwise.runtime.step import FindBroken, ModuleStep, PipelineStep
 from shardwise.sharding.factors import gradient_carriers
 from shardwise.sharding.placements import Shard, format_placement
-from shardwise.shares import AxisSize
+from shardwise.shares import AxisSize, num_ranks
 
-MakePlan = Callable[[Graph], Plan]
-Plans = Plan | Mapping[str, Plan] | MakePlan
+Plans = Plan | Mapping[str, Plan] | Callable[[Graph], Plan]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +137,6 @@ def trained_parameters(graph: Graph) -> frozenset[str]:
 
 
 # ------------------------------------------------------------ running a program on this rank
-
-
 def load_program(
     program: Program | PipelineProgram, mesh: rt.ProcessMesh, rng: rt.Rng, device: torch.device
 ) -> LoadedModule | LoadedPipeline:
@@ -164,6 +160,7 @@ def make_step(
     casts = plan.precision.compute and not plan.precision.autocast
     options = rt.StepOptions(
         check_indices=BatchIndices(graph).check,
+        find_broken=_find_broken(graph, plan),
         input_dtypes={n: d for n, d in dtypes.items() if casts and d.is_floating_point},
         offload_activations="activations" in plan.offload,
         trains=bool(trained_parameters(graph)),
@@ -175,9 +172,29 @@ def make_step(
     return ModuleStep(loaded, run, store.mesh, store.device, options, recorder)
 
 
+def _find_broken(graph: Graph, plan: Plan) -> FindBroken | None:
+    """Return the check of the graph's guards; separate micro-batches are checked one by one."""
+    guards = graph.guards
+    if guards is None:
+        return None
+
+    def find(inputs: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> str | None:
+        missing = [b.name for b in guards.graph.buffers if b.name not in buffers]
+        if missing:
+            raise ProgramError(
+                f"Python looks at a value that depends on buffer {missing[0]}, which only other "
+                "pipeline stages have",
+                where=guards.checks[0].source,
+                hint="pass the value in the batch, or use a plan without stages",
+            )
+        parts = separate_batches(dict(inputs), plan)
+        broken = (guards.find_broken(part, buffers) for part in parts)
+        return next((guard.source for guard in broken if guard is not None), None)
+
+    return find
+
+
 # ------------------------------------------------------------ how parameters are stored
-
-
 def storage_owners(programs: Mapping[str, Program | PipelineProgram]) -> dict[str, str]:
     """Return for every parameter the step whose program decides how it is stored.
 
@@ -199,9 +216,7 @@ def storage_owners(programs: Mapping[str, Program | PipelineProgram]) -> dict[st
     return owners
 
 
-def _storages(
-    program: Program | PipelineProgram,
-) -> Iterator[tuple[tuple[int, ...], Storage]]:
+def _storages(program: Program | PipelineProgram) -> Iterator[tuple[tuple[int, ...], Storage]]:
     """Yield how each group of ranks stores each of its parameters."""
     if isinstance(program, PipelineProgram):
         groups = [(stage.ranks, stage.program) for stage in program.lowered.stages]
@@ -223,7 +238,8 @@ def _storages_by_name(
 
 def _places(storages: Mapping[tuple[int, ...], Storage]) -> str:
     return ", ".join(
-        f"{storage.layout} on ranks {format_ranks(ranks)}" for ranks, storage in storages.items()
+        f"{str(storage.layout) or 'all of it'} on ranks {format_ranks(ranks)}"
+        for ranks, storage in storages.items()
     )
 
 
@@ -279,17 +295,23 @@ def stored_specs(
 ) -> list[rt.ParameterSpec]:
     """Return the specs of parameters as stored for all programs, from those of the first.
 
-    A parameter that the first batch does not use, or uses equally on every rank (one row), is still
-    partitioned over the batch axes if the plan says so.
+    A parameter that is frozen, that the first batch does not use, or that it uses equally on every
+    rank (one row), is still partitioned over the batch axes if the plan says so: a later step may
+    train it.
     """
-    batch = tuple(a for a, size in axes.items() if size != 1 and plan.roles.get(a) == "batch")
+    batch = tuple(a for a, size in axes.items() if size != 1 and plan.roles.get(a) in INPUT_ROLES)
     stored = []
     for spec in specs:
-        zero = plan.entry(spec.name).zero or 0
-        if zero and spec.requires_grad and not spec.sync and not spec.borrowed:
+        entry = plan.entry(spec.name)
+        form = entry.sync if spec.requires_grad else None
+        zero = 2 if form is not None and form.has_owners else entry.zero or 0
+        if zero and not spec.sync and not spec.borrowed:
             sharded = {split.axis for split in spec.splits}
             sync = tuple(axis for axis in batch if axis not in sharded)
             spec = replace(spec, sync=sync, zero=zero if sync else 0)
+            if sync and form is not None:
+                ranks = math.prod(num_ranks(axes[axis]) for axis in sync)
+                spec = replace(spec, owners=form.weights(ranks))
         stored.append(spec)
     return stored
 
@@ -306,7 +328,7 @@ def check_storage(
                 f"this batch uses {spec.name} on a pipeline stage that does not store it: "
                 "the first batch did not use it there",
                 where=spec.name,
-                hint="call sw.parallelize with a batch that has every optional input",
+                hint="call sw.parallelize with a batch, attributes and flags that use every layer",
             )
         if known is not None and (known.splits, known.shape) != (spec.splits, spec.shape):
             raise BatchError(

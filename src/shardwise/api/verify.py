@@ -1,7 +1,5 @@
 """`verify(model, batch, plan)`: check by execution that a plan computes what the model computes."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -15,9 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.api.compile import capture_for_plan, compile, microbatch, read_sources, widen_sources
+from shardwise.api.compile import (
+    capture_for_plan,
+    compile,
+    read_sources,
+    require_guards,
+    separate_batches,
+    widen_sources,
+)
+from shardwise.api.parallelize import derive_for
 from shardwise.batch import flatten_batch, read_batch
 from shardwise.equivalence import Certificate, check, double, run_reference
+from shardwise.equivalence.inexact_check import check_inexact, inexact_globs, shortened, synchronous
 from shardwise.equivalence.reference import (
     Reference,
     TraceDouble,
@@ -71,6 +78,10 @@ def verify(
     device that accumulates over the same micro-batches. Dtypes of the plan are ignored. Trees
     of the plan's collectives are checked, and the run adds in their order.
 
+    A plan with inexact synchronization (local steps, late gradients, compression) is checked twice:
+    as a synchronous plan, and over several steps against the reference of its synchronization. The
+    certificate names the difference from synchronous training.
+
     A model without weights (meta tensors), or one that needs more than `max_bytes` (by default the
     free memory of this machine) or too many threads, is checked on a scaled twin with fewer layers,
     smaller sizes, fewer ranks and micro-batches, whose stages begin at the same nodes and follow
@@ -114,33 +125,31 @@ def _verify(
     timeout_s: float,
     max_bytes: float | None,
 ) -> Certificate:
-    if plan.collectives:
-        from shardwise.collectives.solver.derive import verify as verify_trees
-
-        for choice in plan.collectives:
-            verify_trees(choice)
+    derive_for(plan)  # checks the plan's trees
     wide = plan.with_(precision=Precision())
     limit = available_bytes() if max_bytes is None else max_bytes
-    if plan.num_ranks > MAX_THREADS or is_meta(model, batch) or too_large(model, plan, limit):
+    weights_bytes = parameter_bytes(sum(p.numel() for p in model.parameters()), plan)
+    if plan.num_ranks > MAX_THREADS or is_meta(model, batch) or weights_bytes > limit:
         _require_no_edits(folder)
         graph = widen_graph(capture_for_plan(model, batch, wide, loss_fn))
         return _certify_twin(graph, model, batch, wide, timeout_s, limit)
     twin, wide_batch = double(model, batch)
-    accumulates = plan.per_microbatch and plan.num_microbatches > 1
-    first = microbatch(wide_batch, plan, 0) if accumulates else wide_batch
+    first, *more = separate_batches(wide_batch, plan)
     graph = widen_graph(capture(twin, first, loss_fn, around=TraceDouble))
+    require_guards(graph, more, dict(twin.named_buffers()))
     plan.check(graph)
     if needed_bytes(graph, plan) > limit:
         _require_no_edits(folder)
         return _certify_twin(graph, twin, wide_batch, wide, timeout_s, limit)
-    compiled = compile(graph, wide)
+    globs = inexact_globs(wide)
+    compiled = compile(graph, synchronous(wide) if globs else wide)
     sources = emitted = None
     if folder is not None:
         written = compile(capture_for_plan(model, batch, plan, loss_fn), plan)
         sources, emitted = read_sources(folder, written), widen_sources(written.sources)
     run = _Model(twin, graph, plan, wide_batch, loss_fn)
     reference = run.step(wide_batch)
-    return check(
+    certificate = check(
         compiled.lowered,
         reference,
         wide_batch,
@@ -149,32 +158,31 @@ def _verify(
         emitted=emitted,
         timeout_s=timeout_s,
     )
+    if not globs or not certificate:
+        return certificate
+    short, scaled = shortened(wide)
+    program = compile(graph, short).lowered
+    return check_inexact(
+        program, reference.state, wide_batch, certificate, scaled=scaled, timeout_s=timeout_s
+    )
 
 
 class _Model:
     """The model on one device, with which every trial is compared."""
 
     def __init__(
-        self,
-        twin: nn.Module,
-        graph: Graph,
-        plan: Plan,
-        batch: Any,
-        loss_fn: Objective,
+        self, twin: nn.Module, graph: Graph, plan: Plan, batch: Any, loss_fn: Objective
     ) -> None:
         self.twin, self.graph, self.plan, self.loss_fn = twin, graph, plan, loss_fn
         self.call, self.draws = read_batch(batch), draws(graph)
 
     def step(self, batch: Any) -> Reference:
         """Run a training step; accumulate over micro-batches that are separate batches."""
-        plan = self.plan
-        first, *more = [batch]
-        if plan.per_microbatch and plan.num_microbatches > 1:
-            first, *more = [microbatch(batch, plan, k) for k in range(plan.num_microbatches)]
+        first, *more = separate_batches(batch, self.plan)
         if not self.draws:
             return run_reference(self.twin, first, self.loss_fn, more=more)
         state = {name: tensor.detach().clone() for name, tensor in self._tensors()}
-        return run_graph_reference(self.graph, plan, state, first, more=more)
+        return run_graph_reference(self.graph, self.plan, state, first, more=more)
 
     def rerun(
         self, state: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
@@ -205,10 +213,10 @@ def _certify_twin(
     buffers = dict(model.named_buffers())
     hooks, graph = graph.hooks, replace(graph, hooks=())
     result = certify_twin(graph, plan, buffers, inputs, timeout_s=timeout_s, max_bytes=limit)
-    if not hooks:
-        return result
-    omitted = f"gradient hooks left out: {', '.join(map(str, hooks))}"
-    return replace(result, scaled=(*result.scaled, omitted))
+    omitted = [f"gradient hooks left out: {', '.join(map(str, hooks))}"] if hooks else []
+    if any(entry.sync is not None for entry in plan.parameters.values()):
+        omitted.append("synchronization of single parameters left out: gradients are all-reduced")
+    return replace(result, scaled=(*result.scaled, *omitted))
 
 
 def is_meta(model: nn.Module, batch: Any) -> bool:
@@ -217,14 +225,7 @@ def is_meta(model: nn.Module, batch: Any) -> bool:
     return any(t.is_meta for t in (*model.parameters(), *model.buffers(), *inputs.values()))
 
 
-def too_large(model: nn.Module, plan: Plan, limit: float) -> bool:
-    """Return whether the parameters alone exceed the memory limit."""
-    return parameter_bytes(sum(p.numel() for p in model.parameters()), plan) > limit
-
-
 # ------------------------------------------------------------ before training
-
-
 def verify_first(
     model: Model,
     batch: Any,

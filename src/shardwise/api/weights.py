@@ -6,8 +6,6 @@ missing on some ranks, is sent by the first rank that has it, block by block: no
 memory for it than `BLOCK_BYTES`, or one row. A tensor that no rank has is initialized.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect
@@ -16,7 +14,6 @@ import math
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +28,10 @@ from shardwise.frontend.objective import as_module
 from shardwise.ir import Graph
 from shardwise.runtime.rendezvous import starting
 
-__all__ = ["Init", "constant_checksums", "initialize", "load_weights"]
-
 Init = Callable[[], nn.Module] | Callable[[nn.Module], object]
 BLOCK_BYTES = 64 << 20
 BUILD_TIMEOUT_S = 1800.0
-_DTYPES = sorted(
-    {v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=lambda dtype: str(dtype)
-)
+_DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 log = logging.getLogger(__name__)
 
 
@@ -78,11 +71,9 @@ def load_weights(
         )  # fmt: skip
     store.received_weights = bool(sent)
     for source in sources:
-        if source.owner is None:
-            continue
         if source.is_sent:
             _send(source, named[source.name], store)
-        elif store.holds(source.name):
+        elif source.owner is not None and store.holds(source.name):
             store.load_full(source.name, named[source.name].detach())
     missing = [source.name for source in sources if source.owner is None]
     if init is not None and not missing:
@@ -236,7 +227,6 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------ models on meta
-
 # A model on meta is initialized by repeating its own initialization, part by part. A module's
 # `reset_parameters()` is called by its `__init__`, and many models, those of transformers among
 # them, apply `_init_weights(module)` to each module afterwards. Both are called again, first on
@@ -330,7 +320,7 @@ def _calls(model: nn.Module, init: Callable[[nn.Module], object] | None) -> Iter
     modules = list(_children_first(model, ""))
     if init is not None:
         for path, module in modules:
-            yield _Call(path, partial(init, module), is_applied=True)
+            yield _Call(path, functools.partial(init, module), is_applied=True)
         return
     for path, module in modules:
         for name in ("reset_parameters", "_reset_parameters"):
@@ -340,7 +330,7 @@ def _calls(model: nn.Module, init: Callable[[nn.Module], object] | None) -> Iter
     for path, module in modules:
         owner = _init_weights_owner(model, path)
         if owner is not None:
-            yield _Call(path, partial(owner._init_weights, module), is_applied=True)
+            yield _Call(path, functools.partial(owner._init_weights, module), is_applied=True)
 
 
 def _children_first(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -541,8 +531,7 @@ def _groups(slots: list[_Slot], calls: list[_Call]) -> list[set[int]]:
         joined: set[int] = set().union(*(group_of[index] for index in call.writes))
         for index in joined:
             group_of[index] = joined
-    unique = {id(group): group for group in group_of.values()}
-    return list(unique.values())
+    return list({id(group): group for group in group_of.values()}.values())
 
 
 def _run(

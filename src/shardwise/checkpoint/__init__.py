@@ -4,8 +4,6 @@ A checkpoint is a folder of safetensors files and `checkpoint.json`, with the na
 single device, whatever plan wrote it.
 """
 
-from __future__ import annotations
-
 from shardwise.checkpoint.convert import convert_checkpoint
 from shardwise.checkpoint.load import Loaded, load_checkpoint
 from shardwise.checkpoint.manager import CheckpointManager

@@ -29,15 +29,6 @@ from shardwise.checkpoint.manifest import Manifest, StoredBox, StoredTensor, ful
 from shardwise.checkpoint.shards import Box, LocalBox, TensorShards, narrow, split_box
 from shardwise.errors import CheckpointError
 
-__all__ = [
-    "BOX_BYTES",
-    "Portion",
-    "Reader",
-    "Request",
-    "local_portions",
-    "read_plan",
-]
-
 BOX_BYTES = 32 << 20  # at most, of a box, which has one checksum and is read at once
 
 
@@ -94,7 +85,6 @@ def read_plan(name: str, stored: StoredTensor, targets: Sequence[LocalBox]) -> L
 
 
 # ------------------------------------------------------------ reading
-
 # A box with a checksum is read in full, at most `BOX_BYTES`, and checked before any of it is used.
 # Files without checksums (of Hugging Face) are read by the byte ranges that are needed.
 
@@ -115,7 +105,6 @@ class Request:
 class _Task:
     """One stored box, and the parts of it to copy into targets."""
 
-    name: str
     tensor: StoredTensor
     stored: StoredBox
     copies: list[tuple[ReadItem, LocalBox]]
@@ -146,9 +135,9 @@ class Reader:
         for task in sorted(
             tasks, key=lambda t: (t.stored.file, self._entry(t.tensor, t.stored).begin)
         ):
-            entry = self._entry(task.tensor, task.stored)
             stored, dtype = task.stored, task.tensor.dtype
-            box = None if stored.crc32 is None else self._checked(task, entry)
+            entry = self._entry(task.tensor, stored)
+            box = None if stored.crc32 is None else self.checked(task.tensor, stored)
             for item, target in task.copies:
                 view = narrow(target.view, item.dest_offsets, item.lengths)
                 if box is not None:
@@ -156,10 +145,6 @@ class Reader:
                     continue
                 file = self._file(stored.file)
                 self._ranges(file, entry.begin, dtype, stored.box.size, item.storage_offsets, view)
-
-    def check(self, tensor: StoredTensor, stored: StoredBox, name: str) -> None:
-        """Read one box and verify its checksum."""
-        self._checked(_Task(name, tensor, stored, []), self._entry(tensor, stored))
 
     def _tasks(self, request: Request) -> list[_Task]:
         tensor = self.manifest.sections[request.section][request.name]
@@ -171,7 +156,7 @@ class Reader:
             source, destination = item.storage_index.index, item.dest_index.index
             assert source is not None
             assert destination is not None
-            task = tasks.setdefault(source, _Task(name, tensor, tensor.boxes[source], []))
+            task = tasks.setdefault(source, _Task(tensor, tensor.boxes[source], []))
             task.copies.append((item, request.targets[destination]))
         return list(tasks.values())
 
@@ -204,8 +189,9 @@ class Reader:
         self.bytes_read += nbytes
         return data
 
-    def _checked(self, task: _Task, entry: FileEntry) -> Tensor:
-        stored, file = task.stored, self._file(task.stored.file)
+    def checked(self, tensor: StoredTensor, stored: StoredBox) -> Tensor:
+        """Return one box, in a buffer that the next read overwrites; verify its checksum."""
+        file, entry = self._file(stored.file), self._entry(tensor, stored)
         data = self._read(file, entry.begin, entry.nbytes)
         if stored.crc32 is not None and zlib.crc32(bytes_of(data)) != stored.crc32:
             raise CheckpointError(
@@ -213,7 +199,7 @@ class Reader:
                 f"{stored.key} from byte {entry.begin} on",
                 where=str(file.path),
             )
-        return data.view(task.tensor.dtype).view(stored.box.size)
+        return data.view(tensor.dtype).view(stored.box.size)
 
     def _ranges(
         self,
@@ -241,8 +227,7 @@ class Reader:
         for first in range(0, target.shape[0], step):
             count = min(step, target.shape[0] - first)
             rows = self._read(file, start + first * row, count * row).view(dtype)
-            rows = rows.view(count, *inner)
-            part = narrow(rows, (0, *offset[1:]), (count, *target.shape[1:]))
+            part = narrow(rows.view(count, *inner), (0, *offset[1:]), (count, *target.shape[1:]))
             target.narrow(0, first, count).copy_(part)
 
 

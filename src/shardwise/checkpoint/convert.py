@@ -4,8 +4,6 @@ Tensors are read and written one by one, so that models larger than memory can b
 torch file needs all tensors at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -34,26 +32,15 @@ from shardwise.checkpoint.write import partial_path, replaced_folder, require_fr
 from shardwise.errors import CheckpointError
 from shardwise.files import read_json
 
-__all__ = ["convert_checkpoint"]
-
 SHARD_BYTES = 5_000_000_000
 CONFIG = "config.json"
 # Other files of a model's folder to copy: texts and tables, neither code nor pickles.
 _COMPANIONS = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "chat_template.jinja",
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+    "preprocessor_config.json", "processor_config.json", "chat_template.jinja",
     "chat_template.json",
-)
+)  # fmt: skip
 
 
 def convert_checkpoint(

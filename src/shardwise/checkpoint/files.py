@@ -5,8 +5,6 @@ memory, together with the checksum of each. It is read by byte ranges instead of
 page cache of a mapped file would count as this process's memory.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -26,20 +24,7 @@ from shardwise.dtypes import DTYPES, dtype_name, torch_pairs
 from shardwise.errors import CheckpointError, did_you_mean
 from shardwise.files import parse_json
 
-__all__ = [
-    "FileEntry",
-    "TensorFile",
-    "ToWrite",
-    "bytes_of",
-    "dtype_named",
-    "file_dtype",
-    "from_file_dtype",
-    "sync_folder",
-    "write_tensors",
-]
-
 # ------------------------------------------------------------ dtypes
-
 # Complex numbers are stored as pairs of real ones, which every reader supports.
 
 _IN_FILES: dict[torch.dtype, str] = {
@@ -75,7 +60,6 @@ def from_file_dtype(name: object, where: str) -> torch.dtype:
 
 
 # ------------------------------------------------------------ writing
-
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 1 << 28
 _CHUNK_BYTES = 8 << 20
@@ -112,11 +96,7 @@ def write_tensors(path: Path, items: Sequence[ToWrite]) -> dict[str, int]:
     end = 0
     for item in ordered:
         kind, shape = file_dtype(item.dtype, item.shape, item.key)
-        header[item.key] = {
-            "dtype": kind,
-            "shape": shape,
-            "data_offsets": [end, end + item.nbytes],
-        }
+        header[item.key] = {"dtype": kind, "shape": shape, "data_offsets": [end, end + item.nbytes]}
         end += item.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -152,8 +132,6 @@ def sync_folder(path: Path) -> None:
 
 
 # ------------------------------------------------------------ reading
-
-
 @dataclass(frozen=True, slots=True)
 class FileEntry:
     """A tensor in the header of a file; `begin` is its offset from the start of the file."""

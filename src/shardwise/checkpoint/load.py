@@ -4,9 +4,7 @@ Each rank reads the boxes that overlap its shards. Names and shapes are those of
 whatever plan the checkpoint was written under.
 """
 
-from __future__ import annotations
-
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,14 +17,12 @@ from shardwise.checkpoint.manifest import MODEL, Manifest, full_name
 from shardwise.checkpoint.open import Checkpoint, open_checkpoint, with_previous
 from shardwise.checkpoint.optimizer_state import Optimizers, load_optimizer
 from shardwise.checkpoint.shards import Box, LocalBox, State, TensorShards, state_of
+from shardwise.checkpoint.sync_state import fill_boxes, load_sync
 from shardwise.checkpoint.write import copied_sections
 from shardwise.errors import CheckpointError, did_you_mean
 from shardwise.runtime.rendezvous import Rendezvous, open_rendezvous
 
-__all__ = ["Loaded", "Match", "load_checkpoint", "match_names", "read_section"]
-
 # ------------------------------------------------------------ matching names
-
 # Tied tensors have several names, any of which a file may have. Files of Hugging Face may lack the
 # prefix of the base model (`model.`), or have it although the module has not.
 
@@ -112,7 +108,6 @@ def _listed(names: Collection[str]) -> str:
 
 
 # ------------------------------------------------------------ loading
-
 TIMEOUT_S = 3600.0
 
 
@@ -189,10 +184,18 @@ def _load(
         if section not in manifest.sections:
             raise CheckpointError(f"the checkpoint has no copies {section!r}", where=str(path))
         targets += [(section, shards) for shards in copied]
-    requests = [_request(manifest, section, shards, match) for section, shards in targets]
+    synchronized, finish = load_sync(state, manifest, match.stored)
+    targets += synchronized
+    requests, merges = [], [finish]
+    for section, shards in targets:
+        request, merge = _request(manifest, section, shards, match)
+        requests.append(request)
+        merges.insert(0, merge)
     try:
         with Reader(checkpoint.folder, manifest) as reader:
             reader.fill(requests)
+        for merge in merges:
+            merge()
     except CheckpointError as error:
         raise with_previous(error, path) from error
     finally:
@@ -202,18 +205,21 @@ def _load(
     return _loaded(checkpoint, match=match, uninitialized=tuple(state.uninitialized()))
 
 
-def _request(manifest: Manifest, section: str, shards: TensorShards, match: Match) -> Request:
+def _request(
+    manifest: Manifest, section: str, shards: TensorShards, match: Match
+) -> tuple[Request, Callable[[], None]]:
     name = match.stored.get(shards.name, shards.name)
     stored = manifest.sections.get(section, {}).get(name)
     if stored is None:
         raise CheckpointError(f"the checkpoint has no {full_name(section, name)}")
-    if stored.shape != shards.shape:
+    filled = fill_boxes(shards, stored.shape)
+    if filled is None or (section == MODEL and stored.shape != shards.shape):
         raise CheckpointError(
             f"{full_name(section, shards.name)} has shape {shards.shape} here and {stored.shape} "
             "in the checkpoint",
             hint="the model with the sizes it had when it was saved",
         )
-    return Request(section=section, name=name, targets=shards.boxes)
+    return Request(section=section, name=name, targets=filled[0]), filled[1]
 
 
 def _optimizer_targets(

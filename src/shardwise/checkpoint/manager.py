@@ -1,7 +1,5 @@
 """Manage a folder of checkpoints, `step-00000100/` …: find the latest and best, remove old ones."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil
@@ -17,8 +15,6 @@ from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.open import is_complete, locate
 from shardwise.checkpoint.save import Saving, save_checkpoint
 from shardwise.errors import CheckpointError
-
-__all__ = ["CheckpointManager"]
 
 _STEP = re.compile(r"(?:\.(?=.*\.replaced))?step-(\d{8,})(?:\.replaced)?")
 _LEFTOVER = re.compile(r"\.step-\d+\.partial-[0-9a-f]+")

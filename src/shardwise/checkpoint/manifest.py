@@ -26,9 +26,6 @@ from shardwise.errors import CheckpointError
 from shardwise.files import parse_json, read_text
 from shardwise.schema import Form, Match, Range, Reader, Stored, Writer
 
-__all__ = ["MANIFEST", "MODEL", "Manifest", "StoredBox", "StoredTensor", "full_name", "key_of"]
-
-
 MANIFEST = "checkpoint.json"
 MODEL = "model"
 VERSION = 1
@@ -109,6 +106,9 @@ class _ManifestFile:
     extra: Annotated[Mapping[str, Any], Stored(always=True)] = field(default_factory=dict)
 
 
+_SAME_IN_FILE = ("step", "files", "aliases", "module", "optimizer", "extra")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """A checkpoint without the values of its tensors.
@@ -141,8 +141,7 @@ class Manifest:
             section: {name: _entry(tensor) for name, tensor in tensors.items()}
             for section, tensors in self.sections.items()
         }
-        names = ("step", "files", "aliases", "module", "optimizer", "extra")
-        fields: dict[str, Any] = {name: getattr(self, name) for name in names}
+        fields: dict[str, Any] = {name: getattr(self, name) for name in _SAME_IN_FILE}
         file = _ManifestFile(format=_FORMAT, version=VERSION, sections=entries, **fields)
         body = Writer().fields(file)
         return _dumps({**body, "crc32": _checksum(body)})
@@ -181,12 +180,7 @@ class Manifest:
                 }
                 for section, tensors in file.sections.items()
             },
-            files=file.files,
-            step=file.step,
-            aliases=file.aliases,
-            optimizer=file.optimizer,
-            module=file.module,
-            extra=file.extra,
+            **{name: getattr(file, name) for name in _SAME_IN_FILE},
         )
 
     def check_files(self, folder: Path) -> None:

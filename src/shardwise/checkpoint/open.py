@@ -4,8 +4,6 @@ Only JSON and safetensors files are opened, never pickles that may be beside the
 (`pytorch_model.bin`, `.metadata`).
 """
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass
@@ -13,29 +11,11 @@ from pathlib import Path
 
 from shardwise.checkpoint.box_io import Reader
 from shardwise.checkpoint.files import TensorFile
-from shardwise.checkpoint.manifest import (
-    MANIFEST,
-    MODEL,
-    Manifest,
-    StoredBox,
-    StoredTensor,
-    full_name,
-)
+from shardwise.checkpoint.manifest import MANIFEST, MODEL, Manifest, StoredBox, StoredTensor
 from shardwise.checkpoint.shards import Box
 from shardwise.checkpoint.write import replaced_path
 from shardwise.errors import CheckpointError
 from shardwise.files import read_json
-
-__all__ = [
-    "Checkpoint",
-    "Verification",
-    "is_complete",
-    "locate",
-    "open_checkpoint",
-    "previous_checkpoint",
-    "verify_checkpoint",
-    "with_previous",
-]
 
 HF_INDEX = "model.safetensors.index.json"
 HF_SINGLE = "model.safetensors"
@@ -169,8 +149,6 @@ def _is_plain(name: str) -> bool:
 
 
 # ------------------------------------------------------------ verification
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """The boxes of a checkpoint that were read, and the problems with them."""
@@ -195,14 +173,14 @@ def verify_checkpoint(path: str | Path) -> Verification:
     problems: list[str] = []
     num_boxes = num_unchecked = 0
     with Reader(checkpoint.folder, checkpoint.manifest) as reader:
-        for section, tensors in checkpoint.manifest.sections.items():
-            for name, tensor in tensors.items():
+        for tensors in checkpoint.manifest.sections.values():
+            for tensor in tensors.values():
                 for stored in tensor.boxes:
                     num_boxes += 1
                     num_unchecked += stored.crc32 is None
                     try:
                         if stored.crc32 is not None:
-                            reader.check(tensor, stored, full_name(section, name))
+                            reader.checked(tensor, stored)
                     except CheckpointError as error:
                         problems.append(error.message)
         return Verification(

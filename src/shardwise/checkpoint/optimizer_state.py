@@ -5,8 +5,6 @@ Numbers, and the options of parameter groups, are JSON. A plain `torch.optim.Opt
 sharded one have the same form, so that either continues from the other.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -17,24 +15,13 @@ from torch import Tensor
 
 from shardwise.checkpoint.files import dtype_named
 from shardwise.checkpoint.shards import PlainState, State, TensorShards
+from shardwise.checkpoint.sync_state import fill_boxes
 from shardwise.dtypes import dtype_name
 from shardwise.errors import CheckpointError
 from shardwise.runtime.optimizer import ShardedOptimizer
 from shardwise.schema import Reader
 
-__all__ = [
-    "OPTIMIZER",
-    "Group",
-    "OptimizerState",
-    "decode",
-    "encode",
-    "groups_of",
-    "load_optimizer",
-    "save_optimizer",
-]
-
 # ------------------------------------------------------------ values as JSON
-
 # Values that JSON lacks are mappings with one key that begins with `$`. Nothing else is ever
 # created from the content of a file.
 
@@ -62,8 +49,7 @@ def encode(value: Any, where: str, store: Callable[[Tensor, str], None] | None =
     if isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
         return {k: encode(v, f"{where}.{k}" if where else k, store) for k, v in value.items()}
     raise CheckpointError(
-        f"a value of type {type(value).__name__} cannot be saved",
-        where=where or None,
+        f"a value of type {type(value).__name__} cannot be saved", where=where or None
     )
 
 
@@ -93,7 +79,6 @@ def decode(value: Any, where: str, load: Callable[[str], Tensor] | None = None) 
 
 
 # ------------------------------------------------------------ groups of parameters
-
 OPTIMIZER = "optimizer"
 _NOT_OPTIONS = ("params", "param_names")  # entries of a group
 
@@ -158,8 +143,6 @@ def _groups_of(optimizer: torch.optim.Optimizer, state: Any) -> list[Group]:
 
 
 # ------------------------------------------------------------ saving
-
-
 def save_optimizer(optimizer: Optimizers, state: State, rank: int) -> OptimizerState:
     """Return this rank's part of an optimizer's state."""
     sections: dict[str, list[TensorShards]] = {}
@@ -181,7 +164,7 @@ def save_optimizer(optimizer: Optimizers, state: State, rank: int) -> OptimizerS
                 key: encode(value, str(key), store)
                 for key, value in sorted(group.state.get(parameter, {}).items())
             }
-            if state.sharded(name, parameter).ranks[0] == rank:
+            if state.is_first(name, parameter, rank):
                 names.append(name)
                 if encoded:
                     values[name] = encoded
@@ -190,8 +173,6 @@ def save_optimizer(optimizer: Optimizers, state: State, rank: int) -> OptimizerS
 
 
 # ------------------------------------------------------------ loading
-
-
 def load_optimizer(
     optimizer: Optimizers,
     state: State,
@@ -298,11 +279,9 @@ class _Loader:
         if dtype.is_floating_point and self.parameter.is_floating_point():
             dtype = self.parameter.dtype
         state = self.state
-        is_sharded = shape == state.sharded(self.name, self.parameter).shape
+        is_sharded = fill_boxes(state.sharded(self.name, self.parameter), shape) is not None
         tensor = torch.empty(
-            self.parameter.shape if is_sharded else shape,
-            dtype=dtype,
-            device=self.parameter.device,
+            self.parameter.shape if is_sharded else shape, dtype=dtype, device=self.parameter.device
         )
         shards = (state.sharded if is_sharded else state.replicated)(self.name, tensor)
         self.targets.append((section, shards))

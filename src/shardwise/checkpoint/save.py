@@ -5,8 +5,6 @@ first rank joins the reports, writes `checkpoint.json` and renames the folder; u
 under the final name has changed. Each file and folder is synced before the next stage begins.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
@@ -25,8 +23,6 @@ from shardwise.checkpoint.optimizer_state import Optimizers, each_optimizer
 from shardwise.checkpoint.write import Staging, Writer, collect
 from shardwise.errors import CheckpointError
 from shardwise.runtime.rendezvous import open_rendezvous
-
-__all__ = ["Saving", "save_checkpoint"]
 
 TIMEOUT_S = 3600.0
 

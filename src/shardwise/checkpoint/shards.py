@@ -6,7 +6,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,26 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.errors import CheckpointError, did_you_mean
+from shardwise.runtime.grad_sync import sync_axis
 from shardwise.runtime.memory import settle
 from shardwise.runtime.module import ParallelModule
 from shardwise.runtime.parameters import Entry
 from shardwise.runtime.splits import local_runs
 
-__all__ = [
-    "Box",
-    "LocalBox",
-    "State",
-    "TensorShards",
-    "check_cover",
-    "local_boxes",
-    "narrow",
-    "range_boxes",
-    "split_box",
-    "state_of",
-]
-
 # ------------------------------------------------------------ boxes
-
 # A rank's shard of a tensor consists of runs in every dim, and may in addition be a range of the
 # row-major local tensor (ZeRO). Either way it is a set of boxes with an offset and a size in the
 # full tensor: `local_boxes` returns them with the memory that stores each, and `check_cover` checks
@@ -64,6 +51,14 @@ class Box:
     def full(cls, shape: Sequence[int]) -> Box:
         """Return the box that is the full tensor."""
         return cls((0,) * len(shape), tuple(shape))
+
+    def on_ranks(self, first: int, count: int) -> Box:
+        """Return the box in a tensor whose first dim are ranks."""
+        return Box((first, *self.offset), (count, *self.size))
+
+    def inner(self) -> Box:
+        """Return the box without its first dim."""
+        return Box(self.offset[1:], self.size[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +105,16 @@ def _in_row(row: int, boxes: Sequence[Box]) -> list[Box]:
 
 
 def local_boxes(
-    runs: Sequence[Runs], local: Tensor, bounds: tuple[int, int] | None
+    runs: Sequence[Runs], local: Tensor, bounds: tuple[int, int] | Box | None
 ) -> list[LocalBox]:
     """Return the boxes of the full tensor that a rank has, with their memory; none is empty.
 
     `runs` are the runs of the full tensor in every dim that make up the local tensor. `local` is
-    that tensor or, with `bounds`, the elements between them of its row-major form, in one dim.
+    that tensor or, with `bounds`, the elements between them of its row-major form, in one dim, or
+    a box of it.
     """
+    if isinstance(bounds, Box):
+        return _boxes_of_runs(runs, bounds, local)
     shape = tuple(sum(length for _, length in dim) for dim in runs)
     if bounds is None:
         return _boxes_of_runs(runs, Box.full(shape), local.reshape(shape))
@@ -206,13 +204,13 @@ def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 # ------------------------------------------------------------ the state of a module
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorShards:
     """Boxes of one full tensor on this rank; all `ranks` have the same boxes.
 
     The values of a `volatile` tensor may change in a forward, others only when they are updated.
+    With `merge`, the first dim are ranks, each of which has its own values; another number of ranks
+    continues from their mean, or from equal parts of their sum.
     """
 
     name: str
@@ -221,6 +219,10 @@ class TensorShards:
     boxes: tuple[LocalBox, ...]
     ranks: tuple[int, ...]
     volatile: bool = False
+    merge: str = ""
+
+
+MEAN, SUM = "mean", "sum"
 
 
 def _replicated(
@@ -268,6 +270,10 @@ class State:
     def is_replica(self, name: str) -> bool:
         """Return whether other ranks own a parameter and write it."""
         return False
+
+    def is_first(self, name: str, tensor: Tensor, rank: int) -> bool:
+        """Return whether a rank writes the numbers that belong to a parameter."""
+        return self.sharded(name, tensor).ranks[0] == rank
 
     def finish_loading(self) -> None:
         """Propagate the values that were written into the targets."""
@@ -326,8 +332,32 @@ class ParallelState(State):
                 targets.append(self._shards(entry, entry.piece.detach(), piece=True))
         return targets + self._buffers()
 
+    def shared(self, entry: Entry, tensor: Tensor) -> TensorShards:
+        """Return a tensor like the parameter, which has the same values on all its ranks."""
+        return self._shards(entry, tensor.view(entry.local_shape), piece=False)
+
+    def per_rank(self, entry: Entry, tensor: Tensor, merge: str) -> TensorShards:
+        """Return a tensor like the parameter, of which each rank of its axis has its own."""
+        shards, axis = self.shared(entry, tensor), sync_axis(entry, self.mesh)
+        boxes = [LocalBox(b.box.on_ranks(axis.index, 1), b.view.unsqueeze(0)) for b in shards.boxes]
+        ranks = self._other_ranks({s.axis for s in entry.spec.splits} | set(entry.spec.sync))
+        shape = (axis.size, *shards.shape)
+        return replace(shards, shape=shape, boxes=tuple(boxes), ranks=ranks, merge=merge)
+
+    def _other_ranks(self, axes: Collection[str]) -> tuple[int, ...]:
+        """Return the ranks at this rank's place along these axes."""
+        return self.mesh.space_axis(*(name for name in self.mesh.axes if name not in axes)).ranks
+
+    def is_first(self, name: str, tensor: Tensor, rank: int) -> bool:
+        entry = self.store.entry(name)
+        if entry.spec.is_local:
+            return self.shared(entry, tensor).ranks[0] == rank
+        return super().is_first(name, tensor, rank)
+
     def sharded(self, name: str, tensor: Tensor) -> TensorShards:
         entry = self.store.entry(name)
+        if entry.spec.is_local and tuple(tensor.shape) == entry.local_shape:
+            return self.per_rank(entry, tensor.detach(), MEAN)
         if tensor.shape == entry.piece.shape:
             return self._shards(entry, tensor.detach(), piece=True)
         if tuple(tensor.shape) == entry.local_shape:
@@ -352,20 +382,23 @@ class ParallelState(State):
         return _replicated(name, tensor, self.mesh.world.ranks)
 
     def _shards(self, entry: Entry, value: Tensor, *, piece: bool) -> TensorShards:
-        spec, mesh = entry.spec, self.mesh
-        is_range = piece and entry.group is not None
+        spec, mesh, group = entry.spec, self.mesh, entry.group if piece else None
         runs = local_runs(spec.shape, spec.splits, mesh.coordinates, mesh.axes)
-        distinct = {split.axis for split in spec.splits} | (set(spec.sync) if is_range else set())
-        ranks = mesh.space_axis(*(name for name in mesh.axes if name not in distinct)).ranks
-        if is_range:
+        ranks = self._other_ranks({s.axis for s in spec.splits} | set(spec.sync if group else ()))
+        bounds: tuple[int, int] | Box | None = None
+        if group is not None:
             # The ranges of a flat buffer may differ between these ranks, if they shard its other
             # tensors unevenly. Those of the ranks at one coordinate of the other axes are complete.
-            ranks = ranks[:1]
+            ranks, bounds = ranks[:1], entry.bounds
+        if group is not None and group.dim is not None:
+            shape, start = group.part_shape(entry), group.row_starts[group.axis.index]
+            offset = tuple(start if dim == group.dim else 0 for dim in range(len(shape)))
+            value, bounds = group.restored(value.reshape(-1), shape), Box(offset, shape)
         return TensorShards(
             name=spec.name,
             shape=spec.shape,
             dtype=value.dtype,
-            boxes=tuple(local_boxes(runs, value, entry.bounds if is_range else None)),
+            boxes=tuple(local_boxes(runs, value, bounds)),
             ranks=ranks,
         )
 

@@ -1,7 +1,5 @@
 """Write one rank's part of a checkpoint, and join the parts on the first rank."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -24,26 +22,13 @@ from shardwise.checkpoint.files import ToWrite, dtype_named, sync_folder, write_
 from shardwise.checkpoint.manifest import MANIFEST, MODEL, Manifest, StoredBox, StoredTensor, key_of
 from shardwise.checkpoint.optimizer_state import OPTIMIZER, Optimizers, save_optimizer
 from shardwise.checkpoint.shards import Box, State, TensorShards, state_of
+from shardwise.checkpoint.sync_state import save_sync, sync_numbers
 from shardwise.dtypes import dtype_name
 from shardwise.errors import CheckpointError
 from shardwise.runtime.module import ParallelModule
 from shardwise.runtime.rendezvous import Rendezvous
 
-__all__ = [
-    "Contents",
-    "Staging",
-    "Writer",
-    "collect",
-    "copied_sections",
-    "partial_folders",
-    "replaced_folder",
-    "replaced_path",
-    "require_free",
-    "write_text",
-]
-
 # ------------------------------------------------------------ one rank's contents
-
 _LABEL = re.compile(r"[A-Za-z0-9_]+")
 
 
@@ -74,7 +59,7 @@ def collect(
     state = state_of(module)
     excluded = set() if frozen else _frozen(module)
     tensors = [shards for shards in state.tensors() if shards.name not in excluded]
-    sections: dict[str, list[TensorShards]] = {MODEL: tensors}
+    sections: dict[str, list[TensorShards]] = {MODEL: tensors, **save_sync(state)}
     optimizer_json: dict[str, Any] | None = None
     if optimizer is not None:
         saved = save_optimizer(optimizer, state, rank)
@@ -96,7 +81,7 @@ def collect(
         order=state.order,
         step=step,
         optimizer=optimizer_json,
-        module=state.metadata(),
+        module={**state.metadata(), **sync_numbers(state)},
         extra=extra,
     )
 
@@ -129,7 +114,6 @@ def copied_sections(
 
 
 # ------------------------------------------------------------ copying the state
-
 # The state is copied so that training continues while it is written. Parameters and optimizer state
 # change only when the optimizer steps: they may be copied during the next forward and backward, if
 # that step waits for the copy. Buffers change in a forward and are copied immediately. A tensor
@@ -200,7 +184,6 @@ def _host_copy(view: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
 
 
 # ------------------------------------------------------------ writing
-
 _SHARED = "a folder on a file system that all ranks share"
 _VISIBLE_S = 10.0  # within which a file of one rank must be visible to all
 
@@ -359,8 +342,6 @@ def _key(portion: Portion) -> str:
 
 
 # ------------------------------------------------------------ folders
-
-
 def partial_path(path: Path) -> Path:
     """Return a new hidden path for writing what is renamed to `path` when it is complete."""
     return path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
@@ -411,8 +392,6 @@ def replaced_folder(path: Path) -> Iterator[None]:
 
 
 # ------------------------------------------------------------ joining the parts
-
-
 def _report_name(rank: int) -> str:
     return f"report-{rank:05d}.json"
 
@@ -500,7 +479,7 @@ def _disk_error(error: OSError, folder: Path) -> CheckpointError:
         return CheckpointError(
             f"no space for the checkpoint: {error.strerror} ({free} free)",
             where=str(folder.parent),
-            hint="free some space, or keep fewer: CheckpointManager(…, keep_last=1)",
+            hint="free some space, or keep fewer checkpoints: keep_last=1",
         )
     return CheckpointError(
         f"the checkpoint cannot be written: {error.strerror or error}", where=str(folder.parent)

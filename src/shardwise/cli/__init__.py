@@ -5,8 +5,6 @@ for a failure, 2 for wrong usage and 3 if no plan fits. Verbs import torch only 
 keeps `--help` fast.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Annotated, NoReturn
 
@@ -44,20 +42,10 @@ def options(
 
 
 for verb in (
-    planning.plan,
-    planning.tune,
-    planning.verify,
-    planning.compile,
-    planning.explain,
-    report.simulate,
-    report.report,
-    report.diff,
-    planning.advise,
-    profile.profile,
-    profile.predict,
-    train.train,
-    train.watch,
-):
+    planning.plan, planning.tune, planning.verify, planning.compile, planning.explain,
+    report.simulate, report.report, report.diff, planning.advise, profile.profile, profile.predict,
+    train.train, train.watch,
+):  # fmt: skip
     app.command()(verb)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(collective_app, name="collective")

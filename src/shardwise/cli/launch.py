@@ -1,7 +1,5 @@
 """`shardwise launch`: start a command on every node of a cluster, or write a job file."""
 
-from __future__ import annotations
-
 import os
 from enum import StrEnum
 from pathlib import Path

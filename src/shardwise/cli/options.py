@@ -40,7 +40,7 @@ def argument(metavar: str, help: str) -> Any:
     return typer.Argument(metavar=metavar, help=help, show_default=False)
 
 
-SIZES = ("dp", "tp", "pp", "virtual_stages", "zero")
+SIZES = ("dp", "ep", "cp", "tp", "pp", "virtual_stages", "zero")
 
 Target = Annotated[
     str,
@@ -92,9 +92,11 @@ class PlanOptions:
         str | None, option("--cluster -c", "Cluster: a file, or h100:8x8 (8 nodes of 8).")
     ] = None
     ranks: Annotated[
-        int | None, _size("--ranks -n", "Number of ranks.", show_default="2, or dp x tp x pp")
+        int | None, _size("--ranks -n", "Number of ranks.", show_default="2, or dp x ep x tp x pp")
     ] = None
     dp: Annotated[int | None, _size("--dp", "Data-parallel ranks.")] = None
+    ep: Annotated[int | None, _size("--ep", "Expert-parallel ranks.")] = None
+    cp: Annotated[int | None, _size("--cp", "Context-parallel ranks.")] = None
     tp: Annotated[int | None, _size("--tp", "Tensor-parallel ranks.")] = None
     pp: Annotated[int | None, _size("--pp", "Pipeline-parallel groups.")] = None
     virtual_stages: Annotated[
@@ -103,6 +105,12 @@ class PlanOptions:
     zero: Annotated[int | None, _size("--zero", "ZeRO level over dp.", min=0, max=3)] = None
     num_microbatches: Annotated[
         int | None, _size("--num-microbatches -m", "Micro-batches per step.")
+    ] = None
+    sequence_parallel: Annotated[
+        bool, option("--sequence-parallel", "Shard sequences over tp, with --strategy.")
+    ] = False
+    attention: Annotated[
+        str | None, option("--attention", "Over cp: gather, ring or heads, with --strategy.")
     ] = None
     per_microbatch: Annotated[
         bool, option("--per-microbatch", "Treat each micro-batch as a separate batch.")
@@ -165,13 +173,8 @@ class PlanOptions:
 
         cluster = self.load_cluster()
         assert cluster is not None
-        return shardwise.plan(
-            graph,
-            cluster,
-            progress=not self.no_progress,
-            all_devices=self.all_devices,
-            **self.search_options(),
-        )
+        options = {**self.search_options(), "all_devices": self.all_devices}
+        return shardwise.plan(graph, cluster, progress=not self.no_progress, **options)
 
     def hide_unplanned_gpus(self) -> None:
         """Hide GPUs from this process if the cluster has CPUs only.
@@ -203,8 +206,9 @@ class PlanOptions:
 
     def search_options(self) -> dict[str, Any]:
         """Return the keyword arguments for `sw.plan`."""
-        if self.per_microbatch:
-            raise typer.BadParameter("--per-microbatch needs a --strategy")
+        for name in ("per_microbatch", "cp", "sequence_parallel", "attention"):
+            if getattr(self, name):
+                raise typer.BadParameter(f"{_flag(name)} needs a --strategy")
         _one_of("schedule", self.schedule, tuple(SCHEDULES))
         _one_of("recompute", self.recompute, ("none", "selective", "full"))
         return _without_none(
@@ -245,17 +249,21 @@ class PlanOptions:
         num_ranks = self.ranks or self._default_ranks(accepted)
         cluster = self.load_cluster() or shardwise.Cluster.local(num_ranks)
         if self.dp and not self.tp:  # `hybrid` derives dp from tp
-            sizes["tp"] = max(1, cluster.num_ranks // (self.dp * (self.pp or 1)))
+            others = math.prod((self.dp, self.ep or 1, self.cp or 1, self.pp or 1))
+            sizes["tp"] = max(1, cluster.num_ranks // others)
         globs = self.recompute.split(",") if self.recompute else None
         options = {
             "recompute": globs[0] if globs and globs[0] in RECOMPUTE_MODES else globs,
             "per_microbatch": self.per_microbatch or None,
+            "sequence_parallel": self.sequence_parallel or None,
+            "attention": self.attention,
         }
         return strategy(graph, cluster, **_without_none(self._common_options() | options), **sizes)
 
     def _default_ranks(self, accepted: Sequence[str]) -> int:
         """Return the product of the given sizes, with two ranks for an axis without a size."""
-        size: int = math.prod((self.dp or 1, self.tp or 1, self.pp or 1))
+        axes = (self.dp, self.ep, self.cp, self.tp, self.pp)
+        size = math.prod(ranks or 1 for ranks in axes)
         is_open = not (self.dp and self.tp) if "dp" in accepted else not self.pp
         return max(size, DEFAULT_RANKS * (self.pp or 1)) if is_open else size
 
@@ -342,8 +350,6 @@ def load_table(path: Path | None) -> OpTable | None:
 
 
 # ------------------------------------------------------------ the model
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """The results of a target function."""
@@ -397,11 +403,8 @@ def capture_target(
 
     shardwise.Precision.of(precision)  # check the name before the model is built
     loaded = load_target(target)
+    precision = None if plan is not None else precision
     graph = shardwise.capture(
-        loaded.model,
-        loaded.batch,
-        loaded.loss_fn,
-        plan=plan,
-        precision=None if plan is not None else precision,
+        loaded.model, loaded.batch, loaded.loss_fn, plan=plan, precision=precision
     )
     return loaded, graph

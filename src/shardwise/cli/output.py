@@ -38,8 +38,6 @@ def exit_code(error: ShardwiseError) -> int:
 
 
 # ------------------------------------------------------------ printing
-
-
 def echo(value: object) -> None:
     """Print a dict or list as JSON, anything else as text that fits the terminal."""
     is_data = isinstance(value, dict | list)
@@ -64,8 +62,6 @@ def fit(text: str) -> str:
 
 
 # ------------------------------------------------------------ plans
-
-
 @contextmanager
 def naming_plan(path: Path) -> Iterator[None]:
     """Add the plan file, and how to write one, to errors about a plan."""
@@ -90,8 +86,6 @@ def load_plan(path: Path) -> Plan:
 
 
 # ------------------------------------------------------------ files
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """A kind of file: its name in messages, and alternative sets of marks at its beginning."""

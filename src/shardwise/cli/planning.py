@@ -53,8 +53,6 @@ def _capture(target: str, options: PlanOptions) -> tuple[Loaded, Graph]:
 
 
 # ------------------------------------------------------------ creating plans
-
-
 @with_plan_options
 def plan(
     target: Target, options: PlanOptions, out: PlanOut = None, as_json: AsJson = False
@@ -111,8 +109,6 @@ def plan_text(plan: Plan) -> str:
 
 
 # ------------------------------------------------------------ using plans
-
-
 @with_plan_options
 def verify(
     target: Target,
@@ -212,8 +208,6 @@ def _explain_file(path: Path, node: str | None, as_json: bool) -> None:
 
 
 # ------------------------------------------------------------ comparing clusters
-
-
 def advise(
     target: Target,
     devices: Annotated[str, option("--devices", "Kinds of devices.")] = "a100-80,h100,h200",

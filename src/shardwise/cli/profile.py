@@ -1,7 +1,5 @@
 """`shardwise profile` and `predict`: measure this machine, or predict published measurements."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -71,8 +71,6 @@ def _write_timeline(path: Path, timeline: object) -> None:
 
 
 # ------------------------------------------------------------ simulate
-
-
 def simulate(
     plan_file: PlanFile,
     target: Annotated[
@@ -89,12 +87,11 @@ def simulate(
     estimate = _estimate(plan, target, cluster, table)
     if perfetto is not None:
         _write_timeline(perfetto, _timeline(estimate, plan))
-    echo(
-        estimate_json(plan, estimate)
-        if as_json
-        else estimate_text(plan, estimate, terminal_width())
-    )
-    if not as_json and perfetto is not None:
+    if as_json:
+        echo(estimate_json(plan, estimate))
+        return
+    echo(estimate_text(plan, estimate, terminal_width()))
+    if perfetto is not None:
         typer.echo(f"\n{perfetto}: {PERFETTO}")
 
 
@@ -210,8 +207,6 @@ def chart(values: Sequence[float], limit: float, width: int) -> list[str]:
 
 
 # ------------------------------------------------------------ report
-
-
 def report(
     plan_file: PlanFile,
     target: Annotated[
@@ -283,8 +278,6 @@ def _both_timelines(plan: Plan, recording: Recording | None) -> object:
 
 
 # ------------------------------------------------------------ diff
-
-
 def diff(
     before: Annotated[Path, argument("A.json", "First plan.")],
     after: Annotated[Path, argument("B.json", "Second plan.")],

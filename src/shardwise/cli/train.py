@@ -128,8 +128,6 @@ def _to_text(result: FitResult) -> str:
 
 
 # ------------------------------------------------------------ watch
-
-
 def watch(
     folder: Annotated[Path, argument("RUN", "Folder of the run.")],
     once: Annotated[bool, option("--once", "Print the current state and exit.")] = False,
@@ -167,7 +165,7 @@ def watch(
 
 def _wait_for_run(folder: Path, wait_s: float) -> Path:
     """Wait for the run to begin and return its folder."""
-    from shardwise.watch.run import find_run
+    from shardwise.watch.run import HINT, find_run
 
     until = time.monotonic() + wait_s
     is_announced = False
@@ -175,17 +173,22 @@ def _wait_for_run(folder: Path, wait_s: float) -> Path:
         if time.monotonic() >= until:
             problem = "has no run" if folder.exists() else "does not exist"
             after = f" after {wait_s:g} s" if wait_s else ""
-            raise WatchError(
-                f"{problem}{after}",
-                where=str(folder),
-                hint="the folder of a run: shardwise train CONFIG.yaml writes runs/CONFIG; "
-                "--wait-s 600 waits longer",
-            )
+            hint = f"{HINT}; --wait-s 600 waits longer"
+            raise WatchError(f"{problem}{after}", where=str(folder), hint=hint)
         if not is_announced:
             typer.echo(f"waiting up to {wait_s:g} s for {folder} …", err=True)
             is_announced = True
         time.sleep(min(POLL_S, max(0.0, until - time.monotonic())))
     return run
+
+
+def _updates(run: Run) -> Iterator[None]:
+    """Yield now and after every poll until the run ends."""
+    yield
+    while not run.ended:
+        time.sleep(POLL_S)
+        run.poll()
+        yield
 
 
 def _live(run: Run) -> None:
@@ -197,12 +200,8 @@ def _live(run: Run) -> None:
 
     console = Console()
     with Live(console=console, auto_refresh=False, transient=False) as live:
-        while True:
+        for _ in _updates(run):
             live.update(panel(run, console.width), refresh=True)
-            if run.ended:
-                return
-            time.sleep(POLL_S)
-            run.poll()
 
 
 def _lines(run: Run) -> None:
@@ -210,15 +209,11 @@ def _lines(run: Run) -> None:
     from shardwise.watch.terminal import line
 
     last_step, last_time = None, -LINE_S
-    while True:
+    for _ in _updates(run):
         now = time.monotonic()
         if (now - last_time >= LINE_S and run.step != last_step) or run.ended:
             typer.echo(line(run))
             last_step, last_time = run.step, now
-        if run.ended:
-            return
-        time.sleep(POLL_S)
-        run.poll()
 
 
 def _serve(run: Run, host: str, port: int) -> None:

@@ -5,7 +5,7 @@ from shardwise.cluster.device import Curve, Device
 from shardwise.cluster.links import Domain, Factor, Link, Network, Nic, Switch, Trunk
 from shardwise.cluster.mesh import Mesh
 from shardwise.cluster.presets import preset_device, preset_names
-from shardwise.cluster.topology import Path, Topology
+from shardwise.cluster.topology import Topology
 
 __all__ = [
     "Cluster",
@@ -18,7 +18,6 @@ __all__ = [
     "Mesh",
     "Network",
     "Nic",
-    "Path",
     "Ssh",
     "Start",
     "Switch",

@@ -360,8 +360,6 @@ def machine_memory_bytes() -> int:
 
 
 # ------------------------------------------------------------ consistency
-
-
 def check(cluster: Cluster) -> None:
     """Raise if parts of a cluster contradict each other."""
     node_names = _check_names(cluster)
@@ -514,17 +512,15 @@ def _check_nodes(patterns: Iterable[str], node_names: set[str]) -> None:
 
 
 # ------------------------------------------------------------ subsets
-
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def _remaining_nodes(cluster: Cluster, ranks: set[int]) -> Iterator[ClusterNode]:
     first = 0
     for node in cluster.nodes:
-        devices_of_copies = []
-        for _ in range(node.copies):
-            devices_of_copies.append([i for i in range(node.count) if first + i in ranks])
-            first += node.count
+        starts = range(first, first + node.copies * node.count, node.count)
+        devices_of_copies = [[i for i in range(node.count) if a + i in ranks] for a in starts]
+        first = starts.stop
         if all(devices == devices_of_copies[0] for devices in devices_of_copies):
             if devices_of_copies[0]:
                 yield _with_devices(node, devices_of_copies[0])

@@ -5,8 +5,6 @@ computed. `docs/guides/clusters.md` describes every field. Numbers are read as d
 converting units loses no digits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -28,6 +26,7 @@ from shardwise.cluster.cluster import (
 )
 from shardwise.cluster.device import Curve, Device
 from shardwise.cluster.links import MAX_COUNT, Factor, Network
+from shardwise.cluster.resource_spec import is_resource_spec, read_resource_spec
 from shardwise.errors import ClusterError, did_you_mean
 from shardwise.schema import KeyPath, Range, Reader, Writer, parse_yaml
 
@@ -52,13 +51,13 @@ class ClusterFile:
 
 
 # ------------------------------------------------------------ reading
-
-
 def from_yaml(text: str, file: str) -> Cluster:
-    """Return the cluster that `text` describes."""
+    """Return the cluster that `text` describes, also in AutoDist's format."""
     reader, value = open_reader(text, file)
     if value is None:
         raise ClusterError("the file is empty", where=file, hint="shardwise profile -o FILE")
+    if is_resource_spec(value):
+        return read_resource_spec(reader, value)
     version = value.get("version") if isinstance(value, Mapping) else str(FORMAT_VERSION)
     if version != str(FORMAT_VERSION):
         reader.fail(
@@ -163,8 +162,6 @@ def _read_factor(reader: Reader, value: Any, path: KeyPath) -> Factor:
 
 
 # ------------------------------------------------------------ writing
-
-
 class _Number(str):
     """The digits of a number, to be written without quotes."""
 

@@ -4,8 +4,6 @@
 are named by patterns: `gpu[0-63]` stands for 64 of them.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable
@@ -15,15 +13,7 @@ from typing import Annotated
 
 from shardwise.cluster.device import Curve
 from shardwise.errors import ClusterError
-from shardwise.schema import (
-    AS_MAPPING,
-    ONE_OR_MORE,
-    Form,
-    OneOf,
-    Range,
-    Stored,
-    check_fields,
-)
+from shardwise.schema import AS_MAPPING, ONE_OR_MORE, Form, OneOf, Range, Stored, check_fields
 
 MAX_COUNT = 10**6  # of ranks, nodes, network cards and so on
 MAX_NAME = 255  # characters of a host name

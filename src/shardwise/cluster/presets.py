@@ -3,8 +3,6 @@
 The figures and their sources are in `presets.yaml`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -71,8 +69,7 @@ def preset(
     nic = replace(base.nic, count=max(1, round(base.nic.count * per_node / base.devices_per_node)))
     if nic_gbit_per_s is not None:
         count = min(nic.count, per_node)
-        rate = nic_gbit_per_s * _GBIT / count
-        nic = replace(nic, count=count, bandwidth_bytes_per_s=rate)
+        nic = replace(nic, count=count, bandwidth_bytes_per_s=nic_gbit_per_s * _GBIT / count)
     node = ClusterNode(name=names, devices=(base.device,) * per_node, link=link, nic=nic)
     return Cluster(name=f"{kind}-{nodes * per_node}", nodes=(node,), network=network)
 
@@ -111,8 +108,6 @@ def _presets() -> dict[str, Preset]:
 
 
 # ------------------------------------------------------------ clusters as text
-
-
 def parse_cluster(text: str) -> Cluster:
     """Return the cluster in a file, or equal nodes of a known kind such as `h100:8x8`."""
     path = Path(text)

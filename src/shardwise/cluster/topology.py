@@ -271,10 +271,8 @@ class TopologyBuilder:
             end = np.full(len(self.names), NONE)
             for side, patterns in enumerate(trunk.between):
                 end[[self.index[name] for name in expand_all(patterns)]] = side
-                self._add(
-                    f"trunk {trunk.name} {'there' if side == 0 else 'back'}",
-                    trunk.bandwidth_bytes_per_s,
-                )
+                direction = ("there", "back")[side]
+                self._add(f"trunk {trunk.name} {direction}", trunk.bandwidth_bytes_per_s)
             ends.append(end)
         latencies: Any = [trunk.latency_s for trunk in self.cluster.network.trunks] or [0.0]
         return tuple(ends), first, np.array(latencies)

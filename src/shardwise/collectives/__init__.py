@@ -24,10 +24,8 @@ __all__ = ["OPERATIONS", "Network", "Send", "Solution", "choose", "solve", "tune
 
 _HOMES = {
     "OPERATIONS": "shardwise.collectives.messages.program",
-    "Network": "shardwise.collectives.solver.network",
-    "Send": "shardwise.collectives.solver.network",
-    "Solution": "shardwise.collectives.solver.solve",
-    "solve": "shardwise.collectives.solver.solve",
+    **dict.fromkeys(("Network", "Send"), "shardwise.collectives.solver.network"),
+    **dict.fromkeys(("Solution", "solve"), "shardwise.collectives.solver.solve"),
     "choose": "shardwise.planner.write",
     "tune": "shardwise.tuning.tune_collectives",
 }

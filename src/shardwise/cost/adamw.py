@@ -5,8 +5,6 @@ states, and write all but the gradient. A CPU runs a sequence of operators for e
 (`torch.optim.adamw._single_tensor_adamw`).
 """
 
-from __future__ import annotations
-
 from shardwise.cluster import Device
 
 WORD_BYTES = 4

@@ -111,7 +111,9 @@ def ring(groups: RankGroups) -> Iterator[Phase]:
     weight = 1.0 if groups.operation in ("broadcast", "reduce") else share
     topology = groups.topology
     a, b, run = groups.inner()
-    uses = _leaving(groups, run)
+    length = groups.length[run]
+    # The ring that leaves the island skips an edge of the run.
+    uses = np.where(groups.runs[groups.group[run]] > 1, (length - 1) / length, 1.0)
     columns, latency = topology.crossed(a, b)
     crossings = [(column, uses * weight) for column in columns]
     total = np.bincount(groups.group[run], uses * latency, groups.num_groups)
@@ -218,12 +220,6 @@ PHASES: dict[str, Callable[[RankGroups], Iterator[Phase]]] = {
 }
 
 
-def _leaving(groups: RankGroups, run: Ints) -> Floats:
-    """Return how often each edge of a run is used: the ring that leaves the island skips it."""
-    length = groups.length[run]
-    return np.where(groups.runs[groups.group[run]] > 1, (length - 1) / length, 1.0)
-
-
 def _trees(groups: RankGroups) -> list[tuple[Ints, Ints]]:
     """Return runs and their parents in NCCL's two trees (`trees.cc`).
 
@@ -258,18 +254,10 @@ def _farthest(groups: RankGroups) -> float:
     """Return the largest latency within a group, estimated from the first ranks of its runs."""
     heads = groups.flat[groups.start]
     origin = groups.flat[groups.start[groups.first_run[groups.group]]]
-    ends = [(origin, heads), (heads, origin)]
-    a, b, _ = groups.inner()
-    ends.append((a, b))
-    if groups.is_far:
-        run, after = groups.outer()
-        ends.append((heads[run], heads[after]))
-    farthest = 0.0
-    for a, b in ends:
-        keep = a != b
-        if keep.any():
-            farthest = max(farthest, _largest(groups.topology.crossed(a[keep], b[keep])[1]))
-    return farthest
+    run, after = groups.outer()
+    ends = [(origin, heads), (heads, origin), groups.inner()[:2], (heads[run], heads[after])]
+    a, b = (np.concatenate(side) for side in zip(*ends, strict=True))
+    return _largest(groups.topology.crossed(a[a != b], b[a != b])[1])
 
 
 def _steps(size: int) -> int:
@@ -434,22 +422,15 @@ def _checked(cluster: Cluster, operation: str, groups: object) -> Ints:
 
 def _line(groups: RankGroups, name: str, factor: Factor) -> Line:
     """Return the line of one algorithm: the sum of its phases, corrected by measured factors."""
-    latency_s = s_per_byte = longest = 0.0
-    bottleneck = ""
-    topology = groups.topology
-    for phase in PHASES[name](groups):
-        load = _used(phase, topology.capacity.size) / topology.capacity
-        worst = int(np.argmax(load))
-        latency_s += phase.latency_s
-        s_per_byte += float(load[worst])
-        if load[worst] > longest:
-            longest, bottleneck = float(load[worst]), topology.label(worst)
+    topology, phases = groups.topology, list(PHASES[name](groups))
+    loads = [_used(phase, topology.capacity.size) / topology.capacity for phase in phases]
+    slowest = max(loads, key=lambda load: float(load.max()))
     return Line(
         algorithm=name,
-        latency_s=latency_s * factor.latency,
-        s_per_byte=s_per_byte,
+        latency_s=sum(phase.latency_s for phase in phases) * factor.latency,
+        s_per_byte=sum(float(load.max()) for load in loads),
         factor=factor.bytes,
-        bottleneck=bottleneck,
+        bottleneck=topology.label(int(slowest.argmax())) if slowest.any() else "",
     )
 
 
@@ -469,9 +450,8 @@ def crossing_bytes(
     kind = cluster.device(int(ranks[0, 0])).kind
     rank_groups = RankGroups(cluster.topology, operation, ranks, PEERS_AT_ONCE[kind])
     resources = cluster.topology.capacity.size
-    total = np.zeros(resources)
-    for phase in PHASES[algorithm](rank_groups):
-        total += _used(phase, resources)
+    used = [_used(phase, resources) for phase in PHASES[algorithm](rank_groups)]
+    total: Floats = np.sum(used, axis=0)
     return total
 
 

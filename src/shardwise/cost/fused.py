@@ -8,15 +8,20 @@ keys are not copied in forward; backward on a GPU computes their gradients per q
 them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 
-from shardwise.cost.kernels import CallCost, Kernel, Saved, causal_fraction, contiguous
+from shardwise.cost.kernels import (
+    CallCost,
+    Kernel,
+    Saved,
+    causal_fraction,
+    contiguous,
+    memory_kernel,
+)
 from shardwise.cost.signature import Signature, broadcast_shapes
 from shardwise.dtypes import dtype_name
 from shardwise.ir import Ref, TensorType
@@ -103,7 +108,8 @@ def attention_cost(signature: Signature) -> CallCost:
         if groups > 1:  # heads share keys: sum key and value gradients over query heads
             temporary_bytes += groups * (key.num_bytes + value.num_bytes)
             backward += [
-                _memory("sum", t.num_bytes * (groups + 1), t.dtype, t.shape) for t in (key, value)
+                memory_kernel("sum", t.num_bytes * (groups + 1), t.dtype, t.shape)
+                for t in (key, value)
             ]
     only_parameters = all(i in signature.parameters for i in differentiated)
     return replace(
@@ -119,11 +125,8 @@ def attention_cost(signature: Signature) -> CallCost:
 def _sizes(signature: Signature) -> _Sizes:
     named: dict[str, Any] = dict(zip(_ARGUMENTS, signature.args, strict=False))
     named |= dict(signature.kwargs)
-    places, count = {}, 0
-    for name, arg in (*zip(_ARGUMENTS, signature.args, strict=False), *signature.kwargs):
-        if isinstance(arg, Ref):
-            places[name] = count
-            count += 1
+    refs = [name for name, arg in named.items() if isinstance(arg, Ref)]
+    places = {name: index for index, name in enumerate(refs)}
     query, key, value = (signature.types[places[name]] for name in ("query", "key", "value"))
     lead = broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     heads = max(query.shape[-3], key.shape[-3])
@@ -161,7 +164,7 @@ def _mask(signature: Signature, sizes: _Sizes) -> tuple[tuple[Kernel, ...], int,
         shape: tuple[int, ...] = (sizes.result.shape[-2], sizes.key.shape[-2])
         dtype = torch.bool
         if prod(shape):
-            kernels.append(_memory("ge", prod(shape), dtype, shape))
+            kernels.append(memory_kernel("ge", prod(shape), dtype, shape))
     elif sizes.mask is not None:
         shape, dtype = signature.types[sizes.mask].shape, signature.types[sizes.mask].dtype
     else:
@@ -169,12 +172,8 @@ def _mask(signature: Signature, sizes: _Sizes) -> tuple[tuple[Kernel, ...], int,
     count, item = prod(shape), sizes.query.dtype.itemsize
     if dtype != torch.bool:
         return (), count * dtype.itemsize, 0
-    kernels.append(_memory("where", count * (1 + item), sizes.query.dtype, shape))
+    kernels.append(memory_kernel("where", count * (1 + item), sizes.query.dtype, shape))
     return tuple(kernels), count * item, count * item
-
-
-def _memory(op: str, num_bytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Kernel:
-    return Kernel(op=op, bytes=float(num_bytes), dtype=dtype_name(dtype), shape=shape)
 
 
 def _saved(
@@ -184,8 +183,7 @@ def _saved(
     if sizes.mask is not None and not new_mask_bytes:
         operands.add(signature.firsts[sizes.mask])
     saved = [Saved(operand=i, num_bytes=signature.types[i].num_bytes) for i in sorted(operands)]
-    saved.append(Saved(result=0, num_bytes=sizes.result.num_bytes))
-    saved.append(Saved(num_bytes=row_bytes))
+    saved += [Saved(result=0, num_bytes=sizes.result.num_bytes), Saved(num_bytes=row_bytes)]
     if new_mask_bytes:
         saved.append(Saved(num_bytes=new_mask_bytes))
     return tuple(saved)
@@ -223,7 +221,8 @@ def norm_cost(signature: Signature) -> CallCost:
     extra = (weight.num_bytes if weight else 0) + row_bytes
 
     def kernel(suffix: str, num_bytes: int, result: TensorType) -> Kernel:
-        return _memory(f"_fused_rms_norm{suffix}", num_bytes + extra, x.dtype, result.shape)
+        name = f"_fused_rms_norm{suffix}"
+        return memory_kernel(name, num_bytes + extra, x.dtype, result.shape)
 
     forward = CallCost(
         forward=(kernel("", 2 * x.num_bytes, x),),

@@ -1,7 +1,5 @@
 """The kernels of one ATen call, with their flops and bytes, and the time they take on a device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -99,7 +97,7 @@ def products(
     name = func.overloadpacket.__name__
     operands = [a for a in args if isinstance(a, Tensor)]
     results = list(tensors(result))
-    if func.namespace == "aten" and name in _SIZES:
+    if func.namespace in ("aten", "shardwise") and name in _SIZES:
         touched = [*operands, *tensors(kwargs.get("bias")), *results]
         size = _SIZES[name](*args)
         dtype = min((t.dtype for t in touched), key=lambda dtype: dtype.itemsize)
@@ -191,6 +189,18 @@ def _with_sum(size: Callable[..., Size]) -> Callable[..., Size]:
     return lambda bias, *args: size(*args)
 
 
+def _grouped_linear(
+    rows: Tensor, weight: Tensor, counts: Tensor, bias: Any = None, transposed: bool = False
+) -> Size:
+    experts, m, k = weight.shape
+    return experts, -(-rows.shape[0] // max(experts, 1)), *((k, m) if transposed else (m, k))
+
+
+def _grouped_outer(left: Tensor, right: Tensor, counts: Tensor) -> Size:
+    experts = counts.shape[0]
+    return experts, left.shape[1], right.shape[1], -(-left.shape[0] // max(experts, 1))
+
+
 _SIZES: dict[str, Callable[..., Size]] = {
     "mm": _mm,
     "_scaled_mm": _mm,
@@ -204,6 +214,8 @@ _SIZES: dict[str, Callable[..., Size]] = {
     "addmv": _with_sum(_mv),
     "linear": _linear,
     "_grouped_mm": _grouped,
+    "grouped_linear": _grouped_linear,
+    "grouped_outer": _grouped_outer,
 }
 
 
@@ -246,7 +258,6 @@ _CONVOLUTIONS: dict[str, Callable[[str, tuple[Any, ...], Any], Iterator[Kernel]]
 
 
 # ------------------------------------------------------------ any operator
-
 # Operators that launch nothing although their schema does not say that they are views.
 _NOTHING = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view",
@@ -262,20 +273,11 @@ _SCATTERS = {
 }  # fmt: skip
 # Operands of which only the shape is used, by position.
 _UNREAD = {
-    "zeros_like": 0,
-    "ones_like": 0,
-    "full_like": 0,
-    "rand_like": 0,
-    "randn_like": 0,
-    "randint_like": 0,
-    "new_zeros": 0,
-    "new_ones": 0,
-    "new_full": 0,
-    "nll_loss_backward": 1,
-    "nll_loss2d_backward": 1,
-    "max_pool2d_with_indices_backward": 1,
+    "zeros_like": 0, "ones_like": 0, "full_like": 0, "rand_like": 0, "randn_like": 0,
+    "randint_like": 0, "new_zeros": 0, "new_ones": 0, "new_full": 0, "nll_loss_backward": 1,
+    "nll_loss2d_backward": 1, "max_pool2d_with_indices_backward": 1,
     "max_pool3d_with_indices_backward": 1,
-}
+}  # fmt: skip
 _OVERWRITES = {"fill_", "zero_", "copy_"}
 _SPLIT_BACKWARD = {"native_layer_norm_backward", "native_group_norm_backward"}
 
@@ -336,11 +338,8 @@ def kernels_of(
 
     If there are two, the first one computes the first result and the second one the others.
     """
-    info = op_info(func)
-    if not info.launches:
-        return ()
-    results = list(tensors(result))
-    if not results:
+    info, results = op_info(func), list(tensors(result))
+    if not info.launches or not results:
         return ()
     kernels = products(func, args, kwargs, result)
     if kernels is not None:
@@ -348,13 +347,13 @@ def kernels_of(
     if info.name in _SPLIT_BACKWARD:
         return tuple(_norm_backward(info.name, args, result))
     num_bytes = _bytes_moved(info, args, kwargs, results, backward)
-    return (_memory_kernel(info.name, num_bytes, max(results, key=Tensor.numel)),)
+    main = max(results, key=Tensor.numel)
+    return (memory_kernel(info.name, num_bytes, main.dtype, main.shape),)
 
 
-def _memory_kernel(op: str, num_bytes: int, main: Tensor) -> Kernel:
-    return Kernel(
-        op=op, bytes=float(num_bytes), dtype=dtype_name(main.dtype), shape=tuple(main.shape)
-    )
+def memory_kernel(op: str, num_bytes: int, dtype: torch.dtype, shape: Iterable[int]) -> Kernel:
+    """Return a kernel without flops."""
+    return Kernel(op=op, bytes=float(num_bytes), dtype=dtype_name(dtype), shape=tuple(shape))
 
 
 def _norm_backward(name: str, args: tuple[Any, ...], result: Any) -> Iterator[Kernel]:
@@ -367,7 +366,7 @@ def _norm_backward(name: str, args: tuple[Any, ...], result: Any) -> Iterator[Ke
         results = [t for t in tensors(part) if t.numel()]
         if results:
             written = sum(touched_bytes(t) for t in results)
-            yield _memory_kernel(name, read + written, results[0])
+            yield memory_kernel(name, read + written, results[0].dtype, results[0].shape)
 
 
 def _bytes_moved(

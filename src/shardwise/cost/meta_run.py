@@ -7,17 +7,14 @@ run (its shapes depend on data, or an operator has no meta kernel) is guessed fr
 note.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -89,8 +86,6 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 # ------------------------------------------------------------ kernels
-
-
 @dataclass(slots=True)
 class _Launch:
     """One kernel, with the storages that it reads and writes, by number."""
@@ -243,16 +238,6 @@ def cost_of(signature: Signature) -> CallCost:
         return guess(signature, f"{signature.op}: {type(error).__name__}: {reason}")
 
 
-@dataclass(slots=True)
-class _Backward:
-    """One backward pass; `weight` are the kernels that only parameters need."""
-
-    kernels: list[Kernel] = field(default_factory=list)
-    weight: tuple[Kernel, ...] = ()
-    gradients: tuple[Tensor | None, ...] = ()
-    temporary_bytes: int = 0
-
-
 class _MetaRun:
     """One call on meta tensors."""
 
@@ -274,25 +259,18 @@ class _MetaRun:
         with recorder, torch.set_grad_enabled(bool(signature.grads)), saving:
             result = function(*args, **dict(kwargs))
         results = list(tensors(result))
-        forward, forward_temporary_bytes = recorder.take(), recorder.peak - recorder.live
-        saved = self._saved(results)
-        self.saved = []
-        num_forward = len(collectives)
-        backward = self._backward(results)
-        return CallCost(
-            forward=tuple(forward),
-            backward=tuple(backward.kernels),
-            weight=backward.weight,
-            saved=saved,
-            collectives=tuple(collectives[:num_forward]),
-            backward_collectives=tuple(collectives[num_forward:]),
-            forward_temporary_bytes=forward_temporary_bytes,
-            backward_temporary_bytes=backward.temporary_bytes,
+        cost = CallCost(
+            forward=tuple(recorder.take()),
+            saved=self._saved(results),
+            collectives=tuple(collectives),
+            forward_temporary_bytes=recorder.peak - recorder.live,
             results=tuple(TensorType(tuple(t.shape), t.dtype) for t in results),
             strides=tuple(t.stride() for t in results),
             aliases=tuple(self._owner(t) for t in results),
-            gradients=self._gradients(backward.gradients),
         )
+        self.saved = []
+        cost = self._with_backward(cost, results)
+        return replace(cost, backward_collectives=tuple(collectives[len(cost.collectives) :]))
 
     def _pack(self, tensor: Tensor) -> Tensor:
         """Detach results: one that its own node saves would form a cycle that is never freed."""
@@ -301,10 +279,8 @@ class _MetaRun:
 
     def _owner(self, tensor: Tensor) -> int | None:
         key = tensor.untyped_storage()._cdata
-        for position, operand in enumerate(self.operands):
-            if operand.untyped_storage()._cdata == key:
-                return position
-        return None
+        keys = [operand.untyped_storage()._cdata for operand in self.operands]
+        return keys.index(key) if key in keys else None
 
     def _saved(self, results: list[Tensor]) -> tuple[Saved, ...]:
         """Return the memory that autograd saves, each storage once."""
@@ -322,11 +298,11 @@ class _MetaRun:
                 saved[key] = Saved(result=of_results.get(key), num_bytes=size)
         return tuple(saved.values())
 
-    def _backward(self, results: list[Tensor]) -> _Backward:
+    def _with_backward(self, cost: CallCost, results: list[Tensor]) -> CallCost:
         ends = [t for t in results if t.requires_grad]
         positions = self._differentiated()
         if not positions or not ends:
-            return _Backward()
+            return cost
         seeds = [torch.empty_like(t, requires_grad=False) for t in ends]
         recorder, leaves = self.recorder, [self.operands[i] for i in positions]
         recorder.add_inputs(seeds)
@@ -339,8 +315,16 @@ class _MetaRun:
         weight: tuple[Kernel, ...] = ()
         if len(others) < len(positions):
             weight = recorder.unneeded([g for g in others if g is not None])
-        temporary_bytes = max(recorder.peak - recorder.live, 0)
-        return _Backward(recorder.take(), weight, gradients, temporary_bytes)
+        return replace(
+            cost,
+            backward=tuple(recorder.take()),
+            weight=weight,
+            backward_temporary_bytes=max(recorder.peak - recorder.live, 0),
+            gradients=tuple(
+                (i, 0 if t is None or recorder.is_input(t) else touched_bytes(t))
+                for i, t in zip(positions, gradients, strict=True)
+            ),
+        )
 
     def _differentiated(self) -> list[int]:
         """Return the operands that get a gradient, each tensor once."""
@@ -354,30 +338,17 @@ class _MetaRun:
         same = [i for i, t in enumerate(self.operands) if t is self.operands[position]]
         return all(i in self.signature.parameters for i in same)
 
-    def _gradients(self, gradients: tuple[Tensor | None, ...]) -> tuple[tuple[int, int], ...]:
-        """Return the new memory of the gradients, in the order of the operands that get one."""
-        return tuple(
-            (i, 0 if t is None or self.recorder.is_input(t) else touched_bytes(t))
-            for i, t in zip(self._differentiated(), gradients, strict=False)
-        )
-
 
 def _operands(signature: Signature) -> list[Tensor]:
     """Return a meta tensor for every operand; the same one for repeats."""
     distinct: dict[int, Tensor] = {}
-    operands = []
-    for position, first in enumerate(signature.firsts):
-        if first not in distinct:
-            kind, strides = signature.types[first], signature.strides[first]
-            if strides is None:
-                strides = contiguous(kind.shape)
-            distinct[first] = torch.empty_strided(
-                kind.shape, strides, dtype=kind.dtype, device="meta"
-            )
-        tensor = distinct[first]
-        if position in signature.grads and (tensor.is_floating_point() or tensor.is_complex()):
-            tensor.requires_grad_()
-        operands.append(tensor)
+    for first in dict.fromkeys(signature.firsts):
+        kind = signature.types[first]
+        strides = signature.strides[first] or contiguous(kind.shape)
+        distinct[first] = torch.empty_strided(kind.shape, strides, dtype=kind.dtype, device="meta")
+    operands = [distinct[first] for first in signature.firsts]
+    for tensor in (operands[position] for position in signature.grads):
+        tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
     return operands
 
 
@@ -401,8 +372,6 @@ def function_of(
 
 
 # ------------------------------------------------------------ operators of the runtime
-
-
 def runtime_function(
     signature: Signature, device: str, collectives: list[CollectiveCall]
 ) -> Callable[..., Any]:
@@ -421,13 +390,15 @@ def runtime_function(
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = parameters.bind_partial(*args, **kwargs)
         arguments = bound.arguments
-        if name == "grouped_mm":
-            _divide_rows_evenly(arguments)
         for parameter, value in arguments.items():
             if isinstance(value, MeshAxis):
                 of = arguments.get(parameter.replace("axis", "of"))
                 length = local.shape[-2 if parameter == "row_axis" else -1] if of and local else 0
-                arguments[parameter] = _axis(value.names, of, length, collectives)
+                arguments[parameter] = axis = _axis(value.names, of, length, collectives)
+                if name == "ring_attention" and local is not None:
+                    ranks = round(arguments["rows"] / max(local.shape[-2], 1))
+                    group = Group(tuple(range(ranks)), 0)
+                    arguments[parameter] = Axis(axis.name, group, axis._transport)
         if "rng" in parameters.parameters:
             arguments |= {"rng": _Rng(_random_shape(name, arguments, local)), "key": ""}
         if "device" in parameters.parameters:
@@ -506,11 +477,3 @@ def _random_shape(
     if name == "attention":  # dropout of its weights
         return (*arguments["query"].shape[:-1], arguments["key_"].shape[-2])
     return local.shape[: len(arguments.get("shape", ()))] if local else None
-
-
-def _divide_rows_evenly(arguments: dict[str, Any]) -> None:
-    """Give every expert the same number of rows; the actual numbers depend on data."""
-    rows = arguments["x"].shape[0] // max(arguments["offs"].shape[0], 1)
-    arguments["offs"] = np.arange(1, arguments["weight"].shape[0] + 1) * rows
-    for parameter in ("row_axis", "rows", "expert_axis", "experts"):
-        arguments.pop(parameter, None)

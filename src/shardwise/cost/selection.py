@@ -9,9 +9,8 @@ for the library are assumed to hold for solved messages as well: both run in the
 Shared memory is considered if it was measured (`shardwise profile`).
 """
 
-from __future__ import annotations
-
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -130,11 +129,7 @@ def select(
     networks = contended(cluster, rows)
     if use or not _out_of_reach(library, networks, operation):
         candidates += [_hierarchical(networks, operation), _solved(networks, operation)]
-    allowed = [
-        candidate
-        for candidate in candidates
-        if candidate is not None and use in ("", candidate.name)
-    ]
+    allowed = [c for c in candidates if c is not None and use in ("", c.name)]
     return _choose(library_choice, library, allowed, forced=bool(use))
 
 
@@ -152,9 +147,7 @@ def _choose(
     if not candidates:
         return choice
     shortest = min(seconds.values())
-    best = next(
-        candidate for candidate in candidates if seconds[candidate.name] <= (1 + CLOSE) * shortest
-    )
+    best = next(c for c in candidates if seconds[c.name] <= (1 + CLOSE) * shortest)
     start = 0 if forced else _min_bytes(library, lines[best.name])
     if start is None:
         return choice
@@ -204,19 +197,13 @@ def _out_of_reach(library: CollectiveModel, networks: Sequence[Network], operati
 
 
 # ------------------------------------------------------------ candidates
-
-
 def contended(cluster: Cluster, groups: Ints) -> list[Network]:
     """Return the network of each group, with its part of the links that several groups use."""
     networks = [Network.of_cluster(cluster, row) for row in groups.tolist()]
-    users: dict[str, int] = {}
-    for network in networks:
-        for name in network.resources:
-            users[name] = users.get(name, 0) + 1
-    shares = [np.array([users[name] for name in n.resources], dtype=np.float64) for n in networks]
+    users = Counter(name for network in networks for name in network.resources)
     return [
-        replace(network, capacity=network.capacity / share)
-        for network, share in zip(networks, shares, strict=True)
+        replace(n, capacity=n.capacity / np.array([float(users[name]) for name in n.resources]))
+        for n in networks
     ]
 
 
@@ -288,15 +275,10 @@ def _candidate_of(
 @lru_cache(maxsize=1024)
 def _lowered_s(forest: Forest, operation: str, num_bytes: int, chunk_bytes: int) -> float:
     numel, count = num_bytes // ITEM_BYTES, forest.num_ranks
-    counts = [numel * (i + 1) // count - numel * i // count for i in range(count)]
-    return lowered(
-        forest,
-        operation,
-        numel,
-        item_bytes=ITEM_BYTES,
-        chunk_bytes=chunk_bytes,
-        counts=() if operation == "all_reduce" else counts,
-    ).seconds
+    parts = [numel * (i + 1) // count - numel * i // count for i in range(count)]
+    counts = () if operation == "all_reduce" else parts
+    sizes = {"item_bytes": ITEM_BYTES, "chunk_bytes": chunk_bytes}
+    return lowered(forest, operation, numel, **sizes, counts=counts).seconds
 
 
 class _Key:
@@ -321,14 +303,9 @@ def _solution(key: _Key, operation: str) -> tuple[Forest, int] | None:
 
     If rounds of messages are fastest, as between two ranks, use the trees of a ring instead.
     """
-    network = key.network
-    solution = solve(
-        network,
-        operation,
-        LARGE_BYTES // ITEM_BYTES,
-        item_bytes=ITEM_BYTES,
-        limit_s=math.inf,  # limited by rounds instead: clocks differ between ranks
-    )
+    network, numel = key.network, LARGE_BYTES // ITEM_BYTES
+    # Rounds limit the search instead of time: clocks differ between ranks.
+    solution = solve(network, operation, numel, item_bytes=ITEM_BYTES, limit_s=math.inf)
     if solution.trees:
         largest = max(chunk.size for chunk in solution.program.chunks)
         return forest_of(network, solution.trees), largest * ITEM_BYTES

@@ -1,7 +1,5 @@
 """Identify a local call by all that its cost depends on, and run calls on meta tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -32,9 +30,7 @@ class Signature:
     strides: tuple[tuple[int, ...] | None, ...]
     autocast: tuple[str, torch.dtype, bool] | None
     function: Callable[..., Any] | None
-    device: (
-        str  # "cuda" or "cpu": some operators are one kernel on the former, several on the latter
-    )
+    device: str  # "cuda" or "cpu": some operators are one kernel on CUDA, several on a CPU
     key: tuple[Any, ...]
     _hash: int
 
@@ -145,16 +141,13 @@ def call_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     rule = _RULES.get(func)
     if rule is not None:
         return rule(*args, **kwargs)
-    if is_elementwise(func):
-        key = _types(func, args, kwargs)
-        if key is not None:
-            dtype = _DTYPES.get(key)
-            if dtype is None:
-                result = func(*args, **kwargs)
-                _DTYPES[key] = result.dtype
-                return result
-            return _broadcast(args, dtype)
-    return func(*args, **kwargs)
+    key = _types(func, args, kwargs) if is_elementwise(func) else None
+    if key is not None and key in _DTYPES:
+        return _broadcast(args, _DTYPES[key])
+    result = func(*args, **kwargs)
+    if key is not None:
+        _DTYPES[key] = result.dtype
+    return result
 
 
 @cache
@@ -202,8 +195,6 @@ def _broadcast(args: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
 
 
 # ---------------------------------------------------------------- rules of single operators
-
-
 def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
@@ -219,10 +210,8 @@ def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
 def _layer_norm(
     x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    leading = x.dim() - len(shape)
-    size = [*x.shape[:leading], *(1 for _ in shape)]
-    dtype = widened(x.dtype)
-    mean = torch.empty(size, dtype=dtype, device="meta")
+    size = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
+    mean = torch.empty(size, dtype=widened(x.dtype), device="meta")
     return _like(x), mean, torch.empty_like(mean)
 
 

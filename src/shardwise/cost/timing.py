@@ -11,8 +11,6 @@ writes the `OpTable` as JSON to stdout. Calls that JSON cannot express, such as 
 model defines, are skipped.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time
@@ -106,9 +104,8 @@ def _operand(call: Signature, position: int, kind: str, indices: bool) -> Tensor
     type_, stride = call.types[position], call.strides[position]
     values = _random(type_, call, kind, indices)
     if stride is not None:
-        values = torch.empty_strided(type_.shape, stride, dtype=type_.dtype, device=kind).copy_(
-            values
-        )
+        laid_out = torch.empty_strided(type_.shape, stride, dtype=type_.dtype, device=kind)
+        values = laid_out.copy_(values)
     needs_grad = any(call.firsts[i] == position for i in call.grads)
     return values.requires_grad_(needs_grad and values.is_floating_point())
 
@@ -152,8 +149,6 @@ def _median(run: Callable[[], Any], kind: str, budget_s: float) -> float:
 
 
 # ------------------------------------------------------------ in another process
-
-
 UPDATES = tuple(4**n for n in range(5, 13))  # elements of parameters, 1,024 to 16 million
 UPDATE_REPEATS = 5
 

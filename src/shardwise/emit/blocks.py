@@ -5,8 +5,6 @@ modules), and loops over blocks that feed each other. Blocks with the same steps
 the same `key` and share a class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -100,28 +98,16 @@ def _hoist(steps: list[Step], blocks: list[str | None]) -> tuple[list[Step], lis
 
 
 def _block(
-    path: str,
-    steps: list[Step],
-    first: int,
-    last: int,
-    owners: Mapping[str, str],
-    ends: set[str],
+    path: str, steps: list[Step], first: int, last: int, owners: Mapping[str, str], ends: set[str]
 ) -> BlockCall:
     inside = tuple(steps[first:last])
     produced = {out for step in inside for out in step.outputs}
     used_after = {n for step in steps[last:] for n in step.inputs} | ends
-    inputs: dict[str, None] = {}
-    own: dict[str, None] = {}
-    for step in inside:
-        for name in step.inputs:
-            if name in produced:
-                continue
-            is_own = owners.get(name, "").startswith(f"{path}.")
-            (own if is_own else inputs).setdefault(name)
+    used = dict.fromkeys(n for step in inside for n in step.inputs if n not in produced)
+    own = tuple(n for n in used if owners.get(n, "").startswith(f"{path}."))
+    inputs = tuple(n for n in used if n not in own)
     outputs = tuple(o for step in inside for o in step.outputs if o in used_after)
-    block = BlockCall(
-        path=path, steps=inside, inputs=tuple(inputs), outputs=outputs, own=tuple(own)
-    )
+    block = BlockCall(path=path, steps=inside, inputs=inputs, outputs=outputs, own=own)
     return replace(block, key=signature(block, owners))
 
 

@@ -3,8 +3,6 @@
 An operator without an idiomatic form is written as `torch.ops.…`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -122,7 +120,8 @@ def bound(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str
 def _embedding(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
     a = bound("aten.embedding.default", args, kwargs)
     padding = "" if a["padding_idx"] in (-1, None) else f", {a['padding_idx']}"
-    return f"F.embedding({value(a['indices'])}, {value(a['weight'])}{padding})"
+    sparse = ", sparse=True" if a["sparse"] else ""
+    return f"F.embedding({value(a['indices'])}, {value(a['weight'])}{padding}{sparse})"
 
 
 def _positional(op: str, *names: str) -> Callable[..., str | None]:
@@ -145,8 +144,7 @@ def _attention(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -
 
 
 def _cross_entropy(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
-    op = "aten.cross_entropy_loss.default"
-    a = bound(op, args, kwargs)
+    a = bound("aten.cross_entropy_loss.default", args, kwargs)
     arguments = [value(a["self"]), value(a["target"])]
     if a["weight"] is not None:
         arguments.append(f"weight={value(a['weight'])}")
@@ -196,13 +194,16 @@ def _where(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> st
 
 def _factory(name: str) -> Callable[..., str | None]:
     def written(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str | None:
-        return f"torch.{name}({_listed(args, {**kwargs, 'device': DEVICE}, value)})"
+        return f"torch.{name}({_listed(args, {**kwargs, 'device': Own('device')}, value)})"
 
     return written
 
 
-class Device:
-    """Placeholder for the module's device in arguments."""
+@dataclass(frozen=True, slots=True)
+class Own:
+    """Placeholder for the module's own attribute `device` or `rng` in arguments."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +213,6 @@ class UserFunction:
     op: str
 
 
-DEVICE = Device()
 SPECIAL: dict[str, Callable[..., str | None]] = {
     "aten.embedding": _embedding,
     "aten.layer_norm": _positional(
@@ -232,7 +232,6 @@ SPECIAL: dict[str, Callable[..., str | None]] = {
 
 
 # ---------------------------------------------------------------- long lines
-
 WIDTH = 96
 
 

@@ -5,8 +5,6 @@ reused once their value is dead: Python then frees the old tensor, as it does wh
 return.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.emit.blocks import BlockCall, Loop
-from shardwise.emit.expressions import Device, UserFunction, render
+from shardwise.emit.expressions import Own, UserFunction, render
 from shardwise.emit.quote import comment, identifier, in_fstring, is_attribute, literal
 from shardwise.ir import Ref
 from shardwise.ir.blocks import is_number
@@ -36,8 +34,6 @@ SEQUENCES = {  # operators that return a list even if it has one element
 
 
 # ---------------------------------------------------------------- recomputed regions
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
     """Neighbouring steps of one recomputation group, with their inputs and outputs.
@@ -96,8 +92,6 @@ def _region(steps: list[Step], used_after: set[str], own: Any) -> Region:
 
 
 # ---------------------------------------------------------------- names of variables
-
-
 class Names:
     """Assign variable names in one function; `release` makes a name free again."""
 
@@ -107,9 +101,6 @@ class Names:
 
     def __getitem__(self, value: str) -> str:
         return self.of[value]
-
-    def __contains__(self, value: str) -> bool:
-        return value in self.of
 
     def bind(self, value: str, wish: str) -> str:
         """Return a free name for a value, similar to `wish`."""
@@ -122,10 +113,8 @@ class Names:
         self.of[value] = name
         return name
 
-    def release(self, value: str) -> None:
-        name = self.of.get(value)
-        if name is not None:
-            self.taken.discard(name)
+    def release(self, values: Iterable[str]) -> None:
+        self.taken -= {self.of[value] for value in values if value in self.of}
 
 
 def wish_for(outputs: int, fn: str, module: str, leaves_module: bool) -> str:
@@ -140,8 +129,6 @@ def wish_for(outputs: int, fn: str, module: str, leaves_module: bool) -> str:
 
 
 # ---------------------------------------------------------------- function bodies
-
-
 @dataclass(frozen=True, slots=True)
 class Scope:
     """The module of a function: its path and the attributes of parameters, buffers, constants."""
@@ -206,7 +193,6 @@ class Body:
                 self._call(item, dying, uses)
 
     # ------------------------------------------------------------ statements
-
     def _step(self, step: Step, items: list[Any], index: int, uses: Any, dying: list[str]) -> None:
         expression = self._expression(step)
         if self._may_inline(step, items, index, uses, expression):
@@ -214,7 +200,7 @@ class Body:
             return
         self._flush_context((step.grad_enabled, step.autocast))
         self._comment(step)
-        self._release(dying)
+        self.names.release(dying)
         leaves = _leaves_module(step, items, index)
         if step.is_move:
             source = step.inputs[0]
@@ -228,7 +214,7 @@ class Body:
             for out, target in zip(step.outputs, targets, strict=True):
                 if target != "_":
                     self._line(f"rt.probe({literal(out)}, {target})")
-        self._release(out for out in step.outputs if out not in uses)
+        self.names.release(out for out in step.outputs if out not in uses)
 
     def _region(self, region: Region, dying: list[str], uses: Mapping[str, Any]) -> None:
         """Write a function that backward calls again; it uses only its arguments and `self`."""
@@ -245,7 +231,7 @@ class Body:
             self._line(f"{INDENT}{line}")
         self._line(f"{INDENT}return {', '.join(inner._value(Ref(o)) for o in region.outputs)}")
         self.lines.append("")
-        self._release(dying)
+        self.names.release(dying)
         targets = [self._target(o, inner.stems.get(o, "x"), uses) for o in region.outputs]
         self._line(f"{', '.join(targets)} = {recomputed(name, passed, region.group)}")
 
@@ -255,14 +241,10 @@ class Body:
         self.stems[out] = wish
         return self.names.bind(out, wish)
 
-    def _release(self, values: Iterable[str]) -> None:
-        for value in values:
-            self.names.release(value)
-
     def _call(self, call: BlockCall, dying: list[str], uses: Mapping[str, Any]) -> None:
         self.group = "\0"
         arguments = [self._value(Ref(v)) for v in call.inputs]
-        self._release(dying)
+        self.names.release(dying)
         wish = call.path.rsplit(".", 2)[-2] if "." in call.path else "x"
         targets = [
             self._target(out, f"{wish}_{i}" if i else "x", uses)
@@ -292,7 +274,7 @@ class Body:
         span = f"{int(start) or ''}:{stop}"
         self._line(f"for block in {attribute_path('self', parent)}[{span}]:")
         self._line(f"{INDENT}{', '.join(outs)} = {self._called('block', arguments, first)}")
-        self._release(value for value in dying if value not in entering)
+        self.names.release(value for value in dying if value not in entering)
         for name, out in zip(outs, last.outputs, strict=True):
             self.names.taken.add(name)
             self.names.of[out] = name
@@ -303,14 +285,13 @@ class Body:
         return f"{block}({', '.join(arguments)})"
 
     # ------------------------------------------------------------ expressions
-
     def _expression(self, step: Step) -> str:
         kwargs = dict(step.kwargs)
         if "key" in kwargs:  # a random operator
             kwargs["key"] = _Key(kwargs["key"])
-            kwargs["rng"] = _Raw(self.scope.own("rng"))
+            kwargs["rng"] = Own("rng")
         if step.fn == "rt.draw" or (step.fn.startswith("rt.") and "device" in kwargs):
-            kwargs["device"] = Device()
+            kwargs["device"] = Own("device")
         for name in ("of", "to_of"):
             pattern = kwargs.get(name)
             if pattern is not None and len(pattern) == 1 and pattern[0][0] == pattern[0][2] == 1:
@@ -321,17 +302,13 @@ class Body:
         if isinstance(arg, Ref):
             if arg.name in self.inlined:
                 return self.inlined[arg.name]
-            if arg.name in self.names:
-                return self.names[arg.name]
-            return self.scope.attribute[arg.name]
+            return self.names.of.get(arg.name) or self.scope.attribute[arg.name]
         if isinstance(arg, MeshAxis):
             return self.scope.axis(tuple(arg.names))
-        if isinstance(arg, Device):
-            return self.scope.own("device")
+        if isinstance(arg, Own):
+            return self.scope.own(arg.name)
         if isinstance(arg, UserFunction):
             return self.scope.functions[arg.op]
-        if isinstance(arg, _Raw):
-            return arg.text
         if isinstance(arg, _Key):
             prefix = f"{self.scope.path}."
             if self.scope.path and arg.text.startswith(prefix):
@@ -365,7 +342,6 @@ class Body:
         )
 
     # ------------------------------------------------------------ layout of the text
-
     def _flush_context(self, context: tuple[Any, ...]) -> None:
         """Open `with` lines where the gradient mode or autocast changes."""
         if context == self.context:
@@ -399,11 +375,6 @@ class Body:
 
 
 @dataclass(frozen=True, slots=True)
-class _Raw:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Key:
     text: str
 
@@ -426,17 +397,15 @@ def attribute_path(root: str, path: str) -> str:
 def _has_value(arg: Any) -> bool:
     if isinstance(arg, tuple | list):
         return any(_has_value(a) for a in arg)
-    return isinstance(arg, Ref | MeshAxis | Device | _Raw | _Key)
+    return isinstance(arg, Ref | MeshAxis | Own | _Key)
 
 
 def _uses(items: list[Any], returned: tuple[str, ...]) -> dict[str, tuple[int, int]]:
     """Map values to the index of their last use and the number of uses."""
     uses: dict[str, tuple[int, int]] = {}
-    for index, item in enumerate(items):
-        for value in _inputs(item):
+    for index, values in enumerate([*map(_inputs, items), returned]):
+        for value in values:
             uses[value] = (index, uses.get(value, (0, 0))[1] + 1)
-    for value in returned:
-        uses[value] = (len(items), uses.get(value, (0, 0))[1] + 1)
     return uses
 
 

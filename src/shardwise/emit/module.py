@@ -4,9 +4,9 @@ The file needs only torch and `shardwise.runtime`: `Model(mesh)` is the module, 
 `PARAMETERS`, `BUFFERS` and `INPUTS` describe its state and its arguments.
 """
 
-from __future__ import annotations
-
 import ast
+import dataclasses
+import math
 import sys
 import textwrap
 from collections import Counter
@@ -34,6 +34,7 @@ from shardwise.plans import Plan
 from shardwise.program import Program, RankProgram, Step, Storage
 from shardwise.sharding.placements import Layout
 from shardwise.sharding.rule import MeshAxis
+from shardwise.shares import num_ranks
 from shardwise.version import __version__
 
 HOW_TO_CHECK = "Safe to edit; check it with: shardwise verify MODEL.py:FUNCTION --program FOLDER"
@@ -42,8 +43,6 @@ SMALL_CONSTANT = 16  # elements; larger constants are passed to `Model`
 
 
 # ---------------------------------------------------------------- tables at the head of a file
-
-
 def splits_text(layout: Layout) -> str:
     """Return the shards of a layout as a tuple of `rt.Split`."""
     return _tuple(
@@ -63,12 +62,29 @@ def _dtype_fields(storage: Storage, plan: Plan) -> list[str]:
     for name, dtype in (
         ("master", precision.master),
         ("gradient", precision.gradients),
-        ("reduce", precision.reduce),
+        ("reduce", storage.form.dtype or precision.reduce),
     ):
         if dtype and dtype != last:
             fields.append(f"{name}={literal(dtype)}")
         last = dtype or last
     return fields
+
+
+def _form_fields(storage: Storage, plan: Plan) -> list[str]:
+    """Return the fields of a synchronization other than by a level of ZeRO."""
+    form = storage.form
+    sizes = dict(plan.mesh.axes)
+    ranks = math.prod(num_ranks(sizes.get(axis, 1)) for axis in storage.sync)
+    values = {
+        "owners": form.weights(ranks),
+        "dim": 0 if form.sparse == "rows" else form.dim,
+        "bucket": round(form.bucket_mib * (1 << 20)),
+        "chunk": form.chunk,
+        "node_ranks": form.hierarchical,
+        "factors": form.factors,
+    }
+    given = {k: v for k, v in values.items() if v or (k == "dim" and v is not None)}
+    return [f"{name}={literal(value)}" for name, value in given.items()]
 
 
 def parameter_spec(storage: Storage, plan: Plan) -> str:
@@ -81,17 +97,34 @@ def parameter_spec(storage: Storage, plan: Plan) -> str:
         fields.append(f"splits={splits_text(storage.layout)}")
     if storage.sync:
         fields += [f"sync={literal(storage.sync)}", f"zero={literal(storage.zero)}"]
+        fields += _form_fields(storage, plan)
+    if storage.form.sparse:
+        fields.append("sparse=True")
     if storage.unit:
         fields.append(f"unit={literal(storage.unit)}")
     if not storage.requires_grad:
         fields.append("requires_grad=False")
     fields += _dtype_fields(storage, plan)
     offload = tuple(kind for kind in plan.offload if kind != "activations")
+    if storage.form.host and not offload:
+        offload = ("optimizer",)
     if offload and not storage.borrowed:
         fields.append(f"offload={literal(offload)}")
     if storage.borrowed:
         fields.append("borrowed=True")
+    if storage.inexact is not None:
+        fields.append(f"inexact={_value_text(storage.inexact)}")
     return f"rt.ParameterSpec({', '.join(fields)})"
+
+
+def _value_text(value: object) -> str:
+    """Return a value of `shardwise.inexact` as source, without fields that equal their default."""
+    if not dataclasses.is_dataclass(value):
+        return literal(value)
+    given = [
+        (f.name, v) for f in dataclasses.fields(value) if (v := getattr(value, f.name)) != f.default
+    ]
+    return f"rt.{type(value).__name__}({', '.join(f'{n}={_value_text(v)}' for n, v in given)})"
 
 
 def _docstring(program: Program, ranks: RankProgram, stage: int | None) -> str:
@@ -102,8 +135,19 @@ def _docstring(program: Program, ranks: RankProgram, stage: int | None) -> str:
         f'"""{title}: {_places(program, ranks)}'
         f".\n\nWritten by shardwise {__version__} for the graph "
         f"{comment(graph.fingerprint)}.\n{HOW_TO_CHECK}\n"
-        f'{collectives_text(plan.collectives)}"""\n'
+        f'{guards_text(graph)}{collectives_text(plan.collectives)}"""\n'
     )
+
+
+def guards_text(graph: Graph) -> str:
+    """List the values that Python saw: the code is valid only for batches that have them."""
+    if graph.guards is None:
+        return ""
+    lines = dict.fromkeys(
+        f"  {textwrap.shorten(comment(f'{g.source} -> {g.answer}'), WIDTH, placeholder=' ...')}\n"
+        for g in graph.guards.checks
+    )
+    return f"Valid only for batches with these values, as parallelize checks:\n{''.join(lines)}"
 
 
 def collectives_text(choices: Sequence[CollectiveChoice]) -> str:
@@ -206,8 +250,6 @@ def _buffer_specs(graph: Graph) -> list[str]:
 
 
 # ---------------------------------------------------------------- the file
-
-
 def emit(program: Program, rank: int = 0, *, probe: bool = False, stage: int | None = None) -> str:
     """Return the source of the program that `rank` runs.
 
@@ -335,7 +377,7 @@ class _File:
         scope = self._scope("", attribute, members, self.recompute)
         body = Body(scope, arguments)
         body.write(self.items, final_values(self.ranks))
-        closing = self._closing(body)
+        self._close(body)
         steps = [item for item in self.items if isinstance(item, Step)]
         steps += self.ranks.output_steps
         return _class(
@@ -343,13 +385,12 @@ class _File:
             f"This rank's part of {comment(self.graph.name)}.",
             self._init(tuple(steps), tuple(own), scope, path_argument=False),
             ", ".join(["self", *arguments.values(), "outputs=False"]),
-            [*body.lines, *closing],
+            body.lines,
         )
 
-    def _closing(self, body: Body) -> list[str]:
+    def _close(self, body: Body) -> None:
         """Update buffers, return the loss, and the outputs if they are requested."""
         body.context = (True, None)
-        body.lines, written = [], body.lines
         if self.ranks.mutations:
             time = self.program.time_axis
             indent = INDENT if time else ""
@@ -364,8 +405,6 @@ class _File:
             first += f", {_tuple([body._value(Ref(name)) for name in self.ranks.sends])}"
         if loss is not None or self.stage is not None:
             body.lines += ["if not outputs:", f"{INDENT}return {first}"]
-        closing = body.lines
-        body.lines = []
         if self.ranks.output_steps:
             body.context = (False, None)
             body.lines.append("with torch.no_grad():")
@@ -375,9 +414,6 @@ class _File:
             body.context = (True, None)
         leaves = [body._value(leaf) for leaf in self.ranks.outputs]
         body.lines.append(f"return {first}, {_tuple(leaves)}")
-        closing += body.lines
-        body.lines = written
-        return closing
 
     def _init(
         self, steps: tuple[Step, ...], own: tuple[str, ...], scope: Scope, *, path_argument: bool
@@ -447,14 +483,12 @@ class _File:
         lines = []
         for index, constant in enumerate(self.graph.constants):
             data = constant.data.detach().cpu()
-            if data.numel() <= SMALL_CONSTANT and not data.is_complex():
-                values = literal(_nested(data.tolist()))
-                expression = f"torch.tensor({values}, dtype={data.dtype}, device=device)"
-                if data.numel() == 0:
-                    shape = literal(tuple(data.shape))
-                    expression = f"torch.zeros({shape}, dtype={data.dtype}, device=device)"
-            else:
+            if data.numel() > SMALL_CONSTANT or data.is_complex():
                 expression = f"constants[{literal(constant.value)}].to(device)"
+            else:
+                content = data.tolist() if data.numel() else tuple(data.shape)
+                make = "torch.tensor" if data.numel() else "torch.zeros"
+                expression = f"{make}({literal(content)}, dtype={data.dtype}, device=device)"
             lines.append(f"self.constant_{index} = {expression}")
         return lines
 
@@ -481,10 +515,6 @@ def _class(
 def _base(paths: Iterable[str]) -> str:
     """Return the base class of a module with members at these paths; `self[0]` needs indexing."""
     return "rt.Scope" if any(not is_attribute(p.split(".")[0]) for p in paths) else "nn.Module"
-
-
-def _nested(data: Any) -> Any:
-    return tuple(_nested(d) for d in data) if isinstance(data, list) else data
 
 
 def _calls(item: Item | Loop) -> tuple[BlockCall, ...]:

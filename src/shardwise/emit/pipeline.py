@@ -4,12 +4,17 @@ The latter, `pipeline.py`, lists the ranks of every stage, the transfers between
 schedule of every group of ranks.
 """
 
-from __future__ import annotations
-
 from shardwise.dtypes import dtype_name
 from shardwise.emit.expressions import wrap
 from shardwise.emit.function import INDENT
-from shardwise.emit.module import HOW_TO_CHECK, collectives_text, emit, splits_text, table
+from shardwise.emit.module import (
+    HOW_TO_CHECK,
+    collectives_text,
+    emit,
+    guards_text,
+    splits_text,
+    table,
+)
 from shardwise.emit.quote import comment, literal, mapping
 from shardwise.ir import Ref
 from shardwise.plans import TIME
@@ -50,7 +55,7 @@ def _pipeline_file(pipeline: Pipeline) -> str:
         f"plan {comment(plan.name)}.",
         "",
         f"Written by shardwise {__version__} for the graph {comment(pipeline.graph.fingerprint)}.",
-        f'{HOW_TO_CHECK}\n{collectives_text(plan.collectives)}"""',
+        f'{HOW_TO_CHECK}\n{guards_text(pipeline.graph)}{collectives_text(plan.collectives)}"""',
         "",
         "from shardwise import runtime as rt",
         "",
@@ -107,10 +112,8 @@ def _transfer(transfer: Transfer) -> str:
 def _tied(pipeline: Pipeline) -> list[str]:
     rows = []
     for name, stages in pipeline.tied.items():
-        stored = []
-        for index in stages:
-            programs = pipeline.stages[index].program.rank_programs
-            stored.append(next(s for s in programs[0].parameters if s.name == name))
+        programs = [pipeline.stages[index].program.rank_programs[0] for index in stages]
+        stored = [next(s for s in p.parameters if s.name == name) for p in programs]
         owner = stored[0]
         splits = [splits_text(s.layout) for s in stored]
         row = (

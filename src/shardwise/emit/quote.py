@@ -6,8 +6,6 @@ stays inside its quotes, a comment on its line, a docstring between its quotes, 
 plain ASCII identifier that shadows nothing.
 """
 
-from __future__ import annotations
-
 import builtins
 import keyword
 import math

@@ -4,9 +4,9 @@ Every element is compared relative to its own magnitude, so that an error is det
 large neighbouring elements, other gradients or other terms of the loss are.
 """
 
-from __future__ import annotations
-
 import contextlib
+import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +49,8 @@ class Certificate:
     A certificate covers the trials that were run, each with its own weights and batch, not all
     possible inputs. `not_exercised` lists what no trial could confirm, and `scaled` lists what was
     made smaller for the check. `first_difference` names the first node whose value differs, and
-    the plan entry responsible.
+    the plan entry responsible. `inexact` lists how a plan differs from synchronous training: it
+    then equals the reference of its synchronization (`reference_sync.py`).
     """
 
     plan: str
@@ -60,6 +61,7 @@ class Certificate:
     scaled: tuple[str, ...] = field(default=())
     trials: tuple[str, ...] = field(default=())
     not_exercised: tuple[str, ...] = field(default=())
+    inexact: tuple[str, ...] = field(default=())
 
     @property
     def ok(self) -> bool:
@@ -77,17 +79,18 @@ class Certificate:
         return self.ok
 
     def __str__(self) -> str:
-        kinds: dict[str, int] = {}
-        for comparison in self.comparisons:
-            kind = comparison.what.split(" of ")[0]
-            kinds[kind] = kinds.get(kind, 0) + 1
+        kinds = Counter(comparison.what.split(" of ")[0] for comparison in self.comparisons)
         counted = ", ".join(f"{n} {_plural(kind, n)}" for kind, n in kinds.items())
         verdict = "equals" if self.ok else "DIFFERS FROM"
+        if self.inexact:
+            verdict += " the reference of its synchronization of"
         lines = [
             f"plan {self.plan} on {self.mesh} {verdict} {self.model}: "
             f"max relative error {self.max_relative_error:.1e} (limit {TOLERANCE:.0e})",
             f"  compared in float64: {counted}",
         ]
+        if self.inexact:
+            lines.append(f"  differs from synchronous training: {'; '.join(self.inexact)}")
         lines += [f"  trial: {trial}" for trial in self.trials]
         lines += [f"  scaled: {change}" for change in self.scaled]
         lines += _listed("not exercised", self.not_exercised)
@@ -157,9 +160,9 @@ def vagueness(expected: torch.Tensor, noise: torch.Tensor | float | None) -> flo
     """
     if noise is None or not expected.is_floating_point() or not expected.numel():
         return 0.0
-    size, moved = _magnitudes(expected, noise)
-    is_precise = moved <= MAX_NOISE * size
-    is_zero = size <= ZERO_LEVEL * moved
+    size = float(expected.detach().abs().nan_to_num(0.0, 0.0, 0.0).max().item())
+    moved = float(torch.as_tensor(noise).max().item())
+    is_precise, is_zero = moved <= MAX_NOISE * size, size <= ZERO_LEVEL * moved
     return 0.0 if is_precise or is_zero else moved / size
 
 
@@ -169,12 +172,6 @@ def rounding_elements(expected: torch.Tensor, noise: torch.Tensor | float | None
     if noise is None:
         return torch.zeros_like(size, dtype=torch.bool)
     return size <= ZERO_LEVEL * torch.as_tensor(noise).cpu()
-
-
-def _magnitudes(expected: torch.Tensor, noise: torch.Tensor | float) -> tuple[float, float]:
-    """Return the largest element of a tensor and its largest noise."""
-    size = expected.detach().abs().nan_to_num(0.0, 0.0, 0.0).max().item()
-    return float(size), float(torch.as_tensor(noise).max().item())
 
 
 def _listed(label: str, items: Sequence[str]) -> list[str]:
@@ -199,7 +196,13 @@ def _plural(word: str, count: int) -> str:
 # its forward and backward pass changed by about 1e-12 relative. The largest change of an element
 # over these runs is its noise.
 #
-# Equal values change by equal amounts, so that ties (in a top-k or a maximum) remain ties.
+# The runs complement each other. The first decomposes attention, so that its steps are perturbed,
+# too. The others run its fused kernel as the ranks do, because its backward cancels differently: it
+# subtracts sums over the keys and over the outputs, which are equal where a query sees one key. In
+# these two runs, equal values change by equal amounts, so that ties (in a top-k or a maximum)
+# remain ties; but where equal values cancel, no noise is measured. The last run therefore changes
+# values by their positions. It counts unless it takes other decisions, that is, unless an integer
+# or boolean result differs.
 
 
 EPSILON = 2.0**-40  # about 8,000 times the rounding error of one float64 operation
@@ -208,16 +211,23 @@ _ODD = -7046029254386353131  # multiplication by this constant mixes the bits of
 
 
 class Jitter(TorchDispatchMode):
-    """While active, perturb the float64 result of every operation by up to `EPSILON`."""
+    """While active, perturb the float64 result of every operation by up to `EPSILON`.
 
-    def __init__(self, seed: int) -> None:
+    `decisions` are checksums of the integer and boolean results. `fused` keeps attention one
+    operation.
+    """
+
+    def __init__(self, seed: int, *, fused: bool = False, by_position: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seed = seed * 0x5DEECE66D + 11
+        self.seed, self.fused, self.by_position = seed * 0x5DEECE66D + 11, fused, by_position
+        self.decisions: list[int] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        # Decomposed attention has other strides than the fused kernel, which some views rely on.
+        run = torch.reshape if func is torch.ops.aten.view.default else func
+        result = run(*args, **(kwargs or {}))
         if func._schema.is_mutable or func.is_view:
             return result
         if isinstance(result, torch.Tensor):
@@ -234,8 +244,12 @@ class Jitter(TorchDispatchMode):
             real = self.change(torch.view_as_real(value.resolve_conj()))
             return torch.view_as_complex(real)
         if value.dtype != torch.float64:
+            if not value.is_floating_point() and not value.is_complex():
+                self.decisions.append(zlib.crc32(value.cpu().contiguous().numpy().tobytes()))
             return value
         bits = (value.contiguous().view(torch.int64) ^ self.seed) * _ODD
+        if self.by_position:
+            bits += torch.arange(value.numel(), device=value.device).view(value.shape)
         bits = (bits ^ (bits >> 29)) * _ODD
         factor = (bits >> 11).to(torch.float64) * 2.0**-52  # -1 to 1
         return torch.where(value.abs() < LARGEST, value * (1 + EPSILON * factor), value)
@@ -243,11 +257,12 @@ class Jitter(TorchDispatchMode):
 
 @contextlib.contextmanager
 def jittered(jitter: Jitter | None) -> Iterator[None]:
-    """Run operations under `jitter`; attention is decomposed so that it is perturbed, too."""
-    if jitter is None:
-        yield
-        return
-    with sdpa_kernel(SDPBackend.MATH), jitter:
+    """Run operations under `jitter`, if there is one."""
+    with contextlib.ExitStack() as stack:
+        if jitter is not None and not jitter.fused:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if jitter is not None:
+            stack.enter_context(jitter)
         yield
 
 

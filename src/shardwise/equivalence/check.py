@@ -1,14 +1,11 @@
 """Run an emitted program, a thread per rank, and compare it with the model.
 
-The emitted code runs with the runtime's own gradient reduction and optimizer; only the transport is
-in memory. There are two trials: one with the weights and batch as given, and one with both changed
+There are two trials: one with the weights and batch as given, and one with both changed
 so that no zero hides a path (`trial.py`). Each compares everything that a training step produces.
 The second also compares every intermediate value and its gradient.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,13 +23,12 @@ from shardwise.equivalence.edits import Edit, differing_statements, locate_edit
 from shardwise.equivalence.locate import compare_gradients, compare_values, locate
 from shardwise.equivalence.ranks import TIMEOUT_S, Outcome, Probed, Subject, run_probed, subject_of
 from shardwise.equivalence.reference import Reference
-from shardwise.equivalence.trial import Trial, make_trial, perturbed
+from shardwise.equivalence.trial import Tensors, Trial, make_trial, perturbed
 from shardwise.errors import ShardwiseError
 from shardwise.ir import Graph
 from shardwise.program import Pipeline, Program
 
 AS_GIVEN = "weights and batch as given"
-Tensors = Mapping[str, torch.Tensor]
 Rerun = Callable[[Tensors, Tensors], Reference]  # the model's step with a state and inputs
 
 
@@ -51,6 +47,10 @@ def not_exercised(graph: Graph, trials: Sequence[Trial]) -> tuple[str, ...]:
     for source in graph.inputs:
         if source.value not in used:
             lines.append(f"input {source.name}: nothing reads it")
+    for guard in graph.guards.checks if graph.guards else ():
+        lines.append(
+            f"batches in which Python sees another value than {guard.answer}: {guard.source}"
+        )
     for node in graph.nodes:
         for name in node.outputs:
             if name not in trials[0].truth.gradients:

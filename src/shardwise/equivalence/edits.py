@@ -4,8 +4,6 @@ Both versions run with a probe after every assignment in a `forward`. If the emi
 differs from the model, the edit is not to blame and no statement is named.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ their layout and compared with the graph's value. An error is thus located at th
 it, even if a factor of zero, a larger term of the loss or a maximum hides it later.
 """
 
-from __future__ import annotations
-
 import linecache
 import re
 import traceback
@@ -81,9 +79,12 @@ def compare_gradients(
 
 
 def _probed(program: Program) -> Iterator[tuple[Step, str]]:
-    for step in program.rank_programs[0].steps:
+    """Yield the values to compare; rows of experts are compared when they return to tokens."""
+    first, types = program.rank_programs[0], program.graph.values
+    for step in first.steps:
         for name in step.outputs:
-            yield step, name
+            if types[first.values[name].value].ragged == 1:
+                yield step, name
 
 
 def _used(program: Program) -> set[str]:
@@ -219,10 +220,7 @@ def _probed_after(filename: str, line: int) -> str | None:
 
 
 def locate(
-    subject: Subject,
-    trial: Trial,
-    comparisons: Sequence[Comparison],
-    probed: Probed,
+    subject: Subject, trial: Trial, comparisons: Sequence[Comparison], probed: Probed
 ) -> str:
     """Describe the first difference."""
     records = probed.records
@@ -282,11 +280,8 @@ def _problem(comparison: Comparison) -> str:
 def _first_result(subject: Subject, comparisons: Sequence[Comparison]) -> str:
     """Describe a difference of parameters, buffers or results, given that all values agree."""
     failed = [c.what for c in comparisons if not c.ok]
-    for view in subject.views:
-        text = _result_of(view, failed, NodeInfo(view.program))
-        if text is not None:
-            return text
-    return f"values and gradients agree; {failed[0] if failed else 'a result'} differs"
+    text = _first(_result_of(view, failed, NodeInfo(view.program)) for view in subject.views)
+    return text or f"values and gradients agree; {failed[0] if failed else 'a result'} differs"
 
 
 def _result_of(view: View, failed: list[str], info: NodeInfo) -> str | None:

@@ -4,8 +4,6 @@ The emitted code runs with the runtime's own gradient reduction and optimizer; o
 in memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from abc import ABC, abstractmethod
@@ -21,7 +19,7 @@ from shardwise.cluster import Mesh
 from shardwise.collectives.messages import MessageProgram
 from shardwise.collectives.messages.check import interpret
 from shardwise.emit import emit, emit_pipeline
-from shardwise.equivalence.reference import LEARNING_RATE
+from shardwise.equivalence.reference import LEARNING_RATE, double_functions
 from shardwise.equivalence.trial import Tensors, Trial
 from shardwise.ir import Graph
 from shardwise.plans import Plan
@@ -61,9 +59,12 @@ class View:
         return parts if len(parts) == len(recorded) else None
 
     def gradients(self, records: Sequence[rt.Records], name: str) -> list[torch.Tensor] | None:
-        """Return the gradients of the local parts of a value, with zeros for missing ones."""
+        """Return the gradients of the local parts of a value, with zeros for missing ones.
+
+        None if a rank did not compute the value, or if it is the tensor of another value there.
+        """
         parts = self.values(records, name)
-        if parts is None:
+        if parts is None or any(prefix + name in records[r].aliases for r, prefix in self.places):
             return None
         recorded = [records[rank].gradients.get(prefix + name) for rank, prefix in self.places]
         return [
@@ -72,7 +73,15 @@ class View:
         ]
 
 
-Train = Callable[[int, Any, Tensors, Tensors], Outcome]  # of rank, transport, state and inputs
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A rank's part of the model, and its forward and backward: loss and outputs of inputs."""
+
+    store: rt.ParameterStore
+    step: Callable[[Tensors], tuple[torch.Tensor, Sequence[Any]]]
+
+
+Open = Callable[[int, Any, Tensors], Opened]  # of rank, transport and state
 
 
 class Subject(ABC):
@@ -90,8 +99,8 @@ class Subject(ABC):
         """Emit the text of every rank program, with a probe after each statement if asked."""
 
     @abstractmethod
-    def load(self, sources: Sequence[str]) -> Train:
-        """Return the training step of these texts on one rank."""
+    def load(self, sources: Sequence[str]) -> Open:
+        """Return a function that opens one rank of these texts."""
 
     def run(
         self,
@@ -103,11 +112,13 @@ class Subject(ABC):
         records: Sequence[rt.Records] | None = None,
     ) -> list[Outcome]:
         """Run a training step on all ranks; `records` collects the values that probes see."""
-        train = self.load(sources)
+        opening = self.load(sources)
 
         def run(rank: int, transport: Any) -> Outcome:
-            with contextlib.nullcontext() if records is None else rt.recording(records[rank]):
-                return train(rank, transport, state, inputs)
+            probes = contextlib.nullcontext() if records is None else rt.recording(records[rank])
+            with double_functions(self.graph), probes:
+                opened = opening(rank, transport, state)
+                return _outcome(opened.store, *opened.step(inputs))
 
         collective = along_trees(self.plan)
         return run_threads(self.num_ranks, run, timeout_s=timeout_s, collective=collective)
@@ -125,7 +136,7 @@ class OneStage(Subject):
     def sources(self, *, probe: bool = False) -> list[str]:
         return [emit(self.program, p.ranks[0], probe=probe) for p in self.program.rank_programs]
 
-    def load(self, sources: Sequence[str]) -> Train:
+    def load(self, sources: Sequence[str]) -> Open:
         modules = {
             rank: module
             for source, program in zip(sources, self.program.rank_programs, strict=True)
@@ -133,25 +144,29 @@ class OneStage(Subject):
             for rank in program.ranks
         }
 
-        def train(rank: int, transport: Any, state: Tensors, inputs: Tensors) -> Outcome:
+        def open_rank(rank: int, transport: Any, state: Tensors) -> Opened:
             generated = modules[rank]
             mesh = rt.ProcessMesh(dict(self.program.mesh.axes), rank, transport)
             rng = rt.Rng(self.plan.seed, self.plan.rng, mesh)
             module = build(generated, mesh, rng, "cpu", self.graph)
             store = rt.ParameterStore(module, mesh, generated.PARAMETERS, generated.BUFFERS)
             store.load_with(lambda name: state[name])
-            local = [
-                rt.take_local(inputs[name], splits, mesh.coordinates, mesh.axes)
-                for name, splits in generated.INPUTS.items()
-            ]
-            with rt.hooked(store, self.graph.hooks), store.step():
-                with store.forward():
-                    loss, outputs = module(*local, outputs=True)
-                with store.backward(last=True):
-                    loss.backward()
-            return _outcome(store, loss, outputs)
 
-        return train
+            def step(inputs: Tensors) -> tuple[torch.Tensor, Sequence[Any]]:
+                local = [
+                    rt.take_local(inputs[name], splits, mesh.coordinates, mesh.axes)
+                    for name, splits in generated.INPUTS.items()
+                ]
+                with rt.hooked(store, self.graph.hooks), store.step():
+                    with store.forward():
+                        loss, outputs = module(*local, outputs=True)
+                    with store.backward(last=True):
+                        loss.backward()
+                return loss, outputs
+
+            return Opened(store, step)
+
+        return open_rank
 
 
 class Stages(Subject):
@@ -186,24 +201,28 @@ class Stages(Subject):
     def sources(self, *, probe: bool = False) -> list[str]:
         return emit_pipeline(self.pipeline, probe=probe).texts
 
-    def load(self, sources: Sequence[str]) -> Train:
+    def load(self, sources: Sequence[str]) -> Open:
         texts = emit_pipeline(self.pipeline).with_texts(sources)
         spec = rt.PipelineSpec.of(load(texts.pipeline))
 
-        def train(rank: int, transport: Any, state: Tensors, inputs: Tensors) -> Outcome:
+        def open_rank(rank: int, transport: Any, state: Tensors) -> Opened:
             mesh = spec.mesh(rank, transport)
             rng = rt.Rng(self.plan.seed, self.plan.rng, mesh)
             loaded = LoadedPipeline(texts, self.graph, mesh, rng)
             store = loaded.make_store()
             store.load_with(lambda name: state[name])
             executor = loaded.executor(store)
-            with rt.hooked(store, self.graph.hooks):
-                with store.step():
-                    loss, outputs = executor.train(inputs, outputs=True)
-                executor.tied.sum_gradients()
-            return _outcome(store, loss, outputs or ())
 
-        return train
+            def step(inputs: Tensors) -> tuple[torch.Tensor, Sequence[Any]]:
+                with rt.hooked(store, self.graph.hooks):
+                    with store.step():
+                        loss, outputs = executor.train(inputs, outputs=True)
+                    executor.tied.sum_gradients()
+                return loss, outputs or ()
+
+            return Opened(store, step)
+
+        return open_rank
 
 
 def subject_of(program: Program | Pipeline) -> Subject:
@@ -264,8 +283,6 @@ def along_trees(plan: Plan) -> Collective | None:
 
 
 # ------------------------------------------------------------ runs with probes
-
-
 @dataclass(frozen=True, slots=True)
 class Probed:
     """The values that each rank recorded, and the exception that ended the run, if any."""
@@ -288,8 +305,6 @@ def run_probed(subject: Subject, trial: Trial, timeout_s: float) -> Probed:
 
 
 # ------------------------------------------------------------ full values from local parts
-
-
 _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,

@@ -5,8 +5,6 @@ another order, such a cast would leave errors of 1e-7 that say nothing about the
 original model and the captured graph therefore run with every narrowing cast widened to float64.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -35,7 +33,7 @@ from shardwise.frontend.objective import (
     output_leaf,
     run_objective,
 )
-from shardwise.ir import Constant, Graph, Node, Ref, TensorType, map_refs, node_keys
+from shardwise.ir import Constant, Graph, Node, Ref, map_refs, node_keys
 from shardwise.ir.operators import interpret, is_random
 from shardwise.plans import Plan
 from shardwise.sharding.placements import Layout
@@ -86,6 +84,12 @@ class KeepDouble(TorchFunctionMode):
         if not (name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))):
             args, wide = _widen_operands(args), _widen_operands(wide)
         return func(*args, **wide)
+
+
+def double_functions(graph: Graph) -> contextlib.AbstractContextManager[object]:
+    """Make custom autograd functions compute in float64, as in the reference, in this thread."""
+    has_functions = any(node.op.startswith("autograd_function.") for node in graph.nodes)
+    return KeepDouble() if has_functions else contextlib.nullcontext()
 
 
 class TraceDouble(TorchFunctionMode):
@@ -151,7 +155,9 @@ def widen_graph(graph: Graph) -> Graph:
     return dataclasses.replace(
         graph,
         nodes=tuple(_widen_node(node) for node in graph.nodes),
-        values={name: TensorType(t.shape, widen(t.dtype)) for name, t in graph.values.items()},
+        values={
+            name: dataclasses.replace(t, dtype=widen(t.dtype)) for name, t in graph.values.items()
+        },
         constants=tuple(
             Constant(value=c.value, data=widen_tensor(c.data)) for c in graph.constants
         ),
@@ -198,11 +204,7 @@ def double(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
 
 
 def run_reference(
-    model: nn.Module,
-    batch: Any,
-    loss_fn: Objective = None,
-    *,
-    more: Sequence[Any] = (),
+    model: nn.Module, batch: Any, loss_fn: Objective = None, *, more: Sequence[Any] = ()
 ) -> Reference:
     """Run forward, backward and one AdamW step of a model, which is modified.
 
@@ -359,10 +361,17 @@ def run_graph(
     assert graph.loss is not None
     losses, outputs = [], []
     for mesh.microbatch, inputs in enumerate(batches):
-        with jittered(jitter):
+        with double_functions(graph), jittered(jitter):
             values = interpret(graph, parameters, buffers, inputs, random=random)
             loss = values[graph.loss] / count
-            named = {n: v for n, v in values.items() if v.requires_grad and truth is None}
+            # An operator without effect, such as `to` of the same dtype, returns its input: both
+            # names have one tensor, whose gradient arrives from the uses of both.
+            first = {id(v): n for n, v in reversed(values.items())}
+            named = {
+                n: v
+                for n, v in values.items()
+                if v.requires_grad and truth is None and first[id(v)] == n
+            }
             targets = [*trained.values(), *named.values()]
             grads = torch.autograd.grad(loss, targets, allow_unused=True)
         for name, gradient in zip(trained, grads, strict=False):

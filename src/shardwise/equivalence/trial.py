@@ -8,8 +8,6 @@ index, and masks without a hole get one. Shapes stay the same. If the model does
 data, or its loss is not finite, less is changed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,8 +22,6 @@ from shardwise.ir import Graph
 from shardwise.plans import Plan
 
 Tensors = Mapping[str, torch.Tensor]
-
-JITTERED_RUNS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,19 +48,18 @@ class Trial:
 
 
 def make_trial(
-    graph: Graph,
-    plan: Plan,
-    reference: Reference,
-    inputs: Mapping[str, torch.Tensor],
-    about: str,
+    graph: Graph, plan: Plan, reference: Reference, inputs: Mapping[str, torch.Tensor], about: str
 ) -> Trial:
     """Measure the noise of a reference; raise an error if the reference is not finite."""
     require_finite(reference, about)
     state, batches = reference.state, reference.batches
     plain, truth = run_graph(graph, plan, state, batches)
     noise: dict[tuple[str, Any], Any] = {}
-    for seed in range(JITTERED_RUNS):
-        moved = run_graph(graph, plan, state, batches, Jitter(seed + 1))
+    jitters = (Jitter(1), Jitter(2, fused=True), Jitter(3, fused=True, by_position=True))
+    for jitter in jitters:
+        moved = run_graph(graph, plan, state, batches, jitter)
+        if jitter.by_position and jitter.decisions != jitters[1].decisions:
+            continue
         for (key, before), (_, after) in zip(_numbers(plain, truth), _numbers(*moved), strict=True):
             noise[key] = farthest(noise.get(key), distance(after, before))
 
@@ -126,9 +121,8 @@ def _kind(name: str, reference: Reference) -> str:
 
 
 def _require(what: str, tensor: Any, about: str, *, finite: bool) -> None:
-    if not isinstance(tensor, torch.Tensor) or not tensor.numel():
-        return
-    if not (tensor.is_floating_point() or tensor.is_complex()):
+    is_tensor = isinstance(tensor, torch.Tensor)
+    if not is_tensor or not (tensor.is_floating_point() or tensor.is_complex()):
         return
     wrong = ~tensor.isfinite() if finite else tensor.isnan()
     if not bool(wrong.any()):
@@ -144,8 +138,6 @@ def _require(what: str, tensor: Any, about: str, *, finite: bool) -> None:
 
 
 # ------------------------------------------------------------ changed weights and batches
-
-
 SMALLEST, LARGEST = 1e-3, 1e2  # magnitudes of parameters that are moved instead of drawn
 MOVED = 0.25  # of a parameter's magnitude
 EXTREME = 1e6  # larger inputs are masks, or hide others
@@ -181,10 +173,14 @@ def perturbed(
     for change in LADDER:
         if rerun is None and len(batches) > 1 and (change.floats or change.integers):
             continue  # only the caller can split a new batch into micro-batches
+        # Other values of what Python looks at may belong to other graphs.
+        guarded = graph.guards.sources if graph.guards else frozenset()
         state = perturb_state(
             original.reference.state, original.reference.gradients, change.buffers
         )
         inputs = perturb_inputs(graph, original.inputs, change.floats, change.integers)
+        state |= {n: t for n, t in original.reference.state.items() if n in guarded}
+        inputs |= {n: t for n, t in original.inputs.items() if n in guarded}
         try:
             if rerun is not None:
                 reference = rerun(state, inputs)

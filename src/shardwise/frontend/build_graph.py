@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import itertools
 import keyword
 import re
 from collections.abc import Iterable, Mapping
@@ -17,13 +18,17 @@ from shardwise.errors import CaptureError
 from shardwise.frontend.builder import SYMBOLIC, UNKNOWN_SIZE, Alias, Builder, tensor_type
 from shardwise.frontend.convert import Recorder
 from shardwise.frontend.errors import DATA_DEPENDENT, EXPERTS, cure_for_operator
+from shardwise.frontend.expert_loops import merge_expert_loops
 from shardwise.frontend.fake import has_data
+from shardwise.frontend.known_values import Question
 from shardwise.frontend.objective import TENSOR, Step
 from shardwise.frontend.python_state import Change
 from shardwise.ir import (
     Buffer,
     Constant,
     Graph,
+    Guard,
+    Guards,
     Input,
     Node,
     Parameter,
@@ -32,9 +37,9 @@ from shardwise.ir import (
     iter_refs,
     map_refs,
 )
+from shardwise.ir.ragged import mark_ragged
 
 # ---------------------------------------------------------------- nodes
-
 _ONE_DTYPE = re.compile(
     r"aten\.(linear|mm|addmm|bmm|baddbmm|matmul|conv(_transpose)?[123]d|convolution)\."
 )
@@ -48,17 +53,13 @@ class Namer:
         self.counts: dict[str, int] = {}
 
     def name(self, wish: str) -> str:
-        base = identifier(wish)
-        count = self.counts.get(base, 0)
+        base, number = identifier(wish), 0
         reserved = keyword.iskeyword(base) or hasattr(builtins, base) or base in ("torch", "self")
-        if count == 0 and not reserved and base not in self.used:
-            name = base
-        else:
-            name = f"{base}_{max(count, 1)}"
-            while name in self.used:
-                count = max(count, 1) + 1
-                name = f"{base}_{count}"
-        self.counts[base] = max(count, 1) + (0 if name == base else 1)
+        if reserved or base in self.used or base in self.counts:
+            numbers = itertools.count(self.counts.get(base, 1))
+            number = next(n for n in numbers if f"{base}_{n}" not in self.used)
+        name = f"{base}_{number}" if number else base
+        self.counts[base] = number + 1
         self.used.add(name)
         return name
 
@@ -91,11 +92,15 @@ def check_static(nodes: list[Node], types: Mapping[str, TensorType]) -> None:
         if node.op == SYMBOLIC or unknown:
             op = str(node.args[0]) if node.op == SYMBOLIC else node.op
             cure = cure_for_operator(op) or DATA_DEPENDENT
-            experts = "expert" in f"{node.module} {node.module_class}".lower()
+            places = f"{node.module} {node.module_class} {node.source_text}".lower()
+            selects = op in ("aten.where.default", "aten.nonzero.default")
+            experts = selects or "expert" in places or "moe" in places
             raise CaptureError(
                 f"{cure.reason} ({op})",
                 where=f"{node.source}: {node.source_text}" if node.source else None,
-                hint=f"{EXPERTS} in transformers; else {cure.hint}" if experts else cure.hint,
+                hint=f"for a mixture of experts, {EXPERTS}; otherwise, {cure.hint}"
+                if experts
+                else cure.hint,
             )
 
 
@@ -141,7 +146,6 @@ def _short(op: str) -> str:
 
 
 # ---------------------------------------------------------------- sources
-
 _AS_STEP = (
     "pass all modules to sw.parallelize, which passes them to a function of yours: "
     'steps={"main": lambda modules, batch: …}'
@@ -164,7 +168,8 @@ class Sources:
     trained_outside: Mapping[int, tuple[str, str]] = field(default_factory=dict)  # by address
 
     @classmethod
-    def of(cls, model: nn.Module, call: Call, argument_names: list[str]) -> Sources:
+    def of(cls, model: nn.Module, call: Call, names: list[str]) -> Sources:
+        """Return the sources of a step; `names` are those of the arguments of forward."""
         namer, types = Namer(), {}
 
         def declare(wish: str, tensor: torch.Tensor) -> str:
@@ -173,11 +178,7 @@ class Sources:
             return value
 
         inputs = [
-            Input(
-                value=declare(_input_wish(path, argument_names), tensor),
-                name=path_name(path),
-                path=path,
-            )
+            Input(value=declare(_input_wish(path, names), tensor), name=path_name(path), path=path)
             for path, tensor in call.tensors
         ]
         tensors = zip(inputs, call.tensors, strict=True)
@@ -240,8 +241,7 @@ class Sources:
                 "neither parameter nor buffer",
                 hint=f'self.register_buffer("{name.rsplit(".", 1)[-1]}", ..., persistent=False)',
             )
-        owner = self._owner(data)
-        if owner:
+        if owner := self._owner(data):
             raise CaptureError(
                 f"forward reads {owner} not from its module but from a closure or a global",
                 hint=f"read it as an attribute of self; in a loss function: {_AS_STEP}",
@@ -269,8 +269,6 @@ class Sources:
 
 
 # ---------------------------------------------------------------- the graph
-
-
 def assemble(
     builder: Builder,
     sources: Sources,
@@ -285,7 +283,8 @@ def assemble(
     loss = values.pop(0) if report.has_loss else None
     leaves = [Ref(values.pop(0)) if leaf is TENSOR else leaf for leaf in report.leaves]
     count = len(report.assigned)
-    _check_cached(builder, sources, report.cached, values[count:])
+    cached, guarded = count + len(report.cached), values[count + len(report.cached) :]
+    _check_cached(builder, sources, report.cached, values[count:cached])
     for name, value in zip(report.assigned, values[:count], strict=True):
         builder.write(roots[name], value)
     contents = {b.value: builder.read(roots[b.name]) for b in sources.buffers}
@@ -293,19 +292,20 @@ def assemble(
     outputs = [leaf.name for leaf in leaves if isinstance(leaf, Ref)]
     needed = [v for v in (loss, *outputs, *mutations.values()) if v is not None]
     raw = live_nodes(builder.nodes, needed)
+    raw = live_nodes(merge_expert_loops(raw, builder.types), needed)
     check_static(raw, builder.types)
     check_dtypes(raw, builder.types)
 
     names = {value: value for value in sources.types}
     used = {name for node in raw for name in node.inputs} | set(needed)
-    constants: list[Constant] = []
-    for value, data in sources.constants.items():
-        if value in used:
-            names[value] = sources.namer.name(f"c_{len(constants)}")
-            constants.append(Constant(value=names[value], data=data))
+    read = [value for value in sources.constants if value in used]
+    names |= {value: sources.namer.name(f"c_{i}") for i, value in enumerate(read)}
+    constants = [Constant(value=names[value], data=sources.constants[value]) for value in read]
     _check_replaced(constants, report.replaced)
+    mark_ragged(raw, builder.types)
     nodes, types = finish_nodes(raw, builder.types, names, sources.namer)
     types = sources.types | {c.value: tensor_type(c.data) for c in constants} | types
+    guards = _guards(builder, sources, report.asked, guarded, mutations)
     graph = Graph(
         name=type(sources.model).__name__,
         nodes=nodes,
@@ -325,9 +325,57 @@ def assemble(
         module_classes={p: type(m).__name__ for p, m in sources.model.named_modules()},
         functions={call.op: call.cls for call in recorder.calls},
         warnings=tuple(dict.fromkeys((*report.warnings, *builder.warnings))),
+        guards=guards,
     )
     graph.verify()
     return graph
+
+
+def _guards(
+    builder: Builder,
+    sources: Sources,
+    asked: list[Question],
+    values: list[str],
+    mutations: Mapping[str, str],
+) -> Guards | None:
+    """Return the guards, with the graph of the values that Python looked at."""
+    if not asked:
+        return None
+    raw = live_nodes(builder.nodes, values)
+    check_static(raw, builder.types)
+    used = {name for node in raw for name in node.inputs} | set(values)
+    names = {value: value for value in sources.types}
+    constants = [value for value in sources.constants if value in used]
+    names |= {value: sources.namer.name(f"c_guard_{i}") for i, value in enumerate(constants)}
+    nodes, types = finish_nodes(raw, builder.types, names, sources.namer)
+    buffers = tuple(b for b in sources.buffers if b.value in used)
+    for buffer in buffers:
+        if buffer.value in mutations:
+            raise CaptureError(
+                f"Python looks at a value that depends on buffer {buffer.name}, which forward "
+                "changes in every step",
+                where=asked[0].source,
+                hint="torch.where(condition, a, b), which computes both",
+            )
+    inputs = tuple(i for i in sources.inputs if i.value in used)
+    kinds = {names[v]: builder.types[v] for v in constants} | types
+    kinds |= {value: kind for value, kind in sources.types.items() if value in used}
+    graph = Graph(
+        name="guards",
+        nodes=nodes,
+        values=kinds,
+        inputs=inputs,
+        parameters=(),
+        buffers=buffers,
+        constants=tuple(Constant(value=names[v], data=sources.constants[v]) for v in constants),
+        outputs=tuple(Ref(names[value]) for value in values),
+    )
+    graph.verify()
+    checks = tuple(
+        Guard(value=names[value], question=q.question, answer=q.answer, source=q.source)
+        for q, value in zip(asked, values, strict=True)
+    )
+    return Guards(graph=graph, checks=checks)
 
 
 def _check_replaced(constants: list[Constant], replaced: list[tuple[str, torch.Tensor]]) -> None:

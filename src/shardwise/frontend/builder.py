@@ -19,9 +19,8 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import CaptureError
 from shardwise.ir import Node, Ref, TensorType
 
+
 # ---------------------------------------------------------------- aliases
-
-
 class NotFunctional(Exception):
     """A write that this module cannot express; torch functionalizes the graph instead.
 
@@ -76,7 +75,6 @@ def new_root(name: str) -> Alias:
 
 
 # ---------------------------------------------------------------- the builder
-
 SYMBOLIC = "symbolic"  # op of a pseudo-node: a Python number read from a tensor
 UNKNOWN_SIZE = -1
 # A node without a call, from which appended nodes take their gradient mode, autocast, recompute
@@ -220,7 +218,12 @@ class Builder:
                 hint="self.register_buffer(...) makes it part of the state",
             )
         if owner.startswith("input"):
-            self.warnings.append(f"forward modifies {owner} in place; the batch stays unchanged")
+            raise CaptureError(
+                f"forward modifies {owner} in place, which a parallel step would not do to the "
+                "batch",
+                where=where,
+                hint="copy it first: x = x.clone()",
+            )
         hidden = not self.region.grad_enabled
         here = alias
         while here.view is not None:
@@ -247,7 +250,6 @@ def _size(size: Any) -> int:
 
 
 # ---------------------------------------------------------------- inverses of views
-
 Call = tuple[str, tuple[Any, ...]]  # an operator and its arguments; "" for none
 Inverse = Callable[["Builder", View, Ref, Ref], Call]
 
@@ -347,8 +349,6 @@ INVERSES: dict[str, Inverse] = {
 
 
 # ---------------------------------------------------------------- ordinary calls
-
-
 def append_call(
     builder: Builder, op: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -366,34 +366,22 @@ def append_call(
     named = tuple((key, refs(builder, kwargs[key])) for key in sorted(kwargs))
     outputs = builder.emit(op, plain, types, named)
     inputs = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Alias)]
+
+    def view(tensor: torch.Tensor, index: int) -> View | None:
+        """Return the view of a result that shares memory with an argument."""
+        storage = builder.storages.get(tensor.untyped_storage()._cdata)
+        for parent in inputs:
+            if parent.storage is storage:
+                marked = tuple(PARENT if arg is parent else plain[i] for i, arg in enumerate(args))
+                return View(parent, op, marked, named, index, types, builder.region.grad_enabled)
+        return None
+
     aliases = iter(
-        builder.track(name, v, _view(builder, op, v, i, args, plain, named, types, inputs))
-        for i, (name, v) in enumerate(zip(outputs, tensors, strict=True))
+        builder.track(name, tensor, view(tensor, index))
+        for index, (name, tensor) in enumerate(zip(outputs, tensors, strict=True))
     )
     results = tuple(next(aliases) if isinstance(v, torch.Tensor) else v for v in values)
     return results if several else results[0]
-
-
-def _view(
-    builder: Builder,
-    op: str,
-    value: torch.Tensor,
-    index: int,
-    args: tuple[Any, ...],
-    plain: tuple[Any, ...],
-    kwargs: tuple[tuple[str, Any], ...],
-    types: tuple[TensorType, ...],
-    inputs: list[Alias],
-) -> View | None:
-    """Return the view of a result that shares memory with an argument."""
-    storage = builder.storages.get(value.untyped_storage()._cdata)
-    if storage is None:
-        return None
-    for parent in inputs:
-        if parent.storage is storage:
-            marked = tuple(PARENT if arg is parent else plain[i] for i, arg in enumerate(args))
-            return View(parent, op, marked, kwargs, index, types, builder.region.grad_enabled)
-    return None
 
 
 def refs(builder: Builder, value: Any) -> Any:

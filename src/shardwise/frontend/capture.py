@@ -4,8 +4,6 @@ The model is copied without its weights and exported on fake tensors; the export
 functionalized and normalized. Nothing of the user's is changed.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from shardwise.batch import Call, read_batch
 from shardwise.errors import CaptureError
+from shardwise.frontend import tracing
 from shardwise.frontend.build_graph import Sources, assemble
 from shardwise.frontend.builder import REGION, Alias, Builder, NotFunctional
 from shardwise.frontend.convert import Converter, Recorder, recording
@@ -28,10 +28,12 @@ from shardwise.frontend.errors import (
     check_regions_can_go,
     cure_for,
     explained,
+    origin_of,
 )
+from shardwise.frontend.experts import routed_experts
 from shardwise.frontend.fake import fake_copy, fake_tensor, logical_device, new_fake_mode
 from shardwise.frontend.hooks import check_module_hooks, gradient_hooks, hooks_of, recording_hooks
-from shardwise.frontend.known_values import known_values
+from shardwise.frontend.known_values import Inquiry, known_values
 from shardwise.frontend.objective import (
     Around,
     Model,
@@ -44,14 +46,6 @@ from shardwise.frontend.objective import (
     objective,
 )
 from shardwise.frontend.python_state import Change, Place, Reads, Watch
-from shardwise.frontend.tracing import (
-    controlled_random,
-    cuda_uninitialized,
-    deep_stack,
-    keeping_user_frames,
-    quiet,
-    refusing_derivatives,
-)
 from shardwise.ir import GradientHook, Graph
 
 
@@ -65,18 +59,31 @@ def capture(
     device: torch.device | str | None = None,
     around: Around = nullcontext,
     reads: Reads | None = None,
+    buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> Graph:
     """Capture a step in the model's own dtypes; `sw.capture` describes the other arguments.
 
     The forward pass and the loss are traced inside the context manager `around()`. `reads`
-    collects the Python state that the graph depends on.
+    collects the Python state that the graph depends on. `buffers` has the data of a model without
+    any. Where Python looks at values of the batch, the step is traced again with their data, and
+    the graph gets guards.
     """
-    chosen = objective(loss_fn, step)
+    chosen, data = objective(loss_fn, step), dict(buffers or as_module(model).named_buffers())
+    inquiry = Inquiry([tensor for _, tensor in read_batch(batch).tensors], data)
     run = functools.partial(
-        trace_step, model, batch, chosen, training=training, device=device, around=around
-    )
-    traced = run()
-    graph = traced.graph(traced.call)
+        trace_step, model, batch, chosen,
+        training=training, device=device, around=around, inquiry=inquiry,
+    )  # fmt: skip
+    try:
+        traced = run()
+        graph = traced.graph(traced.call)
+    except CaptureError:
+        if not inquiry.num_unanswered:
+            raise
+        inquiry.guarding = True
+        traced = run()
+        graph = traced.graph(traced.call)
+        _check_guards(graph, inquiry)
     if changes := traced.changes:
         _check_next_step(graph, changes, run)
     if reads is not None:
@@ -94,7 +101,7 @@ class Traced:
     watch: Watch
     recorder: Recorder
     hooks: tuple[GradientHook, ...]
-    program: torch.export.ExportedProgram
+    program: ExportedProgram
     device: torch.device
 
     @property
@@ -106,7 +113,7 @@ class Traced:
         """Return the graph for a call with the sizes of the exported program."""
         sources = Sources.of(self.model, call, _argument_names(self.model))
         sources.trained_outside = self.watch.reach.trained_tensors()
-        with cuda_uninitialized(), explained(type(self.model).__name__):
+        with tracing.cuda_uninitialized(), explained(type(self.model).__name__):
             try:
                 graph = self._convert(self.program, sources)
             except NotFunctional as reason:
@@ -116,7 +123,7 @@ class Traced:
         functions = {**graph.functions, "gradient hooks": self.hooks}
         return replace(graph, hooks=self.hooks, functions=functions)
 
-    def _convert(self, program: torch.export.ExportedProgram, sources: Sources) -> Graph:
+    def _convert(self, program: ExportedProgram, sources: Sources) -> Graph:
         """Return an exported program of this step as a `Graph`."""
         kind = self.device.type
         ambient = (kind, torch.get_autocast_dtype(kind), True)
@@ -132,7 +139,7 @@ class Traced:
         """Return the graph by torch's own functionalization, which handles more writes."""
         check_regions_can_go(self.program.graph_module, reason)
         try:
-            with quiet(), recording(self.recorder):
+            with tracing.quiet(), recording(self.recorder):
                 decomposed = self.program.run_decompositions({})
             graph = self._convert(decomposed, sources)
         except NotFunctional as second:
@@ -158,6 +165,7 @@ def trace_step(
     device: torch.device | str | None = None,
     around: Around = nullcontext,
     attributes: Mapping[Place, Any] | None = None,
+    inquiry: Inquiry | None = None,
     dims: Sequence[Collection[int]] | None = None,
 ) -> Traced:
     """Export the step of a copy of the model, with other values for some `attributes`.
@@ -170,7 +178,7 @@ def trace_step(
     check_objective(chosen)
     tensors = [tensor for _, tensor in call.tensors]
     logical = torch.device(device) if device is not None else logical_device(model, tensors)
-    with cuda_uninitialized(), explained(type(model).__name__), deep_stack():
+    with tracing.cuda_uninitialized(), explained(type(model).__name__), tracing.deep_stack():
         mode = new_fake_mode()
         copy = fake_copy(model, logical, mode)
         if training is not None and training != copy.training:
@@ -180,13 +188,14 @@ def trace_step(
         functions: list[Any] = [chosen.fn if isinstance(chosen, StepFunction) else chosen]
         functions += [hook for parameter in copy.parameters() for hook in hooks_of(parameter)]
         watch = Watch(copy, [function for function in functions if function is not None])
-        step = Step(copy, call, chosen, needs_loss=copy.training, watch=watch, around=around)
+        inquiry = inquiry or Inquiry(tensors, {})
+        step = Step(copy, call, chosen, watch=watch, inquiry=inquiry, around=around)
         recorder = Recorder()
         fakes = tuple(fake_tensor(tensor, logical, mode) for tensor in tensors)
         check_module_hooks(copy)
         with watch.watching():
             hooks = gradient_hooks(copy)
-        program = _export(step, fakes, recorder, type(model).__name__, dims)
+        program = _export(step, fakes, recorder, inquiry, type(model).__name__, dims)
     return Traced(
         model=model,
         call=call,
@@ -209,30 +218,46 @@ def _check_next_step(graph: Graph, changes: Sequence[Change], run: Callable[...,
     for change in traced.changes:
         before, after = repr(change.before)[:40], repr(change.after)[:40]
         raise change.refusal(f"each step would see a different value ({before}, then {after})")
-    following = traced.graph(traced.call)
-    if following.fingerprint != graph.fingerprint:
+    if traced.graph(traced.call).fingerprint != graph.fingerprint:
         raise changes[0].refusal("the second step would compute something else")
+
+
+def _check_guards(graph: Graph, inquiry: Inquiry) -> None:
+    """Raise unless the guards of a graph hold for the batch that it was captured with."""
+    if graph.guards is None:
+        return
+    inputs = dict(zip((source.name for source in graph.inputs), inquiry.inputs, strict=True))
+    broken = graph.guards.find_broken(inputs, inquiry.buffers)
+    if broken is not None:
+        raise CaptureError(
+            f"the captured computation of a value that Python looks at disagrees with the model: "
+            f"{broken}",
+            where=broken.source,
+            hint="compute the value in the data loader, and pass it in the batch as a plain number",
+        )
 
 
 def _export(
     step: Step,
     fakes: tuple[torch.Tensor, ...],
     recorder: Recorder,
+    inquiry: Inquiry,
     name: str,
     dims: Sequence[Collection[int]] | None,
-) -> torch.export.ExportedProgram:
+) -> ExportedProgram:
     shapes = None
     if dims is not None:
         shapes = {"tensors": tuple(dict.fromkeys(own, torch.export.Dim.AUTO) for own in dims)}
     try:
         with (
-            quiet(),
+            tracing.quiet(),
             recording(recorder),
             recording_hooks(recorder),
-            controlled_random(),
-            known_values(),
-            refusing_derivatives(),
-            keeping_user_frames(),
+            tracing.controlled_random(),
+            known_values(inquiry),
+            routed_experts(),
+            tracing.refusing_derivatives(),
+            tracing.keeping_user_frames(),
             torch.enable_grad(),
         ):
             return torch.export.export(step, fakes, dynamic_shapes=shapes, strict=False)
@@ -241,10 +266,7 @@ def _export(
 
 
 def _placeholders(
-    program: torch.export.ExportedProgram,
-    builder: Builder,
-    sources: Sources,
-    roots: dict[str, Alias],
+    program: ExportedProgram, builder: Builder, sources: Sources, roots: dict[str, Alias]
 ) -> list[Alias]:
     """Return an alias for every placeholder of the exported graph."""
     inputs: list[Alias] = []
@@ -259,17 +281,20 @@ def _placeholders(
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             alias = sources.constant(builder, program.constants[spec.target], target)
         else:
-            raise CaptureError(f"{spec.kind} is not supported ({target})")
+            user = next(iter(node.users), node)
+            raise CaptureError(
+                f"forward uses an object that a graph cannot contain ({target}), such as a "
+                "torch.Generator",
+                where=origin_of(user.meta)["source"] or None,
+                hint="draw random numbers without generator=: the plan's seed determines them",
+            )
         builder.storages.setdefault(node.meta["val"].untyped_storage()._cdata, alias.storage)
         inputs.append(alias)
     return inputs
 
 
 def _apply_mutations(
-    program: torch.export.ExportedProgram,
-    builder: Builder,
-    roots: dict[str, Alias],
-    results: tuple[Any, ...],
+    program: ExportedProgram, builder: Builder, roots: dict[str, Alias], results: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """Apply the buffer updates among a functionalized program's outputs; return the others."""
     outputs: list[Any] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,16 +36,13 @@ from shardwise.frontend.tracing import patched
 from shardwise.ir import Ref, TensorType, map_refs
 
 # ---------------------------------------------------------------- functions and checkpoints
-
 # Export traces through `Function.forward` and loses `backward`. While capturing, `Function.apply`
 # records one opaque operator instead; checkpointed regions mark their nodes with a group name.
 RECOMPUTE = "shardwise_recompute"
 _GENERATOR = "_checkpoint_without_reentrant_generator"  # torch's, of `use_reentrant=False`
 _CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _LIBRARY = torch.library.Library("shardwise_capture", "DEF")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "function(Tensor[] tensors, int key) -> Tensor[]"
-)
+_LIBRARY.define("function(Tensor[] tensors, int key) -> Tensor[]")  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +50,31 @@ class FunctionCall:
     """One `cls.apply(*args)`; the tensors in `args` are `Ref("0")`, `Ref("1")`… in order."""
 
     op: str
-    cls: type
+    cls: Any  # the class, or a `FlatFunction`
     args: tuple[Any, ...]
+
+
+class FlatFunction:
+    """A custom function whose arguments have dicts or other containers, as a function of leaves."""
+
+    def __init__(self, cls: Any, spec: pytree.TreeSpec) -> None:
+        self.cls, self.spec = cls, spec
+        self.__module__, self.__qualname__ = cls.__module__, cls.__qualname__
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, FlatFunction) and self.cls is other.cls
+        return same and self.spec == other.spec  # type: ignore[attr-defined]
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def arguments(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the arguments of the user's function."""
+        args: tuple[Any, ...] = pytree.tree_unflatten(list(leaves), self.spec)
+        return args
+
+    def apply(self, *leaves: Any) -> Any:
+        """Call the user's function."""
+        return self.cls.apply(*self.arguments(leaves))
 
 
 @dataclass(slots=True)
@@ -65,18 +86,15 @@ class Recorder:
     num_groups: int = 0
     depth: int = 0
 
-    def name(self, cls: type) -> str:
+    def name(self, cls: Any) -> str:
         """Return the operator of a custom function; classes that share a name are numbered.
 
         A class that a function defines anew has the same name each time.
         """
-        base = op = f"autograd_function.{cls.__module__}.{cls.__qualname__}"
+        base = f"autograd_function.{cls.__module__}.{cls.__qualname__}"
         classes = {call.op: call.cls for call in self.calls}
-        number = 1
-        while classes.get(op, cls) is not cls:
-            number += 1
-            op = f"{base}_{number}"
-        return op
+        names = itertools.chain([base], (f"{base}_{number}" for number in itertools.count(2)))
+        return next(name for name in names if classes.get(name, cls) == cls)
 
 
 _active: list[Recorder] = []
@@ -149,15 +167,23 @@ def record_call(
     if kwargs:
         raise CaptureError(f"{cls.__qualname__}.apply is called with keyword arguments")
     tensors: list[torch.Tensor] = []
+    function: Any = cls
+    if any(isinstance(arg, dict) for arg in pytree.tree_leaves(args, is_leaf=_is_dict)):
+        leaves, spec = pytree.tree_flatten(args)
+        function, args = FlatFunction(cls, spec), tuple(leaves)
     template = tuple(_template(cls, i, arg, tensors) for i, arg in enumerate(args))
     key = len(recorder.calls)
-    recorder.calls.append(FunctionCall(op=recorder.name(cls), cls=cls, args=template))
+    recorder.calls.append(FunctionCall(op=recorder.name(function), cls=function, args=template))
     recorder.outputs.append(None)
     results = iter(torch.ops.shardwise_capture.function.default(tensors, key))
     structure = recorder.outputs[key]
     if not isinstance(structure, tuple):
         return next(results)
     return tuple(next(results) if x is torch.Tensor else x for x in structure)
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
 def _template(cls: type, position: int, arg: Any, tensors: list[torch.Tensor]) -> Any:
@@ -180,19 +206,22 @@ def _run_forward(tensors: list[torch.Tensor], key: int) -> list[torch.Tensor]:
     recorder = _active[-1]
     call = recorder.calls[key]
     args = map_refs(call.args, lambda ref: tensors[int(ref.name)])
+    cls = call.cls
+    if isinstance(cls, FlatFunction):
+        cls, args = cls.cls, cls.arguments(args)
     context = _Context(args)
     recorder.depth += 1
     try:
         with torch.no_grad():
-            results = _forward(call.cls, context, args)
+            results = _forward(cls, context, args)
     finally:
         recorder.depth -= 1
     if context.dirty:
-        raise CaptureError(f"{call.cls.__qualname__} modifies its inputs in place (mark_dirty)")
+        raise CaptureError(f"{cls.__qualname__} modifies its inputs in place (mark_dirty)")
     several = isinstance(results, tuple | list)
     if several and len(results) == 1:
         raise CaptureError(
-            f"{call.cls.__qualname__}.forward returns a tuple of one value",
+            f"{cls.__qualname__}.forward returns a tuple of one value",
             hint="return the tensor itself",
         )
     flat = tuple(results) if several else (results,)
@@ -228,15 +257,13 @@ class _Context:
     def mark_dirty(self, *tensors: Any) -> None:
         self.dirty = tensors
 
-    def mark_non_differentiable(self, *tensors: Any) -> None:
+    def mark_non_differentiable(self, *_: Any) -> None:
         pass
 
-    def set_materialize_grads(self, value: bool) -> None:
-        pass
+    set_materialize_grads = mark_non_differentiable
 
 
 # ---------------------------------------------------------------- the graph
-
 _SKIPPED = {
     *("aten._assert_tensor_metadata.default", "aten._assert_scalar.default"),
     *("aten._assert_async.msg", "aten._assert_async.default", "aten._functional_assert_async.msg"),
@@ -294,12 +321,11 @@ class Converter:
         if op == "shardwise_capture.function.default":
             return self._function(args, value)
         if target._schema.is_mutable:
-            return functionalize.convert(self.builder, node, target, args, kwargs)
+            return functionalize.convert(self.builder, node, args, kwargs)
         rule = functionalize.RULES.get(op)
-        if rule is not None:
-            result = rule(self.builder, value, args, kwargs)
-            if result is not None:
-                return result
+        result = None if rule is None else rule(self.builder, value, args, kwargs)
+        if result is not None:
+            return result
         if "embedding" in op:
             args, kwargs = _with_dense_gradient(target, args, kwargs)
         return append_call(self.builder, op, value, args, kwargs)
@@ -313,8 +339,7 @@ class Converter:
         if name == "wrap_with_autocast":
             device_type, dtype, enabled, _, module, *operands = args
             dtype = dtype or torch.get_autocast_dtype(device_type)
-            autocast = (device_type, dtype, True) if enabled else None
-            with self.builder.inside(autocast=autocast):
+            with self.builder.inside(autocast=(device_type, dtype, True) if enabled else None):
                 return self.run(module, operands)
         region = self.builder.region
         place = f"{region.source}: {region.source_text}" if region.source else None
@@ -340,8 +365,7 @@ class Converter:
         call = self.recorder.calls[key]
         names = [self.builder.read(alias) for alias in tensors]
         plain = map_refs(call.args, lambda ref: Ref(names[int(ref.name)]))
-        types = tuple(tensor_type(v) for v in value)
-        outputs = self.builder.emit(call.op, plain, types)
+        outputs = self.builder.emit(call.op, plain, tuple(map(tensor_type, value)))
         return tuple(
             self.builder.track(name, v, None) for name, v in zip(outputs, value, strict=True)
         )
@@ -355,9 +379,7 @@ def _with_dense_gradient(
     The dense gradient has the same values.
     """
     names = [argument.name for argument in target._schema.arguments]
-    dense = tuple(
-        False if name == "sparse" else arg for name, arg in zip(names, args, strict=False)
-    )
+    dense = tuple(False if name == "sparse" else x for name, x in zip(names, args, strict=False))
     return dense, {name: arg for name, arg in kwargs.items() if name != "sparse"}
 
 

@@ -1,7 +1,5 @@
 """Find the user's source lines, and explain why a model cannot be captured and what to change."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import linecache
@@ -21,7 +19,6 @@ from torch import fx
 from shardwise.errors import CaptureError, ShardwiseError
 
 # ---------------------------------------------------------------- the user's modules and lines
-
 ROOT = "model"  # the attribute of the exported step that holds the user's model
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n\s+(?!File ")([^\n]*))?')
@@ -66,19 +63,13 @@ def origin_of(meta: dict[str, Any]) -> dict[str, str]:
 @functools.lru_cache(maxsize=65536)
 def user_frame(trace: str) -> Frame | None:
     """Return the innermost `forward` outside torch; else the innermost such frame of any name."""
-    frames = [frame for frame in parse_frames(trace) if is_user_file(frame.file)]
-    for frame in reversed(frames):
-        if frame.function.rsplit(".", 1)[-1] == "forward":
-            return frame
-    return frames[-1] if frames else None
-
-
-def parse_frames(trace: str) -> list[Frame]:
-    """Return the frames of a printed stack, outermost first."""
-    return [
-        Frame(file, int(line), function, (text or "").strip())
+    frames = [  # outermost first
+        Frame(file, int(line), function, text.strip())
         for file, line, function, text in _FRAME.findall(trace)
+        if is_user_file(file)
     ]
+    forwards = [frame for frame in frames if frame.function.rsplit(".", 1)[-1] == "forward"]
+    return next(reversed(forwards or frames), None)
 
 
 def in_package(file: str) -> bool:
@@ -98,9 +89,8 @@ def running_frame() -> Frame | None:
     while frame is not None:
         code = frame.f_code
         if is_user_code(code.co_filename):
-            line = frame.f_lineno
-            text = linecache.getline(code.co_filename, line).strip()
-            return Frame(code.co_filename, line, code.co_name, text)
+            text = linecache.getline(code.co_filename, frame.f_lineno).strip()
+            return Frame(code.co_filename, frame.f_lineno, code.co_name, text)
         frame = frame.f_back
     return None
 
@@ -117,7 +107,7 @@ def user_stacklevel() -> int:
 def is_user_code(file: str) -> bool:
     """Return whether a file is the user's or a model library's: not torch's, Python's or ours."""
     library = file.startswith(_PYTHON) and "site-packages" not in file
-    return is_user_file(file) and not library and not file.startswith(_PACKAGE)
+    return is_user_file(file) and not library
 
 
 @functools.lru_cache(maxsize=65536)
@@ -127,10 +117,12 @@ def _strip_root(path: str) -> str:
 
 
 # ---------------------------------------------------------------- known causes
-
 _LOADER = "compute it in the data loader and pass it in the batch, padded to a fixed size"
 _WHERE = "torch.where(condition, a, b), which computes both"
-EXPERTS = 'config._experts_implementation = "batched_mm"'
+EXPERTS = (
+    "order, counts = route(ids, num_experts) of shardwise.routing, with dispatch, grouped_linear "
+    "and collect in place of a loop over experts"
+)
 
 
 class Cure(NamedTuple):
@@ -176,7 +168,19 @@ _OPERATORS = (  # operators whose result has a size that depends on the data
         f"keep it a tensor; if it decides a size: {_LOADER}",
     ),
 )
+_NESTED = Cure(
+    r"_nested_tensor|NestedTensor|nested_tensor",
+    "nested tensors have rows of unequal sizes, which no rule can shard",
+    "a padded tensor and a mask: torch.nn.utils.rnn.pad_sequence",
+)
 _CAUSES = (
+    _NESTED._replace(pattern="GuardOnDataDependent", line=r"torch\.nested"),
+    Cure(
+        r"argument 'size' failed to unpack|_pack_padded_sequence",
+        "a packed sequence has a layout that depends on the data",
+        "run the recurrent layer on the padded batch, and take the last output of each row: "
+        "output[torch.arange(rows), lengths - 1]",
+    ),
     Cure(
         r"data-dependent|DataDependentOutput|is_nonzero|aten\.equal|_local_scalar_dense",
         "an assertion depends on a tensor's value",
@@ -190,7 +194,7 @@ _CAUSES = (
         "write the derivative out with torch operations",
     ),
     Cure(
-        r"higher-order operator (cond|while_loop|scan|map|associative_scan)",
+        r"higher[- ]order operator (cond|while_loop|scan|map|associative_scan|doesn't work unless)",
         "the operator chooses its code by a tensor's value, and cannot be sharded",
         f"{_WHERE}; a loop with a fixed number of iterations; or a Python value of the "
         "configuration",
@@ -211,11 +215,7 @@ _CAUSES = (
         "forward leaves PyTorch (numpy, a raw pointer)",
         "use torch operations, or wrap the code in torch.library.custom_op",
     ),
-    Cure(
-        r"_nested_tensor|NestedTensor|nested_tensor",
-        "nested tensors have rows of unequal sizes, which no rule can shard",
-        "a padded tensor and a mask: torch.nn.utils.rnn.pad_sequence",
-    ),
+    _NESTED,
     Cure(
         r"SparseTensorImpl|sparse_coo|SparseCsr|layout torch\.sparse",
         "sparse tensors have a size that depends on the data",
@@ -237,11 +237,10 @@ _CAUSES = (
 def cure_for(message: str, line: str = "", *, experts: bool = False) -> Cure | None:
     """Return the cause that matches a message of torch and the user's line, if it is known.
 
-    With `experts`, the code is a model of transformers, which may be a mixture of experts.
+    With `experts`, the code may be that of a mixture of experts.
     """
-    cure = next(
-        (c for c in _CAUSES if re.search(c.pattern, message) and re.search(c.line, line)), None
-    )
+    causes = (c for c in _CAUSES if re.search(c.pattern, message) and re.search(c.line, line))
+    cure = next(causes, None)
     if cure is None or re.search(r"DynamicOutputShape|data-dependent output shape", message):
         cure = cure_for_operator(message) or cure
     if cure is None and re.search(r"data-dependent|[Uu]nbacked", message):
@@ -257,7 +256,6 @@ def cure_for_operator(name: str) -> Cure | None:
 
 
 # ---------------------------------------------------------------- errors while tracing
-
 _GENERAL = "check that model(**batch) runs, also where torch.compiler.is_compiling() is true"
 
 
@@ -306,11 +304,11 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _in_experts(error: BaseException) -> bool:
-    """Return whether the error came from code of transformers that selects experts."""
+    """Return whether the error came from code that selects experts."""
     for cause in _chain(error):
         for frame in traceback.extract_tb(cause.__traceback__):
             code = f"{frame.name} {frame.line}".lower()
-            if "/transformers/" in frame.filename and ("expert" in code or "moe" in code):
+            if not in_package(frame.filename) and ("expert" in code or "moe" in code):
                 return True
     return False
 
@@ -335,8 +333,6 @@ def _first(text: str) -> str:
 
 
 # ---------------------------------------------------------------- checks
-
-
 def check_regions_can_go(
     module: fx.GraphModule, reason: Exception, *, nested: bool = False
 ) -> None:

@@ -3,8 +3,6 @@
 Copies keep tying, `requires_grad`, train flags and hooks. The user's model is only read.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -4,8 +4,6 @@
 call as it is. `convert` replaces in-place operators by their functional counterparts.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any
@@ -248,19 +246,13 @@ for _name in (
 
 
 # ---------------------------------------------------------------- in-place operators
-
 _VIEWS = {"unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_"}
 _REFUSED = {"resize_", "set_", "as_strided_", "resize_as_"}
 
 
-def convert(
-    builder: Builder,
-    node: fx.Node,
-    target: torch._ops.OpOverload[Any, Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def convert(builder: Builder, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Convert one in-place call; return the alias of the tensor that it changes."""
+    target: Any = node.target
     name, overload = target._schema.name.split("::")[1], target._overloadname
     written = [a.name for a in target._schema.arguments if a.alias_info and a.alias_info.is_write]
     functional = _functional_name(name)
@@ -285,20 +277,15 @@ def convert(
     elif name == "zero_":
         _store(builder, alias, "aten.zeros_like.default", (own,))
     elif name not in ("dropout_", "feature_dropout_", "alpha_dropout_") or _drops(args):
-        _compute(builder, node, alias, target, functional, args, kwargs)
+        _compute(builder, node, functional, args, kwargs)
     return alias
 
 
 def _compute(
-    builder: Builder,
-    node: fx.Node,
-    alias: Alias,
-    target: torch._ops.OpOverload[Any, Any],
-    functional: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    builder: Builder, node: fx.Node, functional: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Call the functional operator and cast its result to the overwritten tensor's dtype."""
+    target: Any = node.target
     packet = getattr(getattr(torch.ops, target.namespace), functional, None)
     operator = getattr(packet, target._overloadname, None)
     if operator is None:
@@ -315,14 +302,11 @@ def _compute(
         (name,) = builder.emit("aten.to.dtype", (Ref(name), own.dtype), (own,))
     if type_.shape != own.shape:
         raise NotFunctional(f"{target} changes the shape")
-    builder.write(alias, name)
+    builder.write(args[0], name)
 
 
 def _compute_into(
-    builder: Builder,
-    target: torch._ops.OpOverload[Any, Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    builder: Builder, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Alias:
     """Convert `op(..., out=tensor)`: call the overload that returns its result, and write it."""
     alias: Alias = kwargs.pop("out")

@@ -42,9 +42,9 @@ from shardwise.errors import ShardwiseError
 from shardwise.files import read_json, write_text
 from shardwise.frontend.errors import is_user_code
 from shardwise.frontend.fake import has_data
-from shardwise.frontend.hooks import MODULE_HOOKS, hooks_of
+from shardwise.frontend.hooks import MODULE_HOOKS, hooks_of, module_hooks
 from shardwise.frontend.objective import Objective, StepFunction
-from shardwise.frontend.python_state import Place, Reach, Reads, reachable
+from shardwise.frontend.python_state import Place, Reach, Reads, is_called_by_model, reachable
 from shardwise.frontend.snapshots import (
     ATOMS,
     MAX_ARRAY_BYTES,
@@ -58,11 +58,8 @@ from shardwise.ir import Graph, tensor_bytes
 from shardwise.ir.stored import NotStorable, graph_from_json, graph_to_json, qualified_name
 from shardwise.version import __version__
 
-__all__ = ["CachedCapture", "cache_folder", "cached_capture"]
-
 FORMAT = 1
 MAX_BYTES = 512 << 20  # of all entries; the oldest are removed first
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _NAMESPACES = (
     *(torch, torch.Tensor, torch.nn.functional, torch.nn.init, torch.special, torch.linalg),
     *(torch.fft, torch.func, torch.utils.checkpoint),
@@ -116,7 +113,8 @@ class CachedCapture:
             yield capture
         if reads is not None:
             reads.add(capture.reads)
-        if capture.graph is None or capture.is_impure or capture.reads.writes:
+        impure = capture.is_impure or capture.reads.writes or capture.reads.reach.uses_files
+        if capture.graph is None or impure:
             return
         with contextlib.suppress(ShardwiseError, OSError):  # not storable, or the disk is full
             entry = {
@@ -137,51 +135,24 @@ class _Capture:
     graph: Graph | None = None
     reads: Reads = field(default_factory=Reads)
     variables: set[str] = field(default_factory=set)  # of the environment
-    is_impure: bool = False  # whether it read files, or all of the environment
+    is_impure: bool = False  # whether it read all of the environment
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
         environment: Any = type(os.environ)
-        get, iterator, opened = environment.__getitem__, environment.__iter__, builtins.open
+        get, iterator = environment.__getitem__, environment.__iter__
 
         def getitem(mapping: Any, key: str) -> str:
-            if _is_called_by_model(sys._getframe(1)):
+            if is_called_by_model(sys._getframe(1)):
                 self.variables.add(key)
-            value: str = get(mapping, key)
-            return value
+            return str(get(mapping, key))
 
         def iterate(mapping: Any) -> Iterator[str]:
-            self.is_impure |= _is_called_by_model(sys._getframe(1))
+            self.is_impure |= is_called_by_model(sys._getframe(1))
             return iter(iterator(mapping))
 
-        def open_(file: Any, *args: Any, **kwargs: Any) -> Any:
-            is_code = str(file).endswith((".py", ".pyc"))
-            self.is_impure |= not is_code and _is_called_by_model(sys._getframe(1))
-            return opened(file, *args, **kwargs)
-
-        with patched(
-            (environment, "__getitem__", getitem),
-            (environment, "__iter__", iterate),
-            *((module, "open", open_) for module in (builtins, io)),
-        ):
+        with patched((environment, "__getitem__", getitem), (environment, "__iter__", iterate)):
             yield
-
-
-def _is_called_by_model(frame: types.FrameType | None) -> bool:
-    """Return whether the model's code is the caller, perhaps through a library other than torch."""
-    before = ""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(_LIBRARIES):
-            return before not in ("", "import")
-        if is_user_code(file):
-            before = "model"
-            if "site-packages" not in file:
-                return True
-        elif file.startswith("<frozen importlib"):
-            before = "import"
-        frame = frame.f_back
-    return False
 
 
 def cached_capture(
@@ -198,7 +169,7 @@ def cached_capture(
         describe = Describe(model, reach.names)
         parts = [
             *_installation(),
-            *_settings(call, options),
+            *_settings(options),
             *_batch(call),
             *_code(reach, describe),
             *_own_files(),
@@ -224,7 +195,7 @@ def _installation() -> tuple[str, ...]:
     return (*map(str, versions), np.__version__, digest(files))
 
 
-def _settings(call: Call, options: Mapping[str, Any]) -> list[str]:
+def _settings(options: Mapping[str, Any]) -> list[str]:
     """Describe the options of the capture, and settings of torch that affect tracing."""
     if torch.overrides._get_current_function_mode_stack():  # type: ignore[no-untyped-call]
         raise NotStorable("a function mode changes torch's functions")
@@ -254,9 +225,8 @@ def _batch(call: Call) -> list[str]:
             if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.layout is not torch.strided:
                 raise NotStorable("a tensor subclass or layout")
             about = (leaf.dtype, leaf.device.type, tuple(leaf.shape), leaf.stride())
-            parts.append(
-                f"{about} {leaf.requires_grad} {indices.setdefault(id(leaf), len(indices))}"
-            )
+            index = indices.setdefault(id(leaf), len(indices))
+            parts.append(f"{about} {leaf.requires_grad} {index}")
         else:
             parts.append(f"{type(leaf).__name__} {leaf!r}")
     if any(" at 0x" in part for part in parts):
@@ -385,14 +355,9 @@ def _own_files() -> list[str]:
     for module in list(sys.modules.values()):
         file = vars(module).get("__file__")
         if isinstance(file, str) and is_user_code(file) and "site-packages" not in file:
-            try:
-                changed = os.stat(file).st_mtime_ns
-                content = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-            except OSError:
-                raise NotStorable(f"{file} cannot be read") from None
-            if changed > _STARTED_NS:  # the running code may be the old one
+            if os.stat(file).st_mtime_ns > _STARTED_NS:  # the running code may be the old one
                 raise NotStorable(f"{file} has changed since this process started")
-            parts.append(f"{file} {content}")
+            parts.append(f"{file} {_sha(Path(file).read_bytes())}")
     return sorted(set(parts))
 
 
@@ -422,8 +387,7 @@ def _structure(model: nn.Module, reach: Reach, describe: Describe) -> list[str]:
                 if name in reach.names or type(module).__module__.startswith("torch."):
                     raise
         for kind in MODULE_HOOKS:
-            hooks = [h for h in own[kind].values() if not _is_ours(h)]
-            parts.append(f"{kind}: {describe(hooks)}")
+            parts.append(f"{kind}: {describe(module_hooks(module, kind))}")
         parts.append(f"children: {[(n, describe(c)) for n, c in own['_modules'].items()]}")
         parts.append(f"temporary: {sorted(own['_non_persistent_buffers_set'])}")
         for kind in ("_parameters", "_buffers"):
@@ -436,10 +400,6 @@ def _structure(model: nn.Module, reach: Reach, describe: Describe) -> list[str]:
                 layout = tensor.stride() if tensor.layout is torch.strided else tensor.layout
                 parts.append(f"{kind} {name}: {place} {about} {layout} {tensor.requires_grad}")
     return parts
-
-
-def _is_ours(hook: Any) -> bool:
-    return type(hook).__module__.startswith("shardwise.")
 
 
 def _variable(name: str) -> str | None:
@@ -471,7 +431,6 @@ def _drop_oldest(folder: Path) -> None:
 
 
 # ---------------------------------------------------------------- values and code as text
-
 DEPTH = 12
 _NATIVE = (
     *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),

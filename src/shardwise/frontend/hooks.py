@@ -7,8 +7,6 @@ becomes the backward of an identity node. A hook that is not a tensor computatio
 has no counterpart on several ranks, is refused with the place of its definition.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -79,6 +77,12 @@ def hooks_of(parameter: torch.Tensor) -> list[Hook]:
     return [hook for hooks in hook_dicts(parameter) for hook in hooks.values()]
 
 
+def module_hooks(module: nn.Module, kind: str) -> list[Hook]:
+    """Return a module's hooks of one of the `MODULE_HOOKS`, except our own."""
+    hooks = vars(module)[kind].values()
+    return [hook for hook in hooks if not type(hook).__module__.startswith("shardwise.")]
+
+
 def copy_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy the hooks of a parameter to its copy: `deepcopy` does not."""
     for kind in _KINDS:
@@ -115,8 +119,6 @@ def check_module_hooks(model: nn.Module) -> None:
 
 
 # ---------------------------------------------------------------- tracing
-
-
 class TracedHook:
     """One hook as a graph of tensor operations: `hook(gradient, value)`."""
 
@@ -165,7 +167,8 @@ def trace(
             result = hook(grad)
             return grad if result is None else result
         value.grad = grad
-        hook(value)
+        if hook(value) is not None:
+            raise CaptureError("it returns a value, which torch does not allow after accumulation")
         if value.grad is None:
             raise CaptureError("it removes the gradient")
         return value.grad
@@ -280,8 +283,6 @@ def place_of(hook: Hook) -> str:
 
 
 # ---------------------------------------------------------------- hooks registered in forward
-
-
 @dataclass(slots=True)
 class _Handle:
     """The handle that `register_hook` returns while capturing."""

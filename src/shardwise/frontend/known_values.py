@@ -1,82 +1,191 @@
-"""Answer Python's questions about traced tensors whose values do not depend on the batch.
+"""Answer Python's questions about the values of traced tensors.
 
 A traced tensor has no data, so `bool(tensor)` and `tensor.item()` cannot be answered in general. A
 tensor that `forward` computes from sizes and constants alone, such as a causal mask, has the same
 value in every step: its nodes are run with data, outside of the trace, and Python goes on with the
-answer. Values of parameters, buffers and the batch may change between steps and stay unknown.
+answer. A tensor that also depends on the batch, or on buffers that `forward` does not change, is
+evaluated on the example batch, and the answer becomes a guard: other batches are checked before
+their step. Values that depend on parameters or random numbers stay unknown.
 """
-
-from __future__ import annotations
 
 import contextlib
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.nn.modules import transformer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardwise.frontend.errors import running_frame
+from shardwise.frontend.fake import has_data
 from shardwise.frontend.tracing import patched
+from shardwise.ir.guards import QUESTIONS
 
 _MAX_NODES = 50  # that are run to evaluate a tensor while tracing
+_MAX_GUARDED_NODES = 500  # the same, of a tensor that depends on the batch
 _MAX_ELEMENTS = 2**26  # of each tensor among them: a mask over 8192 positions
-_QUESTIONS = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
+_MAX_CONTENTS = 4096  # elements of a tensor whose contents are guarded
+_ASKED = {  # methods of tensors, and the question that a guard asks in their place
+    **dict.fromkeys(("__bool__", "is_nonzero"), "bool"),
+    **dict.fromkeys(("__int__", "__index__"), "int"),
+    **dict.fromkeys(("__float__", "__complex__", "item", "tolist", "numpy"), "contents"),
+}
 
 
 class UnknownValue(Exception):
     """A traced tensor depends on an input or a random number, or on too many nodes."""
 
 
-def ask(question: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-    """Ask a question of a traced tensor's data; raise `UnknownValue` if that is not known."""
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question that Python asked about a value of the batch, and its answer."""
+
+    tensor: torch.Tensor  # traced, as it was when Python asked
+    question: str  # a key of `QUESTIONS`
+    answer: Any
+    source: str  # the user's line
+
+
+@dataclass(slots=True)
+class Inquiry:
+    """The data with which questions are answered during one trace, and the questions asked.
+
+    Without `guarding`, only values that no input changes are known.
+    """
+
+    inputs: Sequence[torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    guarding: bool = False
+    asked: list[Question] = field(default_factory=list)
+    num_unanswered: int = 0
+    _data: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
+
+    def begin(self, tensors: Sequence[torch.Tensor], model: nn.Module) -> None:
+        """Find the traced inputs and buffers for which there are data."""
+        self._data.clear()
+        self.asked.clear()
+        tracer: Any = getattr(get_proxy_mode(), "tracer", None)
+        pairs = list(zip(tensors, self.inputs, strict=True))
+        pairs += [(b, self.buffers[n]) for n, b in model.named_buffers() if n in self.buffers]
+        for traced, data in pairs if self.guarding and tracer is not None else ():
+            slot: Any = get_proxy_slot(traced, tracer, None)
+            if slot is not None and has_data(data):
+                self._data[slot.proxy.node] = data
+
+    def answer(self, method: str, question: Callable[[torch.Tensor], Any], tensor: Any) -> Any:
+        """Answer a question about a traced tensor, or raise `UnknownValue`."""
+        value, depends = evaluate(tensor, self._data)
+        with _disable_current_modes():
+            if not depends:
+                return question(value)
+            if value.numel() > _MAX_CONTENTS and _ASKED[method] == "contents":
+                raise UnknownValue
+            try:
+                answer, guarded = question(value), QUESTIONS[_ASKED[method]](value)
+            except (RuntimeError, TypeError, ValueError) as error:
+                raise UnknownValue from error
+        frame = running_frame()
+        copy = tensor.detach().clone()
+        self.asked.append(Question(copy, _ASKED[method], guarded, str(frame or "forward")))
+        return answer
+
+
+def evaluate(
+    tensor: torch.Tensor, data: Mapping[fx.Node, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, bool]:
+    """Return the value of a traced tensor, and whether it depends on `data` of placeholders."""
     tracer: Any = getattr(get_proxy_mode(), "tracer", None)
     slot: Any = get_proxy_slot(tensor, tracer, None) if tracer is not None else None
     if slot is None:
         raise UnknownValue
     with _disable_current_modes():
         try:
-            value = _run(slot.proxy.node, tracer.root)
+            return _run(slot.proxy.node, tracer.root, data or {})
         except (RuntimeError, TypeError) as error:
             raise UnknownValue from error
-        return question(value)
 
 
 @contextlib.contextmanager
-def known_values() -> Iterator[None]:
+def known_values(inquiry: Inquiry) -> Iterator[None]:
     """Answer `bool(t)`, `t.item()` and the like with the known value of a traced tensor."""
 
-    def answering(question: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-        def answer(tensor: torch.Tensor) -> Any:
+    def answering(method: str, question: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             with contextlib.suppress(UnknownValue):
-                return ask(question, tensor)
-            return question(tensor)
+                return inquiry.answer(method, lambda t: question(t, *args, **kwargs), tensor)
+            inquiry.num_unanswered += 1
+            return question(tensor, *args, **kwargs)
 
         return answer
 
-    asked = [(FakeTensor, name, answering(getattr(FakeTensor, name))) for name in _QUESTIONS]
-    with patched(*asked), _transformers_of_torch(), _transformers_of_hugging_face():
+    asked = [(FakeTensor, name, answering(name, getattr(FakeTensor, name))) for name in _ASKED]
+    patches = patched(*asked, *_comparisons())
+    with patches, _transformers_of_torch(), _transformers_of_hugging_face():
         yield
 
 
-def _run(node: fx.Node, root: torch.nn.Module) -> Any:
-    """Run a node with all that its value depends on, in the order of the trace."""
-    needed = _dependencies(node)
-    values: dict[fx.Node, Any] = {}
+def _comparisons() -> list[tuple[Any, str, Any]]:
+    """Return patches of functions that compare traced tensors and return a bool."""
+
+    def equal(a: Any, b: Any) -> bool:
+        return bool(a.shape == b.shape and (a == b).all())
+
+    def allclose(a: Any, b: Any, *args: Any, **kwargs: Any) -> bool:
+        return bool(torch.isclose(a, b, *args, **kwargs).all())
+
+    def if_traced(ours: Callable[..., bool], original: Callable[..., bool]) -> Callable[..., bool]:
+        def compare(a: Any, b: Any, *args: Any, **kwargs: Any) -> bool:
+            traced = isinstance(a, FakeTensor) or isinstance(b, FakeTensor)
+            return (ours if traced else original)(a, b, *args, **kwargs)
+
+        return compare
+
+    return [
+        (owner, ours.__name__, if_traced(ours, getattr(owner, ours.__name__)))
+        for owner in (torch, torch.Tensor)
+        for ours in (equal, allclose)
+    ]
+
+
+def _run(node: fx.Node, root: nn.Module, data: Mapping[fx.Node, torch.Tensor]) -> tuple[Any, bool]:
+    """Run a node with all that its value depends on, in the order of the trace.
+
+    Return its value, and whether it depends on `data`. Nodes may write to their inputs.
+    """
+    needed = _dependencies(node, data)
+    used = {n: tensor for n, tensor in data.items() if n in needed}
+    depends = bool(used) or any(n.op == "get_attr" and not _is_literal(n) for n in needed)
+    if len(needed) > (_MAX_GUARDED_NODES if depends else _MAX_NODES):
+        raise UnknownValue
+    values: dict[fx.Node, Any] = {
+        n: tensor.detach().to("cpu", n.meta["val"].dtype, copy=True) for n, tensor in used.items()
+    }
+
+    def on_cpu(argument: Any) -> Any:
+        if isinstance(argument, torch.device):
+            return torch.device("cpu")
+        return values[argument] if isinstance(argument, fx.Node) else argument
+
     for current in node.graph.nodes:
-        if current in needed:
-            args = fx.node.map_arg(current.args, values.__getitem__)
-            kwargs = fx.node.map_arg(current.kwargs, values.__getitem__)
+        if current in needed and current not in values:
+            args, kwargs = fx.node.map_aggregate((current.args, current.kwargs), on_cpu)
             target: Any = current.target
             if current.op == "get_attr":
                 values[current] = _literal(getattr(root, target))
             else:
-                values[current] = target(*_on_cpu(args), **_on_cpu(kwargs))
-    return values[node]
+                values[current] = target(*args, **kwargs)
+    return values[node], depends
+
+
+def _is_literal(node: fx.Node) -> bool:
+    """Return whether a tensor is one of the code, as in `torch.tensor([1, 2])`."""
+    return all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
 
 
 def _literal(tensor: torch.Tensor) -> torch.Tensor:
@@ -86,7 +195,7 @@ def _literal(tensor: torch.Tensor) -> torch.Tensor:
     return data
 
 
-def _dependencies(node: fx.Node) -> set[fx.Node]:
+def _dependencies(node: fx.Node, data: Mapping[fx.Node, torch.Tensor]) -> set[fx.Node]:
     """Return the nodes that a value depends on, including writes to the memory that it reads."""
     writes = [n for n in node.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
     writes = [n for n in writes if n.target._schema.is_mutable]
@@ -98,28 +207,24 @@ def _dependencies(node: fx.Node) -> set[fx.Node]:
         if current in needed:
             continue
         needed.add(current)
-        _check_known(current, len(needed))
+        if current not in data:
+            _check_known(current, len(needed), guarding=bool(data))
         memory |= _memory(current)
         pending += current.all_input_nodes
         pending += [n for n in writes if n not in needed and _memory(n) & memory]
     return needed
 
 
-def _check_known(node: fx.Node, count: int) -> None:
+def _check_known(node: fx.Node, count: int, *, guarding: bool) -> None:
     """Raise if a node is an input, draws random numbers, or makes the evaluation too expensive."""
-    target: Any = node.target
-    if count > _MAX_NODES:
-        raise UnknownValue
-    if node.op == "get_attr":
-        # A literal, as in torch.tensor([1, 2]); other tensors outside the trace may change.
-        if any(user.target is not torch.ops.aten.lift_fresh_copy.default for user in node.users):
-            raise UnknownValue
-    elif not isinstance(target, torch._ops.OpOverload):
-        if target is not operator.getitem:
-            raise UnknownValue
-    elif torch.Tag.nondeterministic_seeded in target.tags:
-        raise UnknownValue
-    if any(tensor.numel() > _MAX_ELEMENTS for tensor in _tensors(node)):
+    if node.op == "get_attr":  # tensors outside the trace that are not literals may change
+        is_known = guarding or _is_literal(node)
+    elif isinstance(node.target, torch._ops.OpOverload):
+        is_known = torch.Tag.nondeterministic_seeded not in node.target.tags
+    else:
+        is_known = node.target is operator.getitem
+    is_large = any(tensor.numel() > _MAX_ELEMENTS for tensor in _tensors(node))
+    if not is_known or is_large or count > _MAX_GUARDED_NODES:
         raise UnknownValue
 
 
@@ -133,16 +238,7 @@ def _memory(node: fx.Node) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in _tensors(node)}
 
 
-def _on_cpu(arguments: Any) -> Any:
-    cpu = torch.device("cpu")
-    if isinstance(arguments, dict):
-        return {k: cpu if isinstance(v, torch.device) else v for k, v in arguments.items()}
-    return [cpu if isinstance(value, torch.device) else value for value in arguments]
-
-
 # ---------------------------------------------------------------- attention masks
-
-
 @contextlib.contextmanager
 def _transformers_of_torch() -> Iterator[None]:
     """Trace `nn.Transformer*` with masks of any origin.
@@ -160,7 +256,9 @@ def _transformers_of_torch() -> Iterator[None]:
         if not isinstance(mask, FakeTensor) or is_causal is not None:
             return detect(mask, is_causal, size)
         try:
-            return bool(ask(lambda known: detect(known, None, size), mask))
+            value, _ = evaluate(mask)
+            with _disable_current_modes():
+                return detect(value, None, size)
         except UnknownValue:
             return False
 
@@ -187,8 +285,10 @@ def _transformers_of_hugging_face() -> contextlib.AbstractContextManager[None]:
 
     def find_packed(position_ids: torch.Tensor) -> Any:
         with contextlib.suppress(UnknownValue):
-            if ask(lambda known: bool(torch.all(torch.diff(known, dim=-1) == 1)), position_ids):
-                return None
+            value, _ = evaluate(position_ids)
+            with _disable_current_modes():
+                if bool(torch.all(torch.diff(value, dim=-1) == 1)):
+                    return None
         return find(position_ids)
 
     return patched(

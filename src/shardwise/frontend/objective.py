@@ -3,11 +3,9 @@
 A step is the model's call and its loss, or a function of the user's over several modules.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +15,11 @@ from torch.utils import _pytree as pytree
 
 from shardwise.batch import Call, register_dataclasses
 from shardwise.errors import CaptureError, LossError
+from shardwise.frontend.known_values import Inquiry, Question
 from shardwise.frontend.python_state import Change, Watch
 from shardwise.keras_model import without_keras
 
 # ---------------------------------------------------------------- the loss
-
 LossFn = Callable[[Any, Any], Any]
 _HINT = (
     'loss_fn=lambda output, batch: output["..."], or return the loss alone, as .loss or ["loss"]'
@@ -39,7 +37,8 @@ def find_loss(output: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
     marked = _marked(output)
     if marked is not None:
         return _checked(marked, "the model's loss")
-    scalars = [leaf for leaf in pytree.tree_leaves(output) if _is_scalar(leaf)]
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    scalars = [tensor for tensor in tensors if tensor.dim() == 0 and tensor.is_floating_point()]
     if len(scalars) == 1:
         return _checked(scalars[0], "the only scalar")
     if scalars:
@@ -70,10 +69,6 @@ def _checked(loss: Any, origin: str) -> torch.Tensor:
     return loss.reshape(()) if loss.dim() else loss
 
 
-def _is_scalar(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
-
-
 def _describe(output: Any) -> str:
     if isinstance(output, torch.Tensor):
         return f"a tensor of shape {list(output.shape)}"
@@ -85,7 +80,6 @@ def _describe(output: Any) -> str:
 
 
 # ---------------------------------------------------------------- models and step functions
-
 StepFn = Callable[[Any, Any], Any]
 Model = nn.Module | Mapping[str, nn.Module]
 
@@ -175,22 +169,18 @@ def loss_of(chosen: Objective) -> LossFn | None:
 
 
 # ---------------------------------------------------------------- outputs
-
-
 def flatten_output(output: Any) -> tuple[list[Any], Any]:
     """Return the leaves of an output and its structure; a cache of keys and values is one leaf.
 
     Such caches (transformers' `DynamicCache`) serve text generation. Training writes them and never
     reads them, so they are not results of the step.
     """
-    leaves, spec = pytree.tree_flatten(output, is_leaf=is_cache)
-    return leaves, spec
+    return pytree.tree_flatten(output, is_leaf=is_cache)
 
 
 def output_leaf(leaf: Any) -> Any:
     """Return the step's result for a leaf: tensors and plain values, None for other objects."""
-    plain = isinstance(leaf, torch.Tensor | bool | int | float | str)
-    return leaf if plain else None
+    return leaf if isinstance(leaf, torch.Tensor | bool | int | float | str) else None
 
 
 def is_cache(value: Any) -> bool:
@@ -201,7 +191,6 @@ def is_cache(value: Any) -> bool:
 
 
 # ---------------------------------------------------------------- the exported module
-
 Around = Callable[[], AbstractContextManager[Any]]
 
 
@@ -217,6 +206,7 @@ class StepOutputs:
     cached: list[Change] = field(default_factory=list)  # attributes that now are these tensors
     warnings: list[str] = field(default_factory=list)
     has_symbols: bool = False  # whether a leaf is a number that depends on sizes
+    asked: list[Question] = field(default_factory=list)  # about values of the batch
 
 
 class _Tensor:
@@ -239,21 +229,25 @@ class Step(nn.Module):
         call: Call,
         chosen: Objective,
         *,
-        needs_loss: bool,
         watch: Watch,
-        around: Around = nullcontext,
+        inquiry: Inquiry,
+        around: Around,
     ) -> None:
         super().__init__()
         self.model = model
         self.training = model.training
         # A tuple hides these from export's search for attributes.
-        self._hidden = (call, chosen, needs_loss, watch, around)
+        self._hidden = (call, chosen, model.training, watch, inquiry, around)
         self.outputs = (StepOutputs(),)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        call, chosen, needs_loss, watch, around = self._hidden
+        call, chosen, needs_loss, watch, inquiry, around = self._hidden
         report = self.outputs[0]
-        before = _state(self.model)
+        inquiry.begin(tensors, self.model)
+        before = [
+            (path, module, dict(vars(module)), dict(module._buffers))
+            for path, module in self.model.named_modules()
+        ]
         results: list[torch.Tensor] = []
         with watch.watching(), around():
             output = run_objective(self.model, call, call.batch_with(tensors), chosen)
@@ -270,8 +264,10 @@ class Step(nn.Module):
         report.warnings += watch.warnings()
         cached = [(change, t) for change in watch.changes for t in change.tensors]
         report.cached = [change for change, _ in cached]
-        results.extend(_reassigned(self.model, before, report))
+        results.extend(_reassigned(before, report))
         results.extend(tensor for _, tensor in cached)
+        report.asked = list(inquiry.asked)
+        results.extend(question.tensor for question in report.asked)
         return tuple(results)
 
 
@@ -285,14 +281,7 @@ def _leaf(leaf: Any, results: list[torch.Tensor], report: StepOutputs) -> Any:
     return output_leaf(leaf)
 
 
-def _state(model: nn.Module) -> list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]:
-    return [
-        (path, module, dict(vars(module)), dict(module._buffers))
-        for path, module in model.named_modules()
-    ]
-
-
-def _reassigned(model: nn.Module, before: Any, report: StepOutputs) -> list[torch.Tensor]:
+def _reassigned(before: Any, report: StepOutputs) -> list[torch.Tensor]:
     """Return the new contents of reassigned buffers; restore all other attributes."""
     contents: list[torch.Tensor] = []
     for path, module, attributes, buffers in before:

@@ -12,10 +12,11 @@ import builtins
 import contextlib
 import dis
 import functools
+import io
 import os
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,6 @@ from shardwise.frontend.tracing import patched
 from shardwise.keras_model import KerasSettings
 
 # ---------------------------------------------------------------- what code may read
-
 # Python calls special methods by itself; these do not run in a step, or not on its results.
 _NEVER = frozenset(
     {"__repr__", "__str__", "__del__", "__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__"}
@@ -55,6 +55,55 @@ _ALL_MODULES = frozenset({"modules", "import_module", "__import__", "f_globals"}
 _BY_ANY_NAME = frozenset({"vars", "__dict__", "attrgetter", "asdict", "astuple", "fields"})
 _BUILTIN = (types.BuiltinFunctionType, type, types.MethodDescriptorType)
 _WRAPPERS = (functools.partial, staticmethod, classmethod, property, functools.cached_property)
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+class _Outside(dict[str, Callable[[], object]]):
+    """State outside of Python objects, as a namespace of functions that read it."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the state as text, always the same object for the same state."""
+        return sys.intern(repr(self[name]()))
+
+
+_FILES = _Outside()  # files and folders that some forward has looked at, by path
+_SETTINGS = _Outside(  # of torch, by the names with which code reads them
+    {
+        **{
+            name: getattr(owner, name)
+            for owner, names in (
+                (torch, "get_num_threads get_num_interop_threads initial_seed is_anomaly_enabled"),
+                (torch, "are_deterministic_algorithms_enabled get_float32_matmul_precision"),
+                (torch.backends.cuda, "flash_sdp_enabled math_sdp_enabled cudnn_sdp_enabled"),
+                (torch.backends.cuda, "mem_efficient_sdp_enabled"),
+                (torch.backends.mha, "get_fastpath_enabled"),
+            )
+            for name in names.split()
+        },
+        **{
+            name: functools.partial(
+                lambda name, owners: [getattr(owner, name) for owner in owners], name, owners
+            )
+            for name, owners in (
+                ("benchmark", (torch.backends.cudnn,)),
+                ("deterministic", (torch.backends.cudnn,)),
+                ("enabled", (torch.backends.cudnn, torch.backends.mkldnn)),
+                ("allow_tf32", (torch.backends.cudnn, torch.backends.cuda.matmul)),
+            )
+        },
+    }
+)
+
+
+def _file_stamp(path: str) -> tuple[int, int, int] | None:
+    try:
+        status = _stat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+_stat = os.stat  # not the one that is watched
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +153,12 @@ class Reach:
     codes: set[types.CodeType] = field(default_factory=set)  # code that may run
     loads: dict[types.CodeType, dict[str, Any]] = field(default_factory=dict)  # global names
     classes: dict[type, None] = field(default_factory=dict)  # classes whose methods may run
+    caches: list[Any] = field(default_factory=list)  # functions under functools.lru_cache
+
+    @property
+    def uses_files(self) -> bool:
+        """Return whether a capture has looked at files."""
+        return any(variable.home is _FILES for variable in self.variables.values())
 
     def trained_tensors(self) -> dict[int, tuple[str, str]]:
         """Return name and place of tensors in variables that require a gradient, by address."""
@@ -162,7 +217,7 @@ class _Walk:
         self._called: set[type] = set()  # classes of which code may make objects
         self._attributes: set[str] = set()  # of objects
         self._is_dynamic = False  # whether code reads attributes by names that it computes
-        self._is_user: dict[type, bool] = {}
+        self._is_user_class = functools.cache(_is_user_class)
         self._values: dict[int, Any] = {}  # alive, so that no id is reused
 
     def value(self, value: Any, depth: int) -> None:
@@ -176,8 +231,9 @@ class _Walk:
             self.value(value.__self__, depth)
             self.value(value.__func__, depth)
         elif isinstance(value, (*_WRAPPERS, functools._lru_cache_wrapper)):
-            inner = ("func", "args", "keywords", "__func__", "fget", "__wrapped__")
-            for name in inner:
+            if isinstance(value, functools._lru_cache_wrapper):
+                self.reach.caches.append(value)
+            for name in ("func", "args", "keywords", "__func__", "fget", "__wrapped__"):
                 self.value(getattr(value, name, None), depth)
         elif isinstance(value, types.ModuleType):
             own = "site-packages" not in (getattr(value, "__file__", None) or "")
@@ -207,9 +263,7 @@ class _Walk:
             for cls in list(self.classes):
                 bases: tuple[type, ...] = (*cls.__mro__, *type.mro(type(cls)))
                 for base in bases:
-                    if base not in self._is_user:
-                        self._is_user[base] = _is_user_class(base)
-                    if self._is_user[base]:
+                    if self._is_user_class(base):
                         special = _special_methods(base, called=cls in self._called)
                         self._members(base, names | special, done)
             for module in list(self.modules.values()):
@@ -219,6 +273,8 @@ class _Walk:
         if not {"environ", "getenv"}.isdisjoint(self.reach.names):  # compared by content
             data = vars(os.environ)
             self.reach.variables[id(data), "_data"] = Variable("_data", "os.environ", data)
+        for name in sorted(self.reach.names & _SETTINGS.keys()):
+            self.reach.variables[id(_SETTINGS), name] = Variable(name, "torch", _SETTINGS)
         for library in self.libraries.values():
             members = vars(library)
             for name in sorted(self.reach.names & members.keys()):
@@ -312,9 +368,7 @@ def _special_methods(cls: type, *, called: bool) -> set[str]:
 
 
 @functools.lru_cache(maxsize=65536)
-def names_in(
-    code: types.CodeType,
-) -> tuple[tuple[str, ...], frozenset[str], dict[str, int]]:
+def names_in(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str], dict[str, int]]:
     """Return the global names and attribute names of a code object, and lines that assign them."""
     used: dict[str, None] = {}
     written: dict[str, int] = {}
@@ -394,6 +448,22 @@ def _is_user_function(function: types.FunctionType) -> bool:
 
 
 # ---------------------------------------------------------------- watching a model
+def is_called_by_model(frame: types.FrameType | None) -> bool:
+    """Return whether the model's code is the caller, perhaps through a library other than torch."""
+    before = ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_LIBRARIES):
+            return before not in ("", "import")
+        if is_user_code(file):
+            before = "model"
+            if "site-packages" not in file:
+                return True
+        elif file.startswith("<frozen importlib"):
+            before = "import"
+        frame = frame.f_back
+    return False
+
 
 _MODULE_FILE = nn.modules.module.__file__
 Place = tuple[str, str]  # path of a module, name of an attribute
@@ -408,17 +478,19 @@ class Write:
     """An attribute that forward assigns and does not read.
 
     With `is_known`, every captured step assigns `value`. Tensors and other objects that exist only
-    inside a step are not known.
+    inside a step are not known. With `is_asked`, forward has looked for it before it existed.
     """
 
     value: Any
     is_known: bool
     frame: Frame | None
+    is_asked: bool = False
 
     def merge(self, other: Write) -> Write:
         """Combine with the assignment of the same attribute in another capture."""
         same = snapshot(self.value, frozenset()) == snapshot(other.value, frozenset())
-        return Write(other.value, self.is_known and other.is_known and same, other.frame)
+        known, asked = self.is_known and other.is_known and same, self.is_asked or other.is_asked
+        return Write(other.value, known, other.frame, asked)
 
 
 @dataclass(slots=True)
@@ -484,20 +556,20 @@ class Watch:
         self._carries_growth = getattr(type(model), "carries_growth", False)
         # Integrations update metrics after the step: their state is not captured.
         is_carried = getattr(type(model), "carries_state_of", lambda module: False)
-        self._paths = {
-            id(vars(module)): path
-            for path, module in self.modules.items()
-            if not is_carried(module)
-        }
+        self._paths = {id(vars(m)): path for path, m in self.modules.items() if not is_carried(m)}
         self.reach = reachable(model, functions)
         self.first: dict[Place, Any] = {}  # snapshots of attributes when they were first read
         self._values: dict[Place, Any] = {}  # the same, as values
         self._frames: dict[Place, Frame | None] = {}  # the last use that may have been a write
         self._assigned: dict[Place, Any] = {}  # values before a write without a read
         self.methods: dict[Place, None] = {}  # methods that were called or otherwise read
+        self._missing: set[Place] = set()  # attributes that did not exist when they were read
         self.changes: list[Change] = []
         self.writes: dict[Place, Write] = {}
-        self._plain_class: dict[tuple[type, str], bool] = {}
+        # Whether a class attribute is a value, not a method or property.
+        self._is_plain: Callable[[type, str], bool] = functools.cache(
+            lambda cls, name: not hasattr(type(class_member(cls, name)), "__get__")
+        )
 
     @property
     def reads(self) -> Reads:
@@ -508,10 +580,25 @@ class Watch:
     def watching(self) -> Iterator[None]:
         """Patch the attribute access of modules; compare variables before and after."""
         before = self._variables()
+        misses = [cache.cache_info().misses for cache in self.reach.caches]
         get, put = object.__getattribute__, nn.Module.__setattr__
+        opened = builtins.open
+
+        def stat(path: Any, *args: Any, **kwargs: Any) -> Any:
+            self._record_file(path, sys._getframe(1))
+            return _stat(path, *args, **kwargs)
+
+        def open_(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            if "r" in mode or "+" in mode:
+                self._record_file(path, sys._getframe(1))
+            return opened(path, mode, *args, **kwargs)
 
         def getattribute(module: nn.Module, name: str) -> Any:
-            value = get(module, name)
+            try:
+                value = get(module, name)
+            except AttributeError:
+                self._missing.add((self._paths.get(id(get(module, "__dict__")), ""), name))
+                raise
             if name == "__dict__" and not _is_ours(sys._getframe(1)):
                 self._record_all(value)
             elif name == "forward" or (name not in INTERNAL and not name.startswith("__")):
@@ -534,20 +621,19 @@ class Watch:
 
         try:
             with patched(
-                (nn.Module, "__getattribute__", getattribute), (nn.Module, "__setattr__", setattr_)
+                (nn.Module, "__getattribute__", getattribute),
+                (nn.Module, "__setattr__", setattr_),
+                (os, "stat", stat),
+                *((module, "open", open_) for module in (builtins, io)),
             ):
                 yield
         finally:
             changed = self._restore(before)
+            for cache, count in zip(self.reach.caches, misses, strict=True):
+                if cache.cache_info().misses != count:
+                    cache.cache_clear()  # of tensors without data
         if changed:
             raise changed[0]
-
-    def _is_plain(self, cls: type, name: str) -> bool:
-        """Return whether a class attribute is a value, not a method or property."""
-        key = (cls, name)
-        if key not in self._plain_class:
-            self._plain_class[key] = not hasattr(type(class_member(cls, name)), "__get__")
-        return self._plain_class[key]
 
     def _is_torch_module(self, place: Place) -> bool:
         """Return whether a module is one of torch's, which manage their own state."""
@@ -559,8 +645,7 @@ class Watch:
         plain = (*ATOMS, tuple, types.FunctionType, types.BuiltinFunctionType)
         if self._is_torch_module(place) and not isinstance(value, plain):
             return
-        integration = type(value).__module__.startswith("shardwise.")
-        if integration and not isinstance(value, KerasSettings):
+        if type(value).__module__.startswith("shardwise.") and not isinstance(value, KerasSettings):
             return
         if place not in self.first:
             self.first[place] = snapshot(value, self.reach.names)
@@ -572,8 +657,17 @@ class Watch:
         """Record a read of every attribute, as code has taken the `__dict__` of a module."""
         path = self._paths.get(id(owner))
         if path is not None and is_user_code(sys._getframe(2).f_code.co_filename):
+            self._missing.add((path, "__dict__"))  # perhaps to ask for an attribute
             for name in owner.keys() - INTERNAL - {"training"}:
                 self._record_read((path, name), owner[name])
+
+    def _record_file(self, path: Any, frame: types.FrameType) -> None:
+        """Compare a file or folder that the model has looked at before every step."""
+        if isinstance(path, (str, os.PathLike)) and is_called_by_model(frame):
+            name = os.path.abspath(path)
+            if not name.endswith((".py", ".pyc")):
+                _FILES[name] = functools.partial(_file_stamp, name)
+                self.reach.variables[id(_FILES), name] = Variable(name, "a file", _FILES)
 
     def _record_write(self, place: Place, before: Any) -> None:
         if self._is_torch_module(place):
@@ -594,22 +688,21 @@ class Watch:
         with `carries_growth` repeats the growth of its containers after every step; their contents
         are then not part of the captured state.
         """
-        carried = []
         if self._carries_growth:
             carried = [place for place in self.first if isinstance(self._now(place), list | dict)]
+            for place in carried:
+                del self.first[place]
         for place, before in self.first.items():
-            if place not in self._frames:
-                continue
             now = self._now(place)
-            if snapshot(now, self.reach.names) != before and place not in carried:
+            if place in self._frames and snapshot(now, self.reach.names) != before:
                 self.changes.append(Change(place, self._values[place], now, self._frames[place]))
-        for place in carried:
-            del self.first[place]
         for place, old in self._assigned.items():
             now = self._now(place)
             if now is not old and now is not MISSING:
                 known = all(isinstance(leaf, ATOMS) for leaf in pytree.tree_leaves(now))
-                self.writes[place] = Write(now if known else None, known, self._frames[place])
+                asked = place in self._missing or (place[0], "__dict__") in self._missing
+                value = now if known else None
+                self.writes[place] = Write(value, known, self._frames[place], asked)
 
     def warnings(self) -> list[str]:
         """Return a line for each attribute that forward writes and parallel steps leave unset."""

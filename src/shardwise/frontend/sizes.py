@@ -7,9 +7,8 @@ running Python again. Sizes that violate a guard take another path through the p
 captured separately.
 """
 
-from __future__ import annotations
-
 import contextlib
+import functools
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -28,8 +27,6 @@ from shardwise.frontend.objective import Model, Objective, as_module
 from shardwise.frontend.python_state import Reads
 from shardwise.frontend.tracing import patched
 from shardwise.ir import Graph
-
-__all__ = ["GraphsBySize", "SizedTrace"]
 
 STATIC_CAPTURES = 2  # of batches that differ only in sizes, before a symbolic capture
 SYMBOLIC_CAPTURES = 6  # per kind of batch: guards may divide sizes into several ranges
@@ -65,6 +62,7 @@ class GraphsBySize:
         training: bool | None = None,
         device: torch.device | str | None = None,
         reads: Reads | None = None,
+        buffers: Mapping[str, torch.Tensor] | None = None,
     ) -> Graph:
         """Capture as `capture` does; the model and all it reads must be the same in every call."""
         call = read_batch(batch)
@@ -81,22 +79,18 @@ class GraphsBySize:
             graph = self._graph_by_symbols(model, batch, chosen, options, reads)
             if graph is not None:
                 return graph
+            run_capture = functools.partial(capture, model, batch, chosen, buffers=buffers)
             if stored is None:
-                graph = capture(model, batch, chosen, reads=reads, **options)
+                graph = run_capture(reads=reads, **options)
             else:
                 with stored.storing(reads) as run:
-                    run.graph = graph = capture(model, batch, chosen, reads=run.reads, **options)
+                    run.graph = graph = run_capture(reads=run.reads, **options)
         if len(fingerprints) < STATIC_CAPTURES:
             fingerprints[shapes] = graph.fingerprint
         return graph
 
     def _graph_by_symbols(
-        self,
-        model: Model,
-        batch: Any,
-        chosen: Objective,
-        options: _Options,
-        reads: Reads | None,
+        self, model: Model, batch: Any, chosen: Objective, options: _Options, reads: Reads | None
     ) -> Graph | None:
         """Return the graph by a new symbolic trace, if it is due and the code accepts symbols.
 

@@ -7,8 +7,6 @@ these refer to. While all of them are the same objects, the snapshots would be e
 proves nothing, and the snapshots decide.
 """
 
-from __future__ import annotations
-
 import array
 import functools
 import operator
@@ -18,6 +16,7 @@ import warnings
 import weakref
 from collections import UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from enum import Enum
 from typing import Any
 
@@ -26,7 +25,6 @@ import torch
 from torch import nn
 
 # ---------------------------------------------------------------- snapshots of values
-
 MAX_ITEMS = 256  # of a container that is compared element by element
 MAX_PLAIN_ITEMS = 8192  # of a container of numbers and strings alone
 MAX_ARRAY_BYTES = 2**20  # of an array that is compared by value
@@ -81,8 +79,7 @@ def snapshot(value: Any, names: Set[str], depth: int = DEPTH) -> Any:
         return (Same(value), value._version if versioned else 0)
     if isinstance(value, types.MethodType):
         owner = value.__self__  # attributes of modules are compared separately
-        by_identity = isinstance(owner, nn.Module)
-        of_owner = Same(owner) if by_identity else snapshot(owner, names, depth)
+        of_owner = Same(owner) if isinstance(owner, nn.Module) else snapshot(owner, names, depth)
         return (of_owner, Same(value.__func__))
     if isinstance(value, list | tuple | set | frozenset | dict) and depth:
         return _container(value, names, depth - 1)
@@ -123,15 +120,13 @@ def _contents(value: Any, names: Set[str], depth: int) -> Any:
     if isinstance(value, types.GeneratorType):
         frame = value.gi_frame
         return frame and (frame.f_lasti, _container(dict(frame.f_locals), names, depth - 1))
-    try:
+    with suppress(Exception):  # a class of the user's may raise anything: compare its attributes
         if isinstance(value, Mapping):
             return _container(dict(value), names, depth - 1)
         if isinstance(value, deque | UserList):
             return _container(list(value), names, depth - 1)
         if isinstance(value, Iterator):
             return _progress(value)
-    except Exception:  # a class of the user's may raise anything: compare its attributes only
-        return None
     return None
 
 
@@ -187,11 +182,11 @@ def class_member(cls: type, name: str) -> Any:
 
 
 # ---------------------------------------------------------------- guards
-
 _CONSTANTS = (*ATOMS, types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)
 _OTHER_STATE = (  # objects whose state is more than their attributes
     *(torch.Tensor, nn.Module, np.ndarray, random.Random, np.random.Generator),
     *(np.random.RandomState, Mapping, deque, UserList, Iterator, types.MethodType),
+    functools.partial,
 )
 _NO_ATTRIBUTES = {object(): None}  # stands for the attributes of an object that no longer exists
 

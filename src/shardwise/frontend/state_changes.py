@@ -4,8 +4,6 @@ Each distinct state of everything that the captures of a model read (`Reads`) ha
 thereby its own programs. The model is referenced weakly: once it is gone, nobody can change it.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import types
@@ -21,7 +19,7 @@ from torch import nn
 from shardwise.errors import ProgramError
 from shardwise.frontend.errors import Frame, user_stacklevel
 from shardwise.frontend.fake import skeleton
-from shardwise.frontend.hooks import MODULE_HOOKS, hook_dicts, hooks_of
+from shardwise.frontend.hooks import MODULE_HOOKS, hook_dicts, hooks_of, module_hooks
 from shardwise.frontend.python_state import Place, Reads, Variable
 from shardwise.frontend.snapshots import INTERNAL, MISSING, Guards, Same, is_constant, snapshot
 
@@ -121,7 +119,7 @@ class PythonState:
         """Give the model the attributes that its forward would have assigned.
 
         Values that are the same in all programs are set; others would be those of another step. An
-        attribute that the model did not have stays missing: forward may ask whether it exists.
+        attribute that the model did not have stays missing if forward asks whether it exists.
         """
         for (path, name), write in self.reads.writes.items():
             module = self._modules[path]()
@@ -129,7 +127,7 @@ class PythonState:
                 continue
             if write.is_known:
                 vars(module)[name] = write.value
-            elif name in vars(module):
+            elif name in vars(module) or not write.is_asked:
                 vars(module)[name] = NotComputed(_dotted(path, name), write.frame)
 
     def number(self) -> int:
@@ -223,8 +221,7 @@ class PythonState:
     def _parameter_hooks(self) -> Iterator[dict[int, Any]]:
         """Yield the hooks of all parameters, by key."""
         for _, ref in self._parameters:
-            parameter = ref()
-            if parameter is not None:
+            if (parameter := ref()) is not None:
                 yield from hook_dicts(parameter)
 
     def _parameter_hook_keys(self) -> list[int]:
@@ -249,8 +246,7 @@ class PythonState:
                 guards.add_member(namespace, variable.name, value)
         attributes, methods = _by_path(self.reads.attributes), _by_path(self.reads.methods)
         for path, ref in self._modules.items():
-            module = ref()
-            if module is None:
+            if (module := ref()) is None:
                 continue
             for kind in MODULE_HOOKS:
                 guards.add_hooks(vars(module)[kind])
@@ -278,7 +274,9 @@ class PythonState:
             yield f"the global {kind}", list(_GLOBALS[kind].values())
         for path, module_ref in self._modules.items():
             module = module_ref()
-            hooks: Any = _GONE if module is None else _module_hooks(module)
+            hooks: Any = _GONE
+            if module is not None:
+                hooks = [hook for kind in MODULE_HOOKS for hook in module_hooks(module, kind)]
             yield f"a hook of {path or 'the model'}", hooks
         for name, ref in self._parameters:
             parameter = ref()
@@ -286,9 +284,8 @@ class PythonState:
 
     def _is_part(self, value: Any) -> bool:
         """Return whether a value is a module of the model, whose attributes are compared anyway."""
-        return isinstance(value, nn.Module) and any(
-            ref() is value for ref in self._modules.values()
-        )
+        refs = self._modules.values()
+        return isinstance(value, nn.Module) and any(ref() is value for ref in refs)
 
     def _snapshots(self) -> Snapshots:
         names = self.reads.reach.names
@@ -302,12 +299,6 @@ class PythonState:
                 memo[id(value)] = (value, snapshot(value, names))
             snapshots[key] = memo[id(value)][1]
         return snapshots
-
-
-def _module_hooks(module: nn.Module) -> list[Any]:
-    """Return a module's forward and backward hooks, except our own."""
-    hooks = [hook for kind in MODULE_HOOKS for hook in vars(module)[kind].values()]
-    return [hook for hook in hooks if not type(hook).__module__.startswith("shardwise.")]
 
 
 def _by_path(places: Iterable[Place]) -> defaultdict[str, list[str]]:

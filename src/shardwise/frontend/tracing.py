@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import logging
 import os
 import random
@@ -108,12 +109,8 @@ def keeping_user_frames() -> Iterator[None]:
         forwards: traceback.StackSummary = original(self, summary)
         if any(frame.name == "forward" and is_user_file(frame.filename) for frame in forwards):
             return forwards
-        inside = False  # whether frames below the capture have begun
-        users: list[traceback.FrameSummary] = []
-        for frame in summary:
-            inside = inside or in_package(frame.filename)
-            if inside and is_user_code(frame.filename):
-                users.append(frame)
+        captured = itertools.dropwhile(lambda frame: not in_package(frame.filename), summary)
+        users = [frame for frame in captured if is_user_code(frame.filename)]
         return traceback.StackSummary.from_list([*forwards, *users])
 
     with patched((tracer, "_filter_traceback_frames", with_user_frames)):
@@ -141,7 +138,6 @@ def refusing_derivatives() -> contextlib.AbstractContextManager[None]:
 
 
 # ---------------------------------------------------------------- random numbers
-
 # A static graph cannot hold `if torch.rand([]) < p: skip the layer` (LayerDrop). While tracing,
 # scalar draws are `Draw`s: a comparison with only one possible outcome (p = 0) is answered, any
 # other is refused with the reason; used as a tensor, a `torch.rand` draw is a random node.
@@ -285,8 +281,7 @@ def controlled_random() -> Iterator[None]:
             return rand(*size, **kwargs)
         return Draw(tensor=lambda: rand(*size, **kwargs))
 
-    patches = [(torch, "rand", draw_tensor), (random, "random", lambda: Draw())]
-    patches += [(random, "uniform", Draw)]
+    patches = [(torch, "rand", draw_tensor), (random, "random", Draw), (random, "uniform", Draw)]
     for name in ("rand", "random", "random_sample", "uniform"):
         patches.append((np.random, name, _numpy_draw(getattr(np.random, name), name)))
     for owner, names in _DRAWS:

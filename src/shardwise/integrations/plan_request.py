@@ -1,7 +1,5 @@
 """The `plan` argument of `ShardwiseStrategy` and `ShardwiseTrainer`, as in `sw.Trainer`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,8 +14,6 @@ from shardwise.plans import Plan
 from shardwise.schema import Reader
 from shardwise.training.config import DataConfig, PlanConfig, TrainConfig
 from shardwise.training.planning import check_plan_name, make_planned
-
-__all__ = ["PlanLike", "PlanRequest"]
 
 PlanLike = str | Path | Mapping[str, Any] | Plan | Callable[..., Plan]
 

@@ -16,12 +16,15 @@ from shardwise.ir.graph import (
     node_keys,
     tensor_bytes,
 )
+from shardwise.ir.guards import Guard, Guards
 
 __all__ = [
     "Buffer",
     "Constant",
     "GradientHook",
     "Graph",
+    "Guard",
+    "Guards",
     "Input",
     "Node",
     "Parameter",

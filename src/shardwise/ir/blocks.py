@@ -5,15 +5,13 @@ as one asks here: plan globs, recomputation units, emitted loops, folding for si
 and the small twin of a model that is verified in its place.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from shardwise.ir.graph import Graph, Node, Ref, iter_refs, map_refs
+from shardwise.ir.graph import Graph, Node, Ref, drop_unused, iter_refs, map_refs
 
 # Return the constraints on a block, given its path and its nodes, as text. Blocks with
 # different constraints are not folded together.
@@ -27,8 +25,6 @@ _NUMBER = re.compile(r"0|[1-9][0-9]*")  # as lists count; "007" is a name
 
 
 # ---------------------------------------------------------------- paths
-
-
 def is_number(name: str) -> bool:
     """Return whether one piece of a module path is an index into a list of modules."""
     return _NUMBER.fullmatch(name) is not None
@@ -58,8 +54,6 @@ def block_glob(path: str) -> str:
 
 
 # ---------------------------------------------------------------- which block a step belongs to
-
-
 def assign_blocks(ops: Sequence[str], modules: Iterable[str], depth: int = 1) -> list[str | None]:
     """Return the block of each step of a program, given every step's operator and module.
 
@@ -106,8 +100,6 @@ def large_blocks(graph: Graph) -> tuple[str, ...]:
 
 
 # ---------------------------------------------------------------- folding
-
-
 def drop_blocks(
     graph: Graph, keep: Collection[str] = (), constraint_key: ConstraintKey | None = None
 ) -> tuple[Graph, tuple[str, ...]]:
@@ -236,23 +228,16 @@ def _without(graph: Graph, remains: list[bool], renamed: Mapping[str, str]) -> G
     def rename(arg: Any) -> Any:
         return map_refs(arg, lambda ref: Ref(renamed.get(ref.name, ref.name)))
 
-    nodes = [
+    remaining = [
         dataclasses.replace(node, args=rename(node.args), kwargs=rename(node.kwargs))
         for node, stays in zip(graph.nodes, remains, strict=True)
         if stays
     ]
-    used_before = {name for node in graph.nodes for name in node.inputs}
     loss = renamed.get(graph.loss, graph.loss) if graph.loss else None
     outputs = rename(graph.outputs)
-    used = {loss, *(ref.name for ref in iter_refs(outputs))}
-    used |= {renamed.get(b.mutation, b.mutation) for b in graph.buffers if b.mutation}
-    alive: set[str] = set()
-    for node in reversed(nodes):
-        if used.intersection(node.outputs) or not used_before.intersection(node.outputs):
-            used |= set(node.inputs)  # a result that was unused before folding stays, too
-            alive.add(node.name)
-    nodes = [node for node in nodes if node.name in alive]
-    unused = used_before - {name for node in nodes for name in node.inputs}
+    visible = (*graph.ends, *(ref.name for ref in iter_refs(graph.outputs)))
+    nodes = drop_unused(graph, remaining, (renamed.get(name, name) for name in visible))
+    unused = {n for node in graph.nodes for n in node.inputs}.difference(*(n.inputs for n in nodes))
     buffers = tuple(
         dataclasses.replace(b, mutation=renamed.get(b.mutation or "", b.mutation))
         for b in graph.buffers
@@ -265,7 +250,7 @@ def _without(graph: Graph, remains: list[bool], renamed: Mapping[str, str]) -> G
     defined |= {name for node in nodes for name in node.outputs}
     return dataclasses.replace(
         graph,
-        nodes=tuple(nodes),
+        nodes=nodes,
         values={n: t for n, t in graph.values.items() if n in defined},
         parameters=parameters,
         buffers=buffers,

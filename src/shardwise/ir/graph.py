@@ -9,34 +9,52 @@ from __future__ import annotations
 
 import hashlib
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardwise.dtypes import dtype_name
 from shardwise.errors import ShardwiseError
 
+if TYPE_CHECKING:
+    from shardwise.ir.guards import Guards
+
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """Shape and dtype of a value: `TensorType((4, 16), torch.float32)`."""
+    """Shape and dtype of a value: `TensorType((4, 16), torch.float32)`.
+
+    One in `ragged` rows of the first dim exists (see `shardwise.routing`), the others are empty.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    ragged: float = 1
+
+    @property
+    def expected(self) -> TensorType:
+        """Return the type with the rows that exist if the ragged dim is filled evenly."""
+        if self.ragged == 1:
+            return self
+        rows = math.ceil(self.shape[0] / self.ragged)
+        return TensorType((rows, *self.shape[1:]), self.dtype)
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)
+        return math.prod(self.expected.shape)
 
     @property
     def num_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{dtype_name(self.dtype)}[{', '.join(map(str, self.shape))}]"
+        rows = [f"{size}/{self.ragged}" for size in self.shape[:1]] if self.ragged > 1 else []
+        sizes = [*rows, *map(str, self.shape[len(rows) :])]
+        return f"{dtype_name(self.dtype)}[{', '.join(sizes)}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +174,8 @@ class Graph:
     `outputs` are the leaves of the model's output in pytree order: a `Ref` or a constant.
     `output_spec` is the output's `TreeSpec`: `frontend.rebuild_output(spec, leaves)` uses it.
     `functions` maps `autograd_function.*` op names to the user's classes, and "gradient hooks" to
-    the `hooks`; both exist in this process only.
+    the `hooks`; both exist in this process only. With `guards`, the graph is valid only for batches
+    with the same answers to Python's questions about their values.
     """
 
     name: str  # the model's class name
@@ -176,6 +195,7 @@ class Graph:
     warnings: tuple[str, ...] = ()
     sends: tuple[str, ...] = ()  # in a part of a graph: values that later stages use
     hooks: tuple[GradientHook, ...] = ()  # of parameters, in the order in which they run
+    guards: Guards | None = None
 
     def __str__(self) -> str:
         return to_text(self)
@@ -199,7 +219,7 @@ class Graph:
     def fingerprint(self) -> str:
         """Return a hex digest of everything that determines the computation; weights do not."""
         digest = hashlib.sha256(to_text(self, provenance=False).encode(errors="backslashreplace"))
-        for constant in self.constants:
+        for constant in (*self.constants, *(self.guards.graph.constants if self.guards else ())):
             digest.update(tensor_bytes(constant.data))
         return digest.hexdigest()[:16]
 
@@ -253,6 +273,20 @@ def node_keys(graph: Graph) -> dict[str, str]:
     return keys
 
 
+def drop_unused(graph: Graph, nodes: Iterable[Node], ends: Iterable[str]) -> tuple[Node, ...]:
+    """Return the nodes of a changed graph that `ends` need, or whose results nothing used before.
+
+    `graph` is the graph before the change.
+    """
+    used, used_before = set(ends), {name for node in graph.nodes for name in node.inputs}
+    live: list[Node] = []
+    for node in reversed(tuple(nodes)):
+        if used.intersection(node.outputs) or used_before.isdisjoint(node.outputs):
+            used |= set(node.inputs)
+            live.append(node)
+    return tuple(reversed(live))
+
+
 def iter_refs(arg: Any) -> Iterator[Ref]:
     """Yield all `Ref`s in a nested argument, in order."""
     if isinstance(arg, Ref):
@@ -291,7 +325,31 @@ def format_arg(arg: Any) -> str:
 
 def to_text(graph: Graph, *, provenance: bool = True) -> str:
     """Return the graph as readable text; the fingerprint hashes it without provenance."""
-    lines = [f"graph {graph.name} training={graph.training}"]
+    lines = [f"graph {graph.name} training={graph.training}", *_source_lines(graph)]
+    lines += [_node_line(graph, node, provenance) for node in graph.nodes]
+    for hook in graph.hooks:
+        when = "accumulated gradient" if hook.accumulated else "gradient"
+        label = str(hook) if provenance else f"{hook.parameter}: {hook.code}"
+        lines.append(f"  hook on the {when} of {label}")
+    lines.append(f"  loss %{graph.loss}")
+    lines.append(f"  outputs {format_arg(graph.outputs)}")
+    lines += [f"  sends {', '.join(f'%{name}' for name in graph.sends)}"] if graph.sends else []
+    return "\n".join([*lines, *_guard_lines(graph.guards, provenance)])
+
+
+def _guard_lines(guards: Guards | None, provenance: bool) -> Iterator[str]:
+    """Yield the number of guards, the nodes that compute their values, and each guard."""
+    if guards is None:
+        return
+    yield f"  guards {len(guards)}"
+    yield from (f"  {_node_line(guards.graph, node, provenance)}" for node in guards.graph.nodes)
+    for guard in guards.checks:
+        text = str(guard)
+        short = textwrap.shorten(text, 120, placeholder=" ...")
+        yield f"    {short}  # {guard.source}" if provenance else f"    {text}"
+
+
+def _source_lines(graph: Graph) -> Iterator[str]:
     types = graph.values
     for kind, sources in (
         ("input", graph.inputs),
@@ -307,23 +365,17 @@ def to_text(graph: Graph, *, provenance: bool = True) -> str:
             if isinstance(source, Buffer) and source.mutation:
                 extra = f" <- %{source.mutation}"
             label = " = ".join(filter(None, names))
-            lines.append(f"  {kind} %{source.value}: {types[source.value]} {label}{extra}".rstrip())
+            yield f"  {kind} %{source.value}: {types[source.value]} {label}{extra}".rstrip()
     for key, constant in graph.input_constants:
-        lines.append(f"  argument {key} = {format_arg(constant)}")
-    for node in graph.nodes:
-        outs = ", ".join(f"%{o}: {types[o]}" for o in node.outputs)
-        args = [format_arg(a) for a in node.args]
-        args += [f"{k}={format_arg(v)}" for k, v in node.kwargs]
-        flags = "" if node.grad_enabled else " no_grad"
-        flags += f" autocast={node.autocast}" if node.autocast else ""
-        flags += f" recompute={node.recompute}" if node.recompute else ""
-        line = f"  {outs} = {node.op}({', '.join(args)}){flags}"
-        lines.append(f"{line}  # {node.origin}" if provenance else line)
-    for hook in graph.hooks:
-        when = "accumulated gradient" if hook.accumulated else "gradient"
-        label = str(hook) if provenance else f"{hook.parameter}: {hook.code}"
-        lines.append(f"  hook on the {when} of {label}")
-    lines.append(f"  loss %{graph.loss}")
-    lines.append(f"  outputs {format_arg(graph.outputs)}")
-    lines += [f"  sends {', '.join(f'%{name}' for name in graph.sends)}"] if graph.sends else []
-    return "\n".join(lines)
+        yield f"  argument {key} = {format_arg(constant)}"
+
+
+def _node_line(graph: Graph, node: Node, provenance: bool) -> str:
+    outs = ", ".join(f"%{o}: {graph.values[o]}" for o in node.outputs)
+    args = [format_arg(a) for a in node.args]
+    args += [f"{k}={format_arg(v)}" for k, v in node.kwargs]
+    flags = "" if node.grad_enabled else " no_grad"
+    flags += f" autocast={node.autocast}" if node.autocast else ""
+    flags += f" recompute={node.recompute}" if node.recompute else ""
+    line = f"  {outs} = {node.op}({', '.join(args)}){flags}"
+    return f"{line}  # {node.origin}" if provenance else line

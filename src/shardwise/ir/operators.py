@@ -7,8 +7,6 @@ from it.
 <OpOverload(op='aten.linear', overload='default')>
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -77,8 +75,6 @@ def indexed_dim(node: Node, index: str) -> tuple[str, int] | None:
 
 
 # ---------------------------------------------------------------- running a graph
-
-
 def interpret(
     graph: Graph,
     parameters: Mapping[str, torch.Tensor],
@@ -92,9 +88,23 @@ def interpret(
     Parameters, buffers and inputs are mappings from names. `random(node, function, args, kwargs)`
     replaces the execution of nodes that draw random numbers.
     """
-    values = dict(_sources(graph, parameters, buffers or {}, inputs or {}))
+    *_, values = run_nodes(graph, parameters, buffers or {}, inputs or {}, random=random)
+    return values
+
+
+def run_nodes(
+    graph: Graph,
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    random: RandomOp | None = None,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the values so far: those of the sources, then again after every node."""
+    values = dict(_sources(graph, parameters, buffers, inputs))
     device = next((t.device for t in values.values()), torch.device("cpu"))
     values |= {constant.value: constant.data.to(device) for constant in graph.constants}
+    yield values
     for node in graph.nodes:
         args = map_refs(node.args, lambda ref: values[ref.name])
         kwargs = {key: map_refs(arg, lambda ref: values[ref.name]) for key, arg in node.kwargs}
@@ -111,7 +121,7 @@ def interpret(
             else:
                 result = function(*args, **kwargs)
         values.update(_results(node, result))
-    return values
+        yield values
 
 
 def resolve(graph: Graph, op: str) -> Callable[..., Any]:

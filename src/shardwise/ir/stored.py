@@ -5,8 +5,6 @@ references and trees have tagged forms. Nothing is imported or evaluated. Everyt
 functions, hooks, operators of other libraries, large constants) raises `NotStorable`.
 """
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import math
@@ -34,15 +32,6 @@ from shardwise.ir.graph import (
 )
 from shardwise.ir.operators import operator
 
-__all__ = [
-    "NotStorable",
-    "decode",
-    "encode",
-    "graph_from_json",
-    "graph_to_json",
-    "qualified_name",
-]
-
 LARGEST_CONSTANT = 1 << 20  # bytes
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
 _SOURCES: dict[str, type] = {"inputs": Input, "parameters": Parameter, "buffers": Buffer}
@@ -56,8 +45,8 @@ class NotStorable(ShardwiseError):
 
 def graph_to_json(graph: Graph) -> dict[str, Any]:
     """Return JSON data from which an equal graph can be read, or raise `NotStorable`."""
-    if graph.functions or graph.hooks:
-        raise NotStorable("autograd functions and gradient hooks live in one process")
+    if graph.functions or graph.hooks or graph.guards:
+        raise NotStorable("autograd functions and hooks live in one process, guards in one batch")
     data = {
         "fingerprint": graph.fingerprint,
         **{name: encode(getattr(graph, name)) for name in _PLAIN},
@@ -139,7 +128,7 @@ def encode(value: Any) -> Any:
     if type(value) is Ref:
         return {"ref": value.name}
     if type(value) is TensorType:
-        return {"type": [list(value.shape), dtype_name(value.dtype)]}
+        return {"type": [list(value.shape), dtype_name(value.dtype), value.ragged]}
     if isinstance(value, _TORCH):
         return {"torch": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
@@ -159,8 +148,8 @@ def decode(value: Any) -> Any:
     if tag == "torch":
         return _torch(content)
     if tag == "type":
-        shape, dtype = content
-        return TensorType(tuple(map(int, shape)), _torch(dtype))
+        shape, dtype, ragged = content
+        return TensorType(tuple(map(int, shape)), _torch(dtype), ragged)
     decoders = {"int": int, "float": float, "ref": Ref, "device": torch.device}
     return decoders[tag](content)
 

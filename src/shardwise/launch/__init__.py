@@ -25,15 +25,9 @@ __all__ = [
     "slurm_script",
 ]
 
-_MODULES = {
-    "NodeCommand": "hosts",
-    "Settings": "hosts",
-    "launch": "run",
-    "launch_commands": "hosts",
-    "pytorch_job": "jobs",
-    "ray_driver": "jobs",
-    "slurm_script": "jobs",
-}
+_MODULES = {"launch": "run"}
+_MODULES |= dict.fromkeys(("NodeCommand", "Settings", "launch_commands"), "hosts")
+_MODULES |= dict.fromkeys(("pytorch_job", "ray_driver", "slurm_script"), "jobs")
 
 
 def __getattr__(name: str) -> Any:

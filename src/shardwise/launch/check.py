@@ -1,7 +1,5 @@
 """Check every node before any process starts: it must be reachable and have all it needs."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -88,11 +86,7 @@ def _ask(
         for host, argv in zip(hosts, commands, strict=True):
             try:
                 process = subprocess.Popen(
-                    argv,
-                    stdin=subprocess.DEVNULL,
-                    stdout=pipe,
-                    stderr=pipe,
-                    start_new_session=True,
+                    argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True
                 )
             except OSError as error:
                 message = f"cannot run {argv[0]}: {error.strerror}"

@@ -5,8 +5,6 @@ gone. Nodes may have different numbers of devices: torchrun's agents exchange th
 numbers, and ranks are numbered node by node, in the order of the cluster file.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import shlex
@@ -68,8 +66,6 @@ DEFAULTS = Settings()
 
 
 # ------------------------------------------------------------ hosts
-
-
 def cluster_hosts(
     cluster: Cluster, *, ssh_program: str | None = None, environment: Environment = ()
 ) -> tuple[Host, ...]:
@@ -178,8 +174,6 @@ def _is_own(address: str) -> bool:
 
 
 # ------------------------------------------------------------ commands
-
-
 def launch_commands(
     cluster: Cluster,
     argv: Sequence[str],

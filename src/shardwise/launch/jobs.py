@@ -4,8 +4,6 @@ The scheduler chooses the machines: of the cluster file, only the numbers of nod
 the settings for starting count.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -50,7 +48,7 @@ class JobSpec:
     folder: str
     python: str
     environment: Environment
-    options: tuple[tuple[str, str], ...]
+    options: Mapping[str, str]
 
     @property
     def num_nodes(self) -> int:
@@ -60,12 +58,12 @@ class JobSpec:
 def job_spec(
     cluster: Cluster,
     argv: Sequence[str],
+    name: str | None,
+    environment: Environment,
+    options: Mapping[str, str],
     *,
-    name: str | None = None,
-    python: str = "python3",
-    environment: Environment = (),
-    options: Mapping[str, str] = NO_OPTIONS,
-    known_options: Sequence[str] | None = None,
+    python: str,
+    known: Sequence[str] | None = None,
 ) -> JobSpec:
     """Return the job of a cluster, whose nodes must share folder, interpreter and variables."""
     nodes = cluster.machines()
@@ -84,8 +82,8 @@ def job_spec(
             "a job cannot mix nodes with and without GPUs", hint="one cluster file for each kind"
         )
     for option, value in options.items():
-        if known_options is not None and option not in known_options:
-            raise ClusterError(f"unknown option {option!r}", hint=", ".join(known_options))
+        if known is not None and option not in known:
+            raise ClusterError(f"unknown option {option!r}", hint=", ".join(known))
         if not re.fullmatch(r"[a-z][a-z0-9_-]*", option) or not value.isprintable():
             raise ClusterError(
                 f"{option}={value!r} is not a valid option", hint="--option partition=gpu"
@@ -98,7 +96,7 @@ def job_spec(
         folder=starts[0].folder,
         python=starts[0].python or python,
         environment=tuple(dict([UNBUFFERED, *starts[0].environment, *environment]).items()),
-        options=tuple(options.items()),
+        options=options,
     )
 
 
@@ -121,7 +119,6 @@ def _groups(counts: Sequence[int]) -> tuple[Group, ...]:
 
 
 # ------------------------------------------------------------ Slurm
-
 # Groups of nodes with different numbers of devices are the components of a heterogeneous job, each
 # with its own step. Ranks rendezvous on the first node that Slurm allocates.
 SCRIPT = """\
@@ -177,7 +174,7 @@ def slurm_script(
 
     With port 0, the port follows from the job's number.
     """
-    job = job_spec(cluster, argv, name=name, environment=environment, options=options)
+    job = job_spec(cluster, argv, name, environment, options, python="python3")
     settings = [f"export {key}={shlex.quote(value)}" for key, value in job.environment]
     settings += [f"cd {quoted_path(job.folder)}"] if job.folder else []
     return SCRIPT.format(
@@ -217,7 +214,6 @@ def _value(text: str) -> str:
 
 
 # ------------------------------------------------------------ Kubernetes
-
 # The PyTorchJob operator (kubeflow.org/v1) sets RANK (the node's number), MASTER_ADDR and
 # MASTER_PORT in each pod; torchrun numbers the ranks.
 KUBERNETES_OPTIONS = ("image", "namespace", "gpu-resource", "shared-memory", "memory")
@@ -236,13 +232,7 @@ def pytorch_job(
 ) -> str:
     """Return a PyTorchJob as YAML; `options`: image, namespace, gpu-resource, memory, …."""
     job = job_spec(
-        cluster,
-        argv,
-        name=name,
-        python="python",
-        environment=environment,
-        options=options,
-        known_options=KUBERNETES_OPTIONS,
+        cluster, argv, name, environment, options, python="python", known=KUBERNETES_OPTIONS
     )
     for path in (job.folder, job.python):
         if path.startswith("~"):
@@ -255,10 +245,10 @@ def pytorch_job(
             " for all others",
             hint="list the node that differs first; or --to slurm, --to ray",
         )
-    replicas = {"Master": _replica(job, 1, groups[0].num_devices, port or cluster.port)}
+    port = port or cluster.port
+    replicas = {"Master": _replica(job, 1, groups[0].num_devices, port)}
     if job.num_nodes > 1:
-        last = groups[-1].num_devices
-        replicas["Worker"] = _replica(job, job.num_nodes - 1, last, port or cluster.port)
+        replicas["Worker"] = _replica(job, job.num_nodes - 1, groups[-1].num_devices, port)
     metadata = {"name": job.name}
     if "namespace" in options:
         metadata["namespace"] = options["namespace"]
@@ -275,7 +265,7 @@ def pytorch_job(
 
 
 def _replica(job: JobSpec, replicas: int, num_devices: int, port: int) -> dict[str, Any]:
-    options = dict(job.options)
+    options = job.options
     amount = options.get("gpu-resource", "nvidia.com/gpu") if job.is_cuda else "cpu"
     limits: dict[str, Any] = {amount: num_devices}
     if "memory" in options:
@@ -300,12 +290,8 @@ def _replica(job: JobSpec, replicas: int, num_devices: int, port: int) -> dict[s
     }
     if job.folder:
         container["workingDir"] = job.folder
-    volumes = [{"name": "shm", "emptyDir": shared}]
-    return {
-        "replicas": replicas,
-        "restartPolicy": "Never",
-        "template": {"spec": {"containers": [container], "volumes": volumes}},
-    }
+    pod = {"containers": [container], "volumes": [{"name": "shm", "emptyDir": shared}]}
+    return {"replicas": replicas, "restartPolicy": "Never", "template": {"spec": pod}}
 
 
 def literal(text: str) -> str:
@@ -318,7 +304,6 @@ def literal(text: str) -> str:
 
 
 # ------------------------------------------------------------ Ray
-
 RAY_OPTIONS = ("address", "timeout_s")
 PLACEHOLDER = '"JOB"'  # of the job in the driver's template
 
@@ -337,25 +322,16 @@ def ray_driver(
     `options`: `address` of the Ray cluster, `timeout_s` for its nodes. With port 0, the first node
     selects a free one.
     """
-    job = job_spec(
-        cluster,
-        argv,
-        name=name,
-        python="",
-        environment=environment,
-        options=options,
-        known_options=RAY_OPTIONS,
-    )
+    job = job_spec(cluster, argv, name, environment, options, python="", known=RAY_OPTIONS)
     timeout_s = options.get("timeout_s", "600")
     if not timeout_s.isdigit():
         raise ClusterError(
             f"timeout_s={timeout_s!r} is not an integer", hint="--option timeout_s=600"
         )
-    devices = [group.num_devices for group in job.groups for _ in range(group.num_nodes)]
     settings = {
         "address": options.get("address", "auto"),
         "resource": "GPU" if job.is_cuda else "CPU",
-        "devices": devices,
+        "devices": [group.num_devices for group in job.groups for _ in range(group.num_nodes)],
         "port": port,
         "program": list(job.program),
         "folder": job.folder,

@@ -7,8 +7,6 @@ Only the standard library is imported here, and torch to count GPUs: a node that
 can still report it.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes
@@ -46,8 +44,6 @@ def exit_status(code: int) -> int:
 
 
 # ------------------------------------------------------------ the guard
-
-
 class Guard:
     """One torchrun process and all its descendants."""
 
@@ -62,12 +58,9 @@ class Guard:
         """Start torchrun, watch it and clean up."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
+        no_input, bind = subprocess.DEVNULL, _bind_to_parent()
         child = subprocess.Popen(
-            self._argv,
-            cwd=self._folder,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=_bind_to_parent(),
+            self._argv, cwd=self._folder, stdin=no_input, start_new_session=True, preexec_fn=bind
         )
         terminated = False
         while child.poll() is None:
@@ -170,8 +163,6 @@ def descendants(root: int) -> list[int]:
 
 
 # ------------------------------------------------------------ the check
-
-
 def examine(
     folder: str, script: str, master_addr: str, port: int | None, gpus: bool
 ) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Start every node, print their output, and stop all of them on a failure or a signal."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import selectors
@@ -70,8 +68,6 @@ def launch(
 
 
 # ------------------------------------------------------------ output
-
-
 class Lines:
     """Split a stream of bytes into lines; a progress bar that redraws its line is thinned out."""
 
@@ -141,8 +137,6 @@ def _prefixes(nodes: Sequence[str], stream: TextIO) -> dict[str, str]:
 
 
 # ------------------------------------------------------------ processes
-
-
 @dataclass(slots=True, kw_only=True)
 class Running:
     """The running command of one node."""

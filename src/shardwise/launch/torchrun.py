@@ -1,7 +1,5 @@
 """Run `torchrun` and return the exit code of the rank that failed first; torchrun's own is 1."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any

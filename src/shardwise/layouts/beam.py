@@ -76,10 +76,8 @@ class Search:
         self.free = self.inputs | {c.value for c in graph.constants}
         self.free |= {i.value for i in graph.inputs if i.kind == "precomputed"}
         self.free |= {b.value for b in graph.buffers}
-        self.last: dict[str, int] = {}
-        for index, node in enumerate(graph.nodes):
-            for name in (*node.inputs, *node.outputs):
-                self.last[name] = max(index, self.last.get(name, -1))
+        names = enumerate((*node.inputs, *node.outputs) for node in graph.nodes)
+        self.last = {name: index for index, used in names for name in used}
         self.ends = graph.ends
         self.sends = set(graph.sends)
         self.live: list[str] = []
@@ -353,9 +351,12 @@ def assign(
         state = state.previous
     for parameter in graph.parameters:
         parameters.setdefault(parameter.value, task.parameters.get(parameter.value, REPLICATE))
-    ordered = {node.name: nodes[node.name] for node in graph.nodes}
     return Assignment(
-        axis=task.axis, ranks=task.ranks, nodes=ordered, parameters=parameters, cost=best.cost
+        axis=task.axis,
+        ranks=task.ranks,
+        nodes=dict(reversed(nodes.items())),
+        parameters=parameters,
+        cost=best.cost,
     )
 
 

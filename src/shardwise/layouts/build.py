@@ -3,11 +3,9 @@
 Values are stored, moved and shared as in `program.lower`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import combinations, product
 
 import numpy as np
 
@@ -40,7 +38,7 @@ class Paths:
         self.names, self.sizes = task.names, task.sizes
         self.numbers: dict[Placements, int] = {}
         self.layouts: list[Layout] = []
-        self._paths: dict[tuple[int, int, bool], tuple[Step, ...] | None] = {}
+        self._paths: dict[tuple[TensorType | None, int, int, bool], tuple[Step, ...] | None] = {}
         self._prices: dict[tuple[TensorType, int, int, bool], float] = {}
 
     def number(self, placements: Placements) -> int:
@@ -51,18 +49,23 @@ class Paths:
             self.layouts.append(Layout(tuple(zip(self.names, placements, strict=True))))
         return number
 
-    def between(self, current: int, needed: int, grad: bool) -> tuple[Step, ...] | None:
+    def between(self, value: str, current: int, needed: int, grad: bool) -> tuple[Step, ...] | None:
         """Return each move as (placements before, after), or None if there is no path."""
         if current == needed:
             return ()
-        key = (current, needed, grad)
+        kind = self.graph.values[value]
+        ragged = kind if kind.ragged > 1 else None
+        key = (ragged, current, needed, grad)
         if key not in self._paths:
-            self._paths[key] = self._find(current, needed, grad)
+            self._paths[key] = self._find(ragged, current, needed, grad)
         return self._paths[key]
 
-    def _find(self, current: int, needed: int, grad: bool) -> tuple[Step, ...] | None:
+    def _find(
+        self, ragged: TensorType | None, current: int, needed: int, grad: bool
+    ) -> tuple[Step, ...] | None:
+        before, after = self.layouts[current], self.layouts[needed]
         try:
-            moves = plan_moves(self.layouts[current], self.layouts[needed], self.sizes, grad)
+            moves = plan_moves(before, after, self.sizes, grad, ragged)
         except (ProgramError, KeyError):  # the table of redistributions has no such entry
             return None
         return tuple(
@@ -124,16 +127,16 @@ class _Builder:
     ) -> None:
         self.graph, self.facts, self.task = options.graph, options.facts, options.task
         self.options, self.prices, self.pure = options, prices, options.pure
-        graph, task = self.graph, self.task
-        self.built = Built(Model(limit=limit), options=dict(joint))
+        graph = self.graph
+        parameters = options.pure.parameters
+        self.built = Built(Model(limit=limit), options=dict(joint), parameters=parameters)
         self.model = self.built.model
-        self.paths = Paths(graph, task, prices)
+        self.paths = Paths(graph, self.task, prices)
         self.users: dict[str, list[str]] = {}
         for node in graph.nodes:
             for name in dict.fromkeys(node.inputs):
                 self.users.setdefault(name, []).append(node.name)
         self.by_name = {node.name: node for node in graph.nodes}
-        self.built.parameters = self.pure.parameters
         self.producers = graph.producers
         self.ends = graph.ends
 
@@ -156,14 +159,11 @@ class _Builder:
 
     def moves(self, value: str) -> int:
         """Return the multiplier for the costs of moving a value."""
-        multiplier = self.task.moves.get(value)
-        if multiplier is None:
-            producer = self.producers.get(value)
-            multiplier = self.task.copies.get(value if producer is None else producer.name, 1)
-        return multiplier
+        producer = self.producers.get(value)
+        copies = self.task.copies.get(value if producer is None else producer.name, 1)
+        return self.task.moves.get(value, copies)
 
     # ------------------------------------------------------------ variables
-
     def _add(self, unary: Sequence[float], weight: Sequence[float]) -> int:
         number = len(self.model.variables)
         self.model.variables[number] = Variable.of(unary, weight)
@@ -253,19 +253,14 @@ class _Builder:
         self.built.sources[value] = self._add([0.0] * len(storages), [0.0] * len(storages))
 
     # ------------------------------------------------------------ values
-
     def _needs(self, value: str, user: str) -> list[Need]:
         """Return the need of each option of a node for a value."""
         node = self.by_name[user]
         places = [i for i, name in enumerate(node.inputs) if name == value]
         flows = node.grad_enabled and value in self.pure.carries
         return [
-            (
-                tuple(dict.fromkeys(option.needs[i] for i in places)),
-                flows,
-                option.demands[places[0]],
-            )
-            for option in self.built.options[user]
+            (tuple(dict.fromkeys(o.needs[i] for i in places)), flows, o.demands[places[0]])
+            for o in self.built.options[user]
         ]
 
     def _value(self, value: str, producer: int, by_state: Sequence[Holding]) -> None:
@@ -335,7 +330,7 @@ class _Builder:
                 )
                 steps: dict[int, None] = {}
                 for row in (rows[n] or end) if possible else ():
-                    path = paths.between(number, row, grad)
+                    path = paths.between(value, number, row, grad)
                     possible &= path is not None
                     for step in path or ():
                         if (h, step[1]) not in multi_use.prices:
@@ -361,7 +356,12 @@ def _choice_text(option: Option) -> str:
 
 
 def _storage_text(stored: Placements) -> str:
-    return str(tuple(REPLICATE if isinstance(p, Replicate) else p for p in stored))
+    return str(tuple(map(without_grad, stored)))
+
+
+def without_grad(placement: Placement) -> Placement:
+    """Return a placement without the kind of its gradient: storage does not depend on it."""
+    return REPLICATE if isinstance(placement, Replicate) else placement
 
 
 def _stored(need: Placement, replicated: bool = False) -> Placement:
@@ -383,11 +383,7 @@ def _serves(placements: Placements, need: Need) -> bool:
 def _expressible(stored: Iterable[Placement]) -> bool:
     """Return whether the shards of all mesh axes are compatible."""
     shards = [p for p in stored if isinstance(p, Shard)]
-    return all(
-        a.dim != b.dim or compatible(a.of, b.of)
-        for i, a in enumerate(shards)
-        for b in shards[i + 1 :]
-    )
+    return all(a.dim != b.dim or compatible(a.of, b.of) for a, b in combinations(shards, 2))
 
 
 def _legal(placements: Placements, pure: frozenset[int], need: Need) -> bool:

@@ -248,7 +248,6 @@ class Reducer:
                 return self.eliminated
 
     # ------------------------------------------------------------ pairs
-
     def _normalize(self) -> None:
         """Move costs that depend on one side only to that side; drop pairs that become zero."""
         model = self.model
@@ -284,7 +283,6 @@ class Reducer:
                 self.dirty |= set(multi_use.members())
 
     # ------------------------------------------------------------ dominance
-
     def _dominate(self, number: int) -> None:
         """Drop every state for which another one is at least as good in all surroundings."""
         model, variable = self.model, self.model.variables[number]
@@ -327,7 +325,6 @@ class Reducer:
         return np.asarray(gain[np.ix_(rows, rows)])
 
     # ------------------------------------------------------------ multi-uses
-
     def _simplify_multi_uses(self) -> None:
         """Turn multi-uses into pairs if at most one use is open, or if the uses share no move."""
         model = self.model
@@ -366,7 +363,6 @@ class Reducer:
         self.model.add_pair(multi_use.producer, use.variable, small[np.ix_(rows, columns)])
 
     # ------------------------------------------------------------ elimination
-
     def _eliminate(self) -> int:
         """Eliminate variables in at most two pairs; return their number."""
         model, count = self.model, 0

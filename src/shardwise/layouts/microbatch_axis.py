@@ -8,8 +8,6 @@ once per step from the full batch. An error names the node that couples the samp
 micro-batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -152,8 +150,7 @@ def _summed_at(graph: Graph, node: Node, placements: Mapping[str, Placement]) ->
         producer = producers.get(pending.pop())
         if producer is not None:
             at = producer
-            sums = [n for n in producer.inputs if not isinstance(placements[n], Replicate | Shard)]
-            pending = sums
+            pending = [n for n in at.inputs if not isinstance(placements[n], Replicate | Shard)]
     return at
 
 

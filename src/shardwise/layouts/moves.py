@@ -15,8 +15,6 @@ one mesh axis where a strategy leaves a choice; they do not predict time:
   `PER_MADE_TRANSFER` lie between the costs of a CPU (about 25 and 2e6) and of a GPU (1e3 and 4e9).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -62,6 +60,23 @@ def same_placement(a: Placement, b: Placement, ranks: AxisSize) -> bool:
     return a == b
 
 
+def by_expert(placement: Placement) -> bool:
+    """Return whether a ragged dim, of experts x tokens, is sharded at its experts."""
+    return isinstance(placement, Shard) and placement.dim == 0 and placement.of[0][0] == 1
+
+
+def may_exchange(value: TensorType, current: Placement, needed: Placement) -> bool:
+    """Return whether a ragged value can be moved: rows only change between tokens and experts.
+
+    The order of rows is a rank's own: only their contents can be sent.
+    """
+    rows = [isinstance(p, Shard) and p.dim == 0 for p in (current, needed)]
+    if not any(rows):
+        return True
+    exchanged = by_expert(current) != by_expert(needed)
+    return all(rows) and exchanged and value.dtype.is_floating_point
+
+
 def move_cost(
     value: TensorType,
     current: Placement,
@@ -76,6 +91,8 @@ def move_cost(
     if same_placement(current, needed, ranks):
         return 0.0
     if isinstance(current, Partial) and current.op != "sum" and isinstance(needed, Partial):
+        return IMPOSSIBLE
+    if value.ragged > 1 and not may_exchange(value, current, needed):
         return IMPOSSIBLE
     kinds = kind(current), kind(needed)
     redistribution = between(*kinds)
@@ -97,7 +114,7 @@ def work(call: Call, rule: NodeRule) -> float:
     """Return a node's multiply-adds, from its iteration space; views cost nothing."""
     if rule.size_arg and call.operands:
         return 0.0
-    sizes = [axis.size for axis in rule.axes.values()]
+    sizes = [axis.size for axis in rule.axes.values() if not axis.joins]
     bound = 64.0 * max(1, *(prod(s) for s in (*call.operands, *call.results)), 1)
     return float(min(prod(sizes), bound * 1e6))
 
@@ -137,9 +154,14 @@ class Move:
 
 
 def plan_moves(
-    current: Layout, needed: Layout, sizes: Mapping[str, AxisSize], carries_grad: bool
+    current: Layout,
+    needed: Layout,
+    sizes: Mapping[str, AxisSize],
+    carries_grad: bool,
+    value: TensorType | None = None,
 ) -> tuple[Move, ...]:
-    """Return the moves from one layout to another."""
+    """Return the moves from one layout to another; `value` is needed for a ragged one."""
+    ragged = value is not None and value.ragged > 1
     if current == needed:
         return ()
     current, needed = _align(current, _relax(current, needed, carries_grad), sizes)
@@ -158,17 +180,24 @@ def plan_moves(
         redistribution = between(source_kind or kind(source), kind(targets[0]))
         if redistribution is None:
             raise ProgramError(f"no redistribution from {source} to {targets[0]} over {axes}")
+        name = redistribution.name
+        if ragged and any(isinstance(p, Shard) and p.dim == 0 for p in (source, targets[0])):
+            assert value is not None
+            if not may_exchange(value, source, targets[0]):
+                raise ProgramError(f"no redistribution of {value} from {source} to {targets[0]}")
+            name = "to_experts" if by_expert(targets[0]) else "to_tokens"
         after = layout
         for axis, target in zip(axes, targets, strict=True):
             after = after.with_axis(axis, target)
-        moves.append(Move(f"rt.{redistribution.name}", axes, layout, after))
+        moves.append(Move(f"rt.{name}", axes, layout, after))
         layout = after
 
     for axis in reversed(changed):  # un-nest: inner axes first
         placement = current[axis]
         if isinstance(placement, Shard):
             target = needed[axis]
-            if isinstance(target, Shard) and not _only_shard(current, needed, axis, sizes):
+            direct = ragged or _only_shard(current, needed, axis, sizes)
+            if isinstance(target, Shard) and not direct:
                 target = REPLICATE
             move((axis,), [target])
     partial = [a for a in changed if isinstance(layout[a], Partial)]
@@ -255,10 +284,19 @@ def _shares(a: Shard, b: Shard) -> bool:
 
 
 def _only_shard(current: Layout, needed: Layout, axis: str, sizes: Mapping[str, AxisSize]) -> bool:
-    """Return whether no other axis of several ranks shards the dims before and after."""
+    """Return whether the ranks of an axis can exchange shards among themselves.
+
+    Other axes of several ranks may shard the dims before and after if they are outside, and stay.
+    """
     dims = {p.dim for p in (current[axis], needed[axis]) if isinstance(p, Shard)}
+    names = [name for name, _ in current.axes]
+    outside = names[: names.index(axis)]
     return not any(
-        isinstance(p, Shard) and p.dim in dims and name != axis and sizes[name] != 1
+        isinstance(p, Shard)
+        and p.dim in dims
+        and name != axis
+        and sizes[name] != 1
+        and not (name in outside and current[name] == needed[name])
         for layout in (current, needed)
         for name, p in layout.axes
     )

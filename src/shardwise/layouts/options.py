@@ -29,7 +29,7 @@ from math import prod
 
 from shardwise.errors import InfeasiblePlan, PlanError
 from shardwise.ir import Graph, Node
-from shardwise.layouts.moves import same_placement
+from shardwise.layouts.moves import may_exchange, same_placement
 from shardwise.layouts.problem import (
     LayoutAxis,
     LayoutTask,
@@ -131,9 +131,8 @@ class Pure:
         if all(self.may_differ(n) for n in results):
             kinds.append(_Kind(partial_grad=True, pure=True, demands=pure))
         # One kind for each operand that is the first impure one, so that kinds exclude each other.
-        for i, name in enumerate(inner):
-            kinds.append(_Kind(demands=(*pure[:i], (name, False))))
-        return kinds
+        impure = (_Kind(demands=(*pure[:i], (name, False))) for i, name in enumerate(inner))
+        return [*kinds, *impure]
 
 
 Narrow = Mapping[int, Mapping[str, tuple[Candidate, ...]]]  # mesh axis -> node -> open candidates
@@ -152,13 +151,10 @@ class Options:
         self.roots = roots_of(task.tied)
         self._results: list[dict[str, list[Placement]]] = [{} for _ in task.axes]
         _check_names(graph, task)
-        rows = [
-            {n.name: self._on_axis(index, n) for n in graph.nodes}
-            for index in range(len(task.axes))
-        ]
-        for index, row in enumerate(rows):
+        axes = range(len(task.axes))
+        self.rows = [{n.name: self._on_axis(index, n) for n in graph.nodes} for index in axes]
+        for index, row in enumerate(self.rows):
             self._drop_tables(index, row)
-        self.rows = rows
 
     def weighing(self, memory_weight: float) -> Options:
         """Return the same options with another price of memory, in seconds per byte."""
@@ -190,7 +186,6 @@ class Options:
         }
 
     # ------------------------------------------------------------ one axis
-
     def _on_axis(self, index: int, node: Node) -> list[Candidate]:
         """Return the candidates of a node on one mesh axis."""
         axis = self.task.axes[index]
@@ -246,7 +241,11 @@ class Options:
             if not isinstance(need, Shard) or name not in self.varying:
                 continue
             possible = self._results[index].get(name)
-            if possible is not None and not any(same_placement(p, need, ranks) for p in possible):
+            kind = self.graph.values[name]
+            if possible is not None and not any(
+                same_placement(p, need, ranks) or (kind.ragged > 1 and may_exchange(kind, p, need))
+                for p in possible
+            ):
                 return False
             follows = True
         return follows
@@ -273,7 +272,6 @@ class Options:
                     needed.setdefault(name, set()).add(need)
 
     # ------------------------------------------------------------ all axes
-
     def _joint(self, node: Node, per_axis: list[list[Candidate]]) -> tuple[Option, ...]:
         axes = self.task.axes
         rows: list[tuple[Candidate, ...]] = [()]
@@ -314,11 +312,8 @@ class Options:
             for candidate, kind in zip(row, kinds, strict=True):
                 p = candidate.operands[position]
                 if isinstance(p, Replicate):
-                    p = (
-                        PARTIAL_GRAD
-                        if flows and (p.partial_grad or kind.partial_grad)
-                        else REPLICATE
-                    )
+                    differs = flows and (p.partial_grad or kind.partial_grad)
+                    p = PARTIAL_GRAD if differs else REPLICATE
                 placements.append(p)
             needs.append(tuple(placements))
             demands.append(tuple(dict(kind.demands).get(name) for kind in kinds))
@@ -341,8 +336,7 @@ def _check_names(graph: Graph, task: LayoutTask) -> None:
         "parameter": {p.value for p in graph.parameters},
     }
     tied = [name for pair in task.tied.items() for name in pair]
-    constrained = (("node", task.nodes), ("node", tied), ("parameter", task.parameters))
-    for kind, names in constrained:
+    for kind, names in (("node", task.nodes), ("node", tied), ("parameter", task.parameters)):
         for name in names:
             if name not in names_by_kind[kind]:
                 raise PlanError(f"the task constrains {kind} {name!r}, which the graph lacks")

@@ -6,8 +6,6 @@ and is answered by a `LayoutSolution`. `Allowed` decides which candidates of a n
 and where a full value may first be sharded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -35,7 +33,8 @@ class Task:
 
     `parameters` fixes placements by value name. Other parameters are replicated, or chosen by the
     search if `shard_parameters` is set. `inputs` maps an input to the only shard of it that may be
-    used; None leaves all inputs free. `choices` forces nodes to the candidate with this text.
+    used; None leaves all inputs free. With `begins_inside` no input is sharded, but values computed
+    from them may be. `choices` forces nodes to the candidate with this text.
     `weight` is the cost of storing one element of a parameter.
     """
 
@@ -44,6 +43,7 @@ class Task:
     parameters: Mapping[str, Placement] = field(default_factory=dict)
     shard_parameters: bool = False
     inputs: Mapping[str, Placement] | None = None
+    begins_inside: bool = False
     choices: Mapping[str, str] = field(default_factory=dict)
     weight: float = 1e4
     beam: int = 64
@@ -309,7 +309,8 @@ def nest(
     if isinstance(a.choice, ShardAxis) and isinstance(b.choice, ShardAxis):
         axis = facts.rules[node.name].axes[a.choice.axis]
         twice = b.choice.axis == axis.name
-        if twice and axis.once:
+        other = facts.rules[node.name].axes[b.choice.axis]
+        if (twice and axis.once) or axis.name in other.joins or other.name in axis.joins:
             return False
         # The offset of a nested shard is known only if all shards are equally long.
         if twice and axis.outermost and axis.size % (grain(a_ranks) * grain(b_ranks)):
@@ -350,7 +351,7 @@ def sharded_values(graph: Graph, task: Task) -> frozenset[str]:
     inputs that are not part of the batch.
     """
     replicated = {i.value for i in graph.inputs if i.kind == "precomputed"}
-    if task.inputs is not None:
+    if task.inputs is not None and not task.begins_inside:
         batch = {i.value for i in graph.inputs if i.kind == "batch"}
         replicated |= batch - set(task.inputs)
     return input_values(graph, replicated)

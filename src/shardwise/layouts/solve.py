@@ -22,11 +22,10 @@ needs in a multi-use. If all x are integral, so are w and z. The facility-locati
 the relaxation integral for most graphs.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -36,7 +35,7 @@ from shardwise.arrays import Floats, Ints
 from shardwise.errors import InfeasiblePlan
 from shardwise.formatting import GIB
 from shardwise.ir import Graph
-from shardwise.layouts.build import Built, build, check_feasible
+from shardwise.layouts.build import Built, build, check_feasible, without_grad
 from shardwise.layouts.factor_graph import (
     INF,
     Model,
@@ -51,7 +50,6 @@ from shardwise.layouts.options import Option, Options
 from shardwise.layouts.problem import Assignment, LayoutSolution, LayoutTask, Prices
 from shardwise.sharding.candidates import Candidate
 from shardwise.sharding.factors import Facts
-from shardwise.sharding.placements import REPLICATE, Placement, Replicate
 
 OBJECTIVE = 1e3  # the objective's lower bound in the solver's units; its tolerance is 1e-6
 GAP = 1e-6  # relative: far below the accuracy of prices
@@ -153,10 +151,9 @@ class LayoutMilp:
             needs = sorted(set(use.need.tolist()))
             right = self._needs(use)
             costs = np.full((max(holdings) + 1, max(needs) + 1), INF)
-            for h in holdings:
-                for n in needs:
-                    if multi_use.steps[h, n] is not None:
-                        costs[h, n] = 0.0
+            for h, n in product(holdings, needs):
+                if multi_use.steps[h, n] is not None:
+                    costs[h, n] = 0.0
             columns = self._transport(costs, holdings, right)
             moves: dict[tuple[int, int], list[tuple[int, float]]] = {}
             for (h, n), column in columns.items():
@@ -193,12 +190,13 @@ class LayoutMilp:
         replicated = multi_use.replicated
         for axis in sorted({a for h in holdings for a in replicated[h]}):
             terms = [(c, 1.0) for h in holdings if axis in replicated[h] for c, _ in holdings[h]]
-            for use in multi_use.uses:
-                if use.variable is None:
-                    continue
-                for state, need in enumerate(use.need.tolist()):
-                    if axis in multi_use.same_work[need]:
-                        terms.append((self.first[use.variable] + state, -1.0))
+            terms += [
+                (self.first[use.variable] + state, -1.0)
+                for use in multi_use.uses
+                if use.variable is not None
+                for state, need in enumerate(use.need.tolist())
+                if axis in multi_use.same_work[need]
+            ]
             self.rows.add(terms, -INF, 0.0)
 
     def _limit(self) -> None:
@@ -238,7 +236,10 @@ class LayoutMilp:
             options={"time_limit": max(time_limit_s, 0.1), "mip_rel_gap": GAP},
         )
         if result.x is None:
-            raise InfeasiblePlan(_reason(result.status, time_limit_s, model.limit))
+            if result.status == 1:
+                raise InfeasiblePlan(f"no layouts were found in {time_limit_s:.1f} s")
+            within = "" if model.limit is None else f" within {model.limit / GIB:.2f} GiB"
+            raise InfeasiblePlan(f"no layouts satisfy the constraints{within}")
         chosen = {}
         for number, variable in model.variables.items():
             first = self.first[number]
@@ -251,13 +252,6 @@ class LayoutMilp:
             bound=float(bound) * scale + model.constant,
             num_variables=len(self.costs),
         )
-
-
-def _reason(status: int, time_limit_s: float, limit: float | None) -> str:
-    if status == 1:
-        return f"no layouts were found in {time_limit_s:.1f} s"
-    within = "" if limit is None else f" within {limit / GIB:.2f} GiB"
-    return f"no layouts satisfy the constraints{within}"
 
 
 MAX_JOINT = 1_500  # options of all nodes together: some seconds to solve
@@ -388,15 +382,10 @@ def assignments_of(
                 for name, variable in built.nodes.items()
             },
             parameters={
-                value: _without_grad(built.storages[value][chosen[variable]][i])
+                value: without_grad(built.storages[value][chosen[variable]][i])
                 for value, variable in built.sources.items()
             },
             cost=cost,
         )
         for i, axis in enumerate(task.axes)
     )
-
-
-def _without_grad(placement: Placement) -> Placement:
-    """Return a placement without the kind of its gradient: storage does not depend on it."""
-    return REPLICATE if isinstance(placement, Replicate) else placement

@@ -7,8 +7,6 @@ corresponding one, produced and used by nodes that are tied to the same ones: a 
 the first block counts for all blocks but the last, a value that leaves the second counts once.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -144,19 +142,17 @@ ValueKind = tuple[str, int, frozenset[str]]
 
 
 class FoldedGraph(Protocol):
-    """The properties of a graph with folded layers that `tie_layers` reads."""
+    """A small graph, and for each node of the model the index of the node that stands for it or -1.
+
+    `copies` is the number of nodes of the model for which each node of the small graph stands.
+    """
 
     @property
-    def graph(self) -> Graph:
-        """The small graph."""
-
+    def graph(self) -> Graph: ...
     @property
-    def order(self) -> tuple[int, ...]:
-        """For each node of the model, the index of the node that stands for it, or -1."""
-
+    def order(self) -> tuple[int, ...]: ...
     @property
-    def copies(self) -> Ints:
-        """The number of nodes of the model for which each node of the small graph stands."""
+    def copies(self) -> Ints: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,10 +186,7 @@ def _tied_nodes(
     for depth in range(1, MAX_DEPTH + 1):
         blocks, parents = block_kinds(small, depth, constraint_key)
         for kinds in parents.values():
-            by_kind: dict[str, list[str]] = {}
-            for path, kind in kinds.items():
-                by_kind.setdefault(kind, []).append(path)
-            for paths in by_kind.values():
+            for paths in families(kinds, kinds):
                 equal_blocks = [blocks[path] for path in paths]
                 if any(_stands_for_many(nodes, depth, modules) for nodes in equal_blocks):
                     _tie(equal_blocks, tied)

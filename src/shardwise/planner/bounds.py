@@ -11,8 +11,6 @@ They include communication of parameters and gradients that nothing can hide:
 All messages of a kind count as a single message, because several messages take longer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -22,6 +20,7 @@ import numpy as np
 from shardwise.arrays import Ints
 from shardwise.cluster import Device
 from shardwise.cost import CollectiveModel, adamw
+from shardwise.cost.sync import level_groups
 from shardwise.errors import ShardwiseError
 from shardwise.planner.layout_cache import LayoutCache, Layouts
 from shardwise.plans.search_result import ParallelConfig
@@ -116,7 +115,7 @@ class Bounds:
         return any(
             core.execution.groups[group].along(axes).shape[-1] > 1
             for group in core.watched
-            for axes, _, _ in core.layers[group].parameters(core.execution)
+            for axes, *_ in core.layers[group].parameters(core.execution)
         )
 
     def _find_core(self, config: ParallelConfig) -> Core:
@@ -124,10 +123,9 @@ class Bounds:
         execution = self.execution(config, layouts)
         bounds = np.array([*execution.cuts, self.fold.size])
         uniform = len(self.evaluator.devices) == 1
-        first = self.layers(layouts, execution, 0)
-        layers = [
-            first if uniform else self.layers(layouts, execution, g) for g in range(config.pp)
-        ]
+        layers = [self.layers(layouts, execution, 0)] * config.pp
+        if not uniform:
+            layers = [self.layers(layouts, execution, group) for group in range(config.pp)]
         times = self._times(layers, bounds, execution.placement, uniform)
         stages: dict[int, list[int]] = {}
         for stage, group in enumerate(execution.placement):
@@ -205,7 +203,7 @@ class Bounds:
     ) -> float:
         """Return a lower bound on the optimizer's time."""
         numel = 0.0
-        for (axes, zero, _), share in layers.parameters(execution).items():
+        for (axes, zero, _, _), share in layers.parameters(execution).items():
             stored = sum(float(share.numel[end] - share.numel[first]) for first, end in ranges)
             numel += stored / (group.along(axes).shape[-1] if zero else 1)
         return self.update_lower_bound(numel, group)
@@ -271,20 +269,19 @@ def communication_lower_bound(
     costs: ClusterCosts,
 ) -> ParameterTraffic:
     """Return a lower bound on the parameter traffic of the stages at these positions."""
-    totals: dict[tuple[str, str, tuple[str, ...]], float] = {}
+    totals: dict[tuple[str, str, tuple[str, ...], int], float] = {}
     for first, end in ranges:
         for kind in layers.sent(first, end, execution):
-            key = (kind.purpose, kind.op, kind.axes)
+            key = (kind.purpose, kind.op, kind.axes, kind.level)
             totals[key] = totals.get(key, 0.0) + float(kind.num_bytes.sum())
     seconds = dict.fromkeys(PURPOSES, 0.0)
-    for (purpose, op, axes), num_bytes in totals.items():
-        seconds[purpose] += costs.collective_seconds(op, group, axes, num_bytes)
-    return ParameterTraffic(
-        gather=seconds["gather"],
-        reduce=seconds["reduce"],
-        update=0.0 if execution.prefetch else seconds["update"],
-        root=seconds["root"],
-    )
+    for (purpose, op, axes, level), num_bytes in totals.items():
+        rows = level_groups(group.along(axes), level)
+        if rows.shape[-1] > 1 and num_bytes > 0:
+            seconds[purpose] += costs.collective(op, rows).seconds(num_bytes)
+    if execution.prefetch:
+        seconds["update"] = 0.0
+    return ParameterTraffic(**seconds)
 
 
 def reduced_at_least(

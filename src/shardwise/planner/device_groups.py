@@ -4,14 +4,13 @@ Equal devices have one grouping, with ranks in order. Unequal ones are also grou
 the devices of a group are equal, and in groups of unequal size; shares along "dp" follow speeds.
 
 Devices of about the same speed, with about the same links, form a class. `subsets` leaves out the
-slowest class first, then the next: a few nested clusters, not all subsets. A cluster of equal
-devices has one class and is always used in full, as the user asked for this many ranks.
+slowest class first, then the next; then it takes single nodes, whose devices need no network: a few
+clusters, not all subsets. Equal devices of one node are always used together.
 """
-
-from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import gcd
 
@@ -101,10 +100,10 @@ def _by_kind(
         counts[max(counts, key=lambda k: (len(members[k]) / counts[k], k))] += 1
     groups: list[tuple[int, ...]] = []
     for kind, same in members.items():
-        size, remainder = divmod(len(same), counts[kind])
-        if remainder or not size:
+        even = _even(same, counts[kind])
+        if even is None:
             return None
-        groups += [tuple(same[g * size : (g + 1) * size]) for g in range(counts[kind])]
+        groups += even
     return tuple(groups)
 
 
@@ -117,20 +116,31 @@ class Subset:
 
 
 def subsets(cluster: Cluster, rates: Sequence[float]) -> Iterator[Subset]:
-    """Yield the cluster without its slowest devices, then without the next slowest, and so on."""
-    classes: list[tuple[tuple[float, ...], list[int]]] = []
-    for rank in sorted(range(cluster.num_ranks), key=lambda r: (_speeds(cluster, rates, r), r)):
-        speeds = _speeds(cluster, rates, rank)
-        if not classes or not _same_class(classes[-1][0], speeds):
-            classes.append((speeds, []))
-        classes[-1][1].append(rank)
-    slowest_first = [members for _, members in classes]
-    for number in range(1, min(len(slowest_first), MAX_CLASSES)):
-        ranks = tuple(sorted(r for members in slowest_first[number:] for r in members))
-        try:
-            yield Subset(cluster=cluster.subset(ranks), ranks=ranks)
-        except ClusterError:  # the network is described in groups that cannot be divided
-            return
+    """Yield the cluster without its slowest devices, without the next slowest, …; then its nodes.
+
+    Of equal nodes, only the first is yielded.
+    """
+    speeds = [_speeds(cluster, rates, rank) for rank in range(cluster.num_ranks)]
+    classes: list[list[int]] = []
+    for rank in sorted(range(cluster.num_ranks), key=lambda r: (speeds[r], r)):
+        if not classes or not _same_class(speeds[classes[-1][0]], speeds[rank]):
+            classes.append([])
+        classes[-1].append(rank)
+    choices = [
+        tuple(sorted(r for members in classes[number:] for r in members))
+        for number in range(1, min(len(classes), MAX_CLASSES))
+    ]
+    by_node: dict[str, list[int]] = {}
+    for rank in range(cluster.num_ranks):
+        by_node.setdefault(cluster.node_of(rank).name, []).append(rank)
+    nodes = {tuple(speeds[r] for r in ranks): tuple(ranks) for ranks in reversed(by_node.values())}
+    fastest_first = sorted(nodes, key=lambda key: -sum(rate for rate, *_ in key))
+    choices += [nodes[key] for key in fastest_first[: MAX_CLASSES - 1]]
+    for ranks in dict.fromkeys(choices):
+        if len(ranks) < cluster.num_ranks:
+            # A network may be described in groups that cannot be divided.
+            with suppress(ClusterError):
+                yield Subset(cluster=cluster.subset(ranks), ranks=ranks)
 
 
 def _speeds(cluster: Cluster, rates: Sequence[float], rank: int) -> tuple[float, ...]:

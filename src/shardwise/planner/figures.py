@@ -4,8 +4,6 @@
 limiting factor and the gain from relaxing it. `with_figures` simulates a named or edited plan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import isclose
@@ -220,8 +218,6 @@ def binding(estimate: Estimate, relaxed: Sequence[WhatIf]) -> Binding:
 
 
 # ------------------------------------------------------------ layers
-
-
 def by_layer(step: SimulatedStep) -> Iterator[LayerFigures]:
     """Yield the seconds of a step and the bytes of every unit on a rank."""
     execution, estimate = step.execution, step.estimate

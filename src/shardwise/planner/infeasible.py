@@ -3,8 +3,6 @@
 Every change that the `InfeasiblePlan` error names has been simulated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -72,8 +70,9 @@ def infeasible(
     if smallest is None:
         return _no_configuration(search, options, limits)
     use = peak_of(smallest.estimate.memory)
-    needs, limit = _required(use)
-    where = "of host memory for a device" if use.is_host_bound else "on a device"
+    needs, limit, where = use.peak_bytes, use.limit_bytes, "on a device"
+    if use.is_host_bound:
+        needs, limit, where = use.host_bytes, use.host_limit_bytes, "of host memory for a device"
     short = f"{gib_text(needs)} of {gib_text(limit)} ({gib_text(needs - limit)} too much) {where}"
     changes = [
         *_free_options(options, rerun),
@@ -158,13 +157,6 @@ def _size_key(bound: Bound) -> tuple[float, ...]:
     )
 
 
-def _required(use: MemoryUse) -> tuple[float, float]:
-    """Return the required and available bytes of the scarcer memory, device or host."""
-    if use.is_host_bound:
-        return use.host_bytes, use.host_limit_bytes
-    return use.peak_bytes, use.limit_bytes
-
-
 def _parts(use: MemoryUse) -> str:
     parts = use.host_parts if use.is_host_bound else use.parts
     largest = sorted(parts.items(), key=lambda item: -item[1])
@@ -174,8 +166,6 @@ def _parts(use: MemoryUse) -> str:
 
 
 # ------------------------------------------------------------ changes
-
-
 def _free_options(options: UserOptions, rerun: Rerun) -> Iterator[FittingChange]:
     """Yield options that help when the planner may choose them, one by one, then all together."""
     fixed, fits = options.given, False

@@ -6,8 +6,6 @@ class, and the `k` solutions are exact. If there are more than `MAX_PREFIXES` pr
 cheapest are extended.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,12 +35,8 @@ class KBest:
     complete: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Factor:
-    """Costs of the states of some variables together, in the order of the table's dimensions."""
-
-    members: tuple[int, ...]
-    table: Floats
+# Variables, and the costs of their states together, in the order of the table's dimensions.
+_Factor = tuple[tuple[int, ...], Floats]
 
 
 def k_best(
@@ -60,7 +54,7 @@ def k_best(
     factors = _factors(model)
     order = _order(model, factors)
     place = {variable: at for at, variable in enumerate(order)}
-    ends = [max(place[v] for v in factor.members) for factor in factors]
+    ends = [max(place[v] for v in members) for members, _ in factors]
     costs, picks = np.array([model.constant]), np.zeros((1, 0), dtype=np.int64)
     complete = True
     for at, variable in enumerate(order):
@@ -68,7 +62,7 @@ def k_best(
         costs, picks = _decide(model.variables[variable].unary, ending, place, costs, picks)
         selected = np.flatnonzero(costs < below)
         costs, picks = costs[selected], picks[selected]
-        later = {v for f, end in zip(factors, ends, strict=True) if end > at for v in f.members}
+        later = {v for f, end in zip(factors, ends, strict=True) if end > at for v in f[0]}
         live = sorted(place[v] for v in later if place[v] <= at)
         counts = [len(model.variables[order[p]]) for p in live]
         selected = _cheapest(costs, _classes(picks[:, live], counts), k)
@@ -107,19 +101,18 @@ def k_best_lean(
 
 
 def _factors(model: Model) -> list[_Factor]:
-    factors = [_Factor(key, table) for key, table in model.pairs.items()]
+    factors: list[_Factor] = list(model.pairs.items())
     for multi_use in model.multi_uses:
         members = tuple(multi_use.members())
         if np.prod([len(model.variables[v]) for v in members]) <= MAX_TABLE:
-            factors.append(_Factor(members, multi_use.table()))
+            factors.append((members, multi_use.table()))
     return factors
 
 
 def _order(model: Model, factors: Sequence[_Factor]) -> list[int]:
     """Return nodes in graph order, and the values that they only read before their first reader."""
     first: dict[int, float] = {}
-    for factor in factors:
-        producer, *users = factor.members
+    for (producer, *users), _ in factors:
         if users and producer > min(users):
             first[producer] = min(first.get(producer, producer), min(users) - 0.5)
     return sorted(model.variables, key=lambda v: (first.get(v, v), v))
@@ -131,11 +124,9 @@ def _decide(
     """Extend every prefix by every state of the next variable."""
     at, states = picks.shape[1], np.arange(len(unary))
     total = costs[:, None] + unary[None, :]
-    for factor in ending:
-        rows = [
-            states[None, :] if place[v] == at else picks[:, place[v], None] for v in factor.members
-        ]
-        total = total + factor.table[tuple(rows)]
+    for members, table in ending:
+        rows = (states[None, :] if place[v] == at else picks[:, place[v], None] for v in members)
+        total = total + table[tuple(rows)]
     longer = np.concatenate(
         [np.repeat(picks, len(states), axis=0), np.tile(states, len(costs))[:, None]], axis=1
     )
@@ -154,7 +145,7 @@ def _parts(
     columns = [np.zeros(len(picks))]
     for number, variable in model.variables.items():
         columns += [variable.unary[at[number]], variable.weight[at[number]]]
-    columns += [f.table[tuple(at[v] for v in f.members)] for f in factors]
+    columns += [table[tuple(at[v] for v in members)] for members, table in factors]
     rounded = [_rounded(column) for column in columns]
     return np.stack([*rounded, *(at[v].astype(np.float64) for v in sorted(distinguished))], axis=1)
 
@@ -166,7 +157,7 @@ def _rounded(column: Floats) -> Floats:
 
 
 def _classes(live: Ints, sizes: Sequence[int]) -> Ints:
-    """Number the prefixes so that those with equal states of live variables are equal."""
+    """Return a number per prefix, equal for prefixes with equal states of live variables."""
     kind = np.zeros(len(live), dtype=np.int64)
     for column, size in zip(live.T, sizes, strict=True):
         kind = np.unique(kind * size + column, return_inverse=True)[1].ravel()

@@ -17,11 +17,11 @@ import numpy as np
 from shardwise.arrays import Floats
 from shardwise.cluster import Device, Mesh
 from shardwise.cost import CallCost, Signature, adamw, call_cost, call_signature, kernel_seconds
-from shardwise.ir import Graph, Node, Parameter, TensorType
+from shardwise.ir import Graph, Node, TensorType
 from shardwise.layouts.beam import assign, shard_tables
 from shardwise.layouts.build import Built, build
 from shardwise.layouts.moves import plan_moves
-from shardwise.layouts.options import Option, Options
+from shardwise.layouts.options import Options
 from shardwise.layouts.problem import (
     Assignment,
     LayoutAxis,
@@ -281,13 +281,12 @@ class LayoutCache:
         return {name: {"dp": str(c.choice)} for name, c in self._batch.nodes.items()}
 
     def _input_shards(self) -> dict[str, Placement]:
-        shards: dict[str, Placement] = {}
-        for source in self.fold.graph.inputs:
-            dim = self.inputs.get(source.name)
-            if dim is not None:
-                size = self.fold.graph.values[source.value].shape[dim]
-                shards[source.value] = Shard(dim, ((1, size, 1),))
-        return shards
+        values = self.fold.graph.values
+        return {
+            source.value: Shard(dim, ((1, values[source.value].shape[dim], 1),))
+            for source in self.fold.graph.inputs
+            if (dim := self.inputs.get(source.name)) is not None
+        }
 
 
 EXPOSED = 0.3  # a guess: the fraction of gradient reductions that backward does not hide
@@ -317,7 +316,6 @@ class CallPrices:
         self.sizes = task.sizes
         self.coordinate = {axis.name: (0, axis.ranks) for axis in task.axes}
         self.parameters = {p.value: p for p in graph.parameters}
-        self.by_name = {p.name: p for p in graph.parameters}
         self.local_values = {i.value for i in graph.inputs} | {b.value for b in graph.buffers}
         self.local_values |= {c.value for c in graph.constants}
         self._kinds: dict[str, Signature] = {}
@@ -336,7 +334,9 @@ class CallPrices:
     def move(self, value: str, current: Placements, needed: Placements, grad: bool) -> float:
         """Return the seconds of a redistribution in forward, and with `grad` in backward."""
         seconds = 0.0
-        for move in plan_moves(self._layout(current), self._layout(needed), self.sizes, grad):
+        kind = self.graph.values[value]
+        layouts = self._layout(current), self._layout(needed)
+        for move in plan_moves(*layouts, self.sizes, grad, kind):
             entry = REDISTRIBUTIONS[move.fn]
             before, after = self._bytes(value, move.before), self._bytes(value, move.layout)
             size = entry.num_bytes(before, after)
@@ -347,7 +347,7 @@ class CallPrices:
 
     def store(self, parameter: str, stored: Placements) -> float:
         """Return the seconds of a gradient's reduction and the optimizer, per micro-batch."""
-        entry = self._parameter(parameter)
+        entry = self.parameters[parameter]
         layout = self._layout(stored)
         sync = tuple(
             a
@@ -366,7 +366,7 @@ class CallPrices:
 
     def stored_bytes(self, parameter: str, stored: Placements) -> float:
         """Return the bytes of a parameter with its gradient and optimizer state."""
-        entry = self._parameter(parameter)
+        entry = self.parameters[parameter]
         kind = self.graph.values[entry.value].dtype.itemsize
         size = self._bytes(entry.value, self._layout(stored))
         return size + (adamw.STATE_BYTES * size / kind if entry.requires_grad else 0.0)
@@ -380,29 +380,10 @@ class CallPrices:
         """Return the bytes that nodes produce on a rank, for every state of every variable."""
         sizes = {number: np.zeros(len(v)) for number, v in built.model.variables.items()}
         for node in self.graph.nodes:
-            options = built.options[node.name]
-            sizes[built.nodes[node.name]] += [self._made_bytes(node, o) for o in options]
+            for position, value in enumerate(node.outputs):
+                layouts = (self._layout(o.gives[position]) for o in built.options[node.name])
+                sizes[built.nodes[node.name]] += [self._bytes(value, layout) for layout in layouts]
         return sizes
-
-    def _made_bytes(self, node: Node, option: Option) -> float:
-        return sum(
-            self._bytes(value, self._layout(placements))
-            for value, placements in zip(node.outputs, option.gives, strict=True)
-        )
-
-    def _parameter(self, name: str) -> Parameter:
-        return self.by_name.get(name) or self.parameters[name]
-
-    def _layouts(
-        self, node: Node, choice: tuple[Candidate, ...]
-    ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-        needs = tuple(
-            self._layout(tuple(c.operands[i] for c in choice)) for i in range(len(node.inputs))
-        )
-        gives = tuple(
-            self._layout(tuple(c.results[i] for c in choice)) for i in range(len(node.outputs))
-        )
-        return needs, gives
 
     def _layout(self, placements: Placements) -> Layout:
         return Layout(tuple(zip(self.names, placements, strict=True)))
@@ -442,7 +423,12 @@ class CallPrices:
         return frozenset(i for i, n in enumerate(node.inputs) if trained and n in grads)
 
     def _find_cost(self, node: Node, choice: tuple[Candidate, ...]) -> CallCost:
-        needs, gives = self._layouts(node, choice)
+        needs = tuple(
+            self._layout(tuple(c.operands[i] for c in choice)) for i in range(len(node.inputs))
+        )
+        gives = tuple(
+            self._layout(tuple(c.results[i] for c in choice)) for i in range(len(node.outputs))
+        )
         call = local_call(
             node,
             self.facts,
@@ -467,4 +453,5 @@ class CallPrices:
 
     def _local(self, value: str, layout: Layout) -> TensorType:
         kind = self.graph.values[value]
-        return TensorType(local_shape(layout, kind.shape, self.coordinate), kind.dtype)
+        shape = local_shape(layout, kind.shape, self.coordinate)
+        return replace(kind, shape=shape).expected

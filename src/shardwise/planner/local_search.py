@@ -11,8 +11,6 @@ until no lower bound is below the best step; a kind of configurations for which 
 row did not fit is postponed.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -118,7 +116,6 @@ class _LocalSearch:
         return bool(outcome.feasible) or not outcome.bounds
 
     # ------------------------------------------------------------ stage boundaries
-
     def _with_boundaries(self, configs: Iterable[ParallelConfig]) -> Iterator[ParallelConfig]:
         """Yield the configurations as they are, and with other stage boundaries."""
         boundaries: dict[object, list[tuple[int, ...]]] = {}
@@ -159,7 +156,6 @@ class _LocalSearch:
         return boundaries
 
     # ------------------------------------------------------------ layouts
-
     def _in_turn(self) -> Iterator[_Trial]:
         """Yield trials that may be faster, likely fastest first; postpone kinds that do not fit."""
         queues: dict[int, deque[_Trial]] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -28,19 +28,6 @@ DIGITS = 12
 NODE_DIGITS = 7
 SAME = 1e-6  # relative tolerance of equal figures
 NOTHING = 1e-12
-
-
-class _ParameterRow(NamedTuple):
-    """A parameter as `PARAMETER_COLUMNS` has it, without its module."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    layout: int
-    zero: int
-    trained: bool
-    num_bytes: int
-    local_bytes: float
 
 
 class Texts:
@@ -68,7 +55,8 @@ class _Tree:
         self.root = Module(step.graph.name, "", step.graph.name)
         self.choices = [self._choices(group) for group in range(len(step.execution.groups))]
         self.nodes: dict[int, tuple[int, int, int]] = {}  # position -> op, layout, source
-        self.parameters: list[_ParameterRow] = []  # of all parameters of the graph
+        # All parameters of the graph, as in `PARAMETER_COLUMNS` but without their modules.
+        self.parameters: list[tuple[Any, ...]] = []
 
     def folded(self) -> ModuleTree:
         self._place_nodes()
@@ -108,7 +96,6 @@ class _Tree:
         ]
 
     # ------------------------------------------------------------ assigning to modules
-
     def _place_nodes(self) -> None:
         step, small = self.step, self.step.fold.graph.nodes
         placement, stage_of = step.execution.placement, step.stage_of.tolist()
@@ -144,25 +131,16 @@ class _Tree:
             home, _, name = parameter.name.rpartition(".")
             local = elements * kind.dtype.itemsize / self._sharers(stored, stage, entry.zero)
             shards = {a: text for a, text in entry.layout.items() if text != REPLICATED}
-            self.parameters.append(
-                _ParameterRow(
-                    name=name,
-                    shape=tuple(kind.shape),
-                    dtype=dtype_name(kind.dtype),
-                    layout=self.layouts(", ".join(f"{a}: shard {c}" for a, c in shards.items())),
-                    zero=entry.zero or 0,
-                    trained=parameter.requires_grad,
-                    num_bytes=kind.num_bytes,
-                    local_bytes=_short(local),
-                )
-            )
+            layout = self.layouts(", ".join(f"{a}: shard {c}" for a, c in shards.items()))
+            level, trained = entry.zero or 0, parameter.requires_grad
+            row = (name, tuple(kind.shape), dtype_name(kind.dtype), layout, level, trained)
+            self.parameters.append((*row, kind.num_bytes, _short(local)))
             module = self.root.at(home)
             module.parameters.append(number)
             module.stages.add(stage)
             # `explain` counts trained parameters, before ZeRO shards them
-            trained = elements if parameter.requires_grad else 0
             for figure, value in (
-                ("parameters", trained),
+                ("parameters", elements if trained else 0),
                 ("model_parameters", kind.numel),
                 ("parameter_bytes", local),
             ):
@@ -189,7 +167,6 @@ class _Tree:
                     module.own[backward] += unit.backward * count
 
     # ------------------------------------------------------------ to data
-
     def _rows(self, rows: list[Row]) -> dict[str, tuple[Any, ...]]:
         columns: dict[str, tuple[Any, ...]] = {
             "parent": tuple(-1 if row.parent is None else row.parent for row in rows),

@@ -5,8 +5,6 @@ and editors understand. `known_options` makes `inspect.signature` and `help` sho
 its type and default, and turns a misspelt option into a `PlanError` that names the nearest one.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -14,33 +12,22 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypedDict, TypeVar, get_type_hints
 
 from shardwise.errors import PlanError, did_you_mean
-from shardwise.plans import ParameterEntry, Precision
+from shardwise.plans import ParameterEntry, Precision, Sync
 from shardwise.schedules import Schedule
-
-__all__ = [
-    "CommonOptions",
-    "Constraints",
-    "FixedOptions",
-    "PlanOptions",
-    "SearchOptions",
-    "StageOptions",
-    "constrained_entries",
-    "known_options",
-    "option_names",
-]
+from shardwise.schema import Reader
 
 P = ParamSpec("P")
 R = TypeVar("R")
 # Maps globs of parameters to a placement over tensor-parallel ranks ("0", "replicate"), to
-# placements by mesh axis, or to a plan's entry, which may also set a ZeRO level.
-Constraints = Mapping[str, str | Mapping[str, str] | ParameterEntry]
+# placements by mesh axis, to a synchronization, or to a plan's entry of all these and a ZeRO level.
+Constraints = Mapping[str, str | Mapping[str, str] | Sync | ParameterEntry]
 
 
 def constrained_entries(constraints: Constraints | None) -> dict[str, ParameterEntry]:
     """Return constraints as the entries of a plan.
 
     >>> constrained_entries({"head.*": "0"})
-    {'head.*': ParameterEntry(layout={'tp': '0'}, zero=None)}
+    {'head.*': ParameterEntry(layout={'tp': '0'}, zero=None, sync=None)}
     """
     if not isinstance(constraints or {}, Mapping):
         raise PlanError(
@@ -53,11 +40,14 @@ def constrained_entries(constraints: Constraints | None) -> dict[str, ParameterE
 def _entry(value: Any) -> ParameterEntry:
     if isinstance(value, ParameterEntry):
         return value
+    if isinstance(value, Sync):
+        return ParameterEntry(sync=value)
     entry = value if isinstance(value, Mapping) else {"tp": value}
-    if not entry.keys() & {"layout", "zero"}:  # in the form of plan files
+    if not entry.keys() & {"layout", "zero", "sync"}:  # in the form of plan files
         entry = {"layout": entry}
     layout = {str(axis): str(shard) for axis, shard in entry.get("layout", {}).items()}
-    return ParameterEntry(layout=layout, zero=entry.get("zero"))
+    sync = Reader(PlanError, "constraints").read(Sync | None, entry.get("sync"), ("sync",))
+    return ParameterEntry(layout=layout, zero=entry.get("zero"), sync=sync)
 
 
 class CommonOptions(TypedDict, total=False):
@@ -70,6 +60,9 @@ class CommonOptions(TypedDict, total=False):
     shares: Mapping[str, Sequence[int]] | None
     constraints: Constraints | None
     batch_dim: int | None
+    sequence_dim: int | Mapping[str, int] | None
+    sequence_parallel: bool
+    attention: str
     rng: str
     seed: int
 
@@ -92,6 +85,7 @@ class FixedOptions(TypedDict, total=False):
     """Parts of a plan that the user decides; None leaves one to the search."""
 
     dp: int | None
+    ep: int | None
     tp: int | None
     pp: int | None
     virtual_stages: int | None
@@ -155,10 +149,7 @@ def _full_signature(function: Callable[..., Any], defaults: Mapping[str, Any]) -
         (options,) = types[parameter.name].__args__  # of Unpack[…]
         parameters += [
             inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=defaults.get(name),
-                annotation=kind,
+                name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=kind
             )
             for name, kind in get_type_hints(options).items()
         ]

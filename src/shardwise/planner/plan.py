@@ -4,8 +4,6 @@ The plan's `search` explains the choice: its estimate, the runners-up, the gaps,
 and the gain from relaxing it.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys
@@ -23,6 +21,7 @@ from shardwise.errors import InfeasiblePlan, PlanError, ShardwiseError
 from shardwise.ir import Graph
 from shardwise.layouts.tie_layers import tie_layers
 from shardwise.planner.device_groups import Grouping, groupings, left_out, subsets
+from shardwise.planner.expert_search import faster_with_experts
 from shardwise.planner.figures import search_result, simulated_step, with_details
 from shardwise.planner.infeasible import infeasible
 from shardwise.planner.layout_cache import FASTEST, LEAN, LEANEST, MIXED, LayoutCache
@@ -30,6 +29,7 @@ from shardwise.planner.local_search import improved
 from shardwise.planner.options import Constraints, FixedOptions, known_options
 from shardwise.planner.search import SIMPLER_SLACK, Search, SearchOutcome, simplest
 from shardwise.planner.search_space import (
+    ZERO_LEVELS,
     FixedPlacements,
     SearchLimits,
     UserOptions,
@@ -37,9 +37,13 @@ from shardwise.planner.search_space import (
     configs,
     divisors,
     fixed_parameters,
+    fixed_syncs,
     min_tensor_ranks,
+    with_user_syncs,
 )
+from shardwise.planner.strategies.experts import expert_parameters
 from shardwise.planner.strategies.make import batch_inputs
+from shardwise.planner.sync_choice import with_syncs
 from shardwise.planner.what_if import Rerun
 from shardwise.planner.write import in_captured_names, with_choices, write_plan
 from shardwise.plans import Plan, Precision, model_fingerprint
@@ -54,7 +58,6 @@ from shardwise.simulation.folded_graph import FoldedGraph
 
 MAX_MIXED_RANKS = 16  # with more ranks, all nodes shard the batch over "dp"
 TINY_GRAPH = 16  # nodes; in a larger graph equal layers have equal layouts
-ZERO_LEVELS = (0, 1, 2, 3)
 MAX_MODULE_STAGES = 16  # of a model without blocks
 SMALL_CLUSTER = 8  # ranks; in a larger cluster tensor parallelism stays inside a node
 PROGRESS_AFTER_S = 2.0
@@ -80,7 +83,7 @@ def plan(
     are left out, so the plan may be for fewer ranks; `all_devices` uses all of them.
 
     `constraints` maps globs of parameters to a sharding ("0", "replicate") or to shardings by mesh
-    axis. Options fix parts of the plan: `dp`, `tp`, `pp`, `virtual_stages`, `schedule`,
+    axis. Options fix parts of the plan: `dp`, `ep`, `tp`, `pp`, `virtual_stages`, `schedule`,
     `num_microbatches`, `zero`, `recompute`, `offload`. `memory_gib` limits the memory of each
     device. Raises `InfeasiblePlan`, with figures and the smallest changes that help, if nothing
     fits.
@@ -120,6 +123,18 @@ def plan(
         def fastest(devices: Cluster, below: float = math.inf) -> _Searched:
             return _faster_graph(graph, fixed, partial(search_graph, devices, below))
 
+        experts = partial(
+            faster_with_experts,
+            graph,
+            cluster,
+            fixed,
+            constraints=constraints,
+            memory_gib=memory_gib,
+            precision=dtypes,
+            table=table,
+        )
+        if fixed.ep not in (None, 1):
+            return _only_with_experts(experts, graph, cluster, fixed)
         chosen, idle = fastest(cluster), None
         if not all_devices:
             chosen, idle = _without_slow_devices(chosen, cluster, fastest)
@@ -130,9 +145,12 @@ def plan(
             return _run(prepare(run, {}, search.evaluator.cluster), wider, fixed)
 
         rerun = Rerun(
-            options=partial(_run, search, limits),
-            constraints=unconstrained if placements else None,
+            options=partial(_run, search, limits), constraints=unconstrained if placements else None
         )
+        searched = fixed.ep is None and expert_parameters(graph)
+        better = experts(outcome.step_time_s * (1 - SIMPLER_SLACK)) if searched else None
+        if better is not None:
+            return with_choices(better, search.evaluator.costs.choose)
         if not outcome.feasible:
             raise infeasible(outcome, search, fixed, limits, rerun)
         restrictions = {
@@ -140,11 +158,28 @@ def plan(
             **({} if memory_gib is None else {"memory_gib": memory_gib}),
             **({"constraints": texts} if (texts := as_texts(constraints)) else {}),
         }
+        outcome, reasons = with_syncs(outcome, search, fixed_syncs(search.fold.graph, constraints))
         figures = search_result(outcome, search, fixed, restrictions, rerun, idle)
         best = in_captured_names(write_plan(run, search.fold, outcome.best, dtypes), run, graph)
+        best = with_user_syncs(best, constraints).with_(notes=(*best.notes, *reasons))
         best = with_choices(best, search.evaluator.costs.choose)
         step = simulated_step(outcome.best, search)
         return with_details(best.with_figures(figures), step, search.memory_limit)
+
+
+def _only_with_experts(
+    experts: Callable[[float], Plan | None], graph: Graph, cluster: Cluster, options: UserOptions
+) -> Plan:
+    """Return the fastest plan with the user's number of ranks along `ep`."""
+    best = experts(math.inf)
+    if best is None:
+        count = max(expert_parameters(graph).values(), default=1)
+        raise InfeasiblePlan(
+            f"ep={options.ep}: no plan on the {cluster.num_ranks} ranks of {cluster.name} divides "
+            f"the {count} experts of {graph.name} and fits in memory",
+            hint="another ep, or leave ep to the planner",
+        )
+    return best
 
 
 class _Searched(NamedTuple):
@@ -178,8 +213,13 @@ def _without_slow_devices(
 ) -> tuple[_Searched, LeftOutDevices | None]:
     """Search on fewer devices; all are used only if that saves `SIMPLER_SLACK` of the step."""
     best, used, shortest = full, None, full.outcome.step_time_s
-    for smaller in subsets(cluster, _rates(full.search.cache, full.search.evaluator)):
+    layouts, evaluator = full.search.cache, full.search.evaluator
+    rates = _rates(layouts, evaluator)
+    one_device_s = min(_seconds(layouts, evaluator, layouts.rows))
+    for smaller in subsets(cluster, rates):
         limit = shortest * (1 + SIMPLER_SLACK)
+        if one_device_s / sum(rates[rank] for rank in smaller.ranks) > limit:
+            continue  # too slow even if all of them compute all the time
         try:
             other = fastest(smaller.cluster, limit)
         except InfeasiblePlan:  # the user's options require more ranks
@@ -312,14 +352,18 @@ def _rates(layouts: LayoutCache, evaluator: Evaluator) -> list[float]:
     """Return the speed at which every rank computes this model, relative to the fastest."""
     if len(evaluator.devices) == 1:
         return [1.0] * len(evaluator.kind)
-    workloads = layouts.get(1, FASTEST).workloads
-    one_rank = Group(mesh=Mesh(), ranks=(0,))
-    seconds = []
-    for device in evaluator.devices:
-        work = workloads.at(max(1, workloads.rows // len(evaluator.kind)))
-        times = evaluator.costs.node_times(work, device, one_rank)
-        seconds.append(float((times.forward + times.backward).sum()))
+    seconds = _seconds(layouts, evaluator, layouts.rows // len(evaluator.kind))
     return [min(seconds) / seconds[kind] for kind in evaluator.kind]
+
+
+def _seconds(layouts: LayoutCache, evaluator: Evaluator, rows: int) -> list[float]:
+    """Return the time in which one device of every kind computes `rows` rows, at least one."""
+    work = layouts.get(1, FASTEST).workloads.at(max(1, rows))
+    times = [
+        evaluator.costs.node_times(work, device, Group(mesh=Mesh(), ranks=(0,)))
+        for device in evaluator.devices
+    ]
+    return [float((t.forward + t.backward).sum()) for t in times]
 
 
 def _constraint_key(path: str, fixed: Mapping[str, Mapping[str, Placement]], graph: Graph) -> str:

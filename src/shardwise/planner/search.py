@@ -289,7 +289,6 @@ class Search:
         return tuple(replace(use, limit_bytes=min(use.limit_bytes, limit)) for use in uses)
 
     # ------------------------------------------------------------ parts of an execution config
-
     def _groups(self, config: ParallelConfig, layouts: Layouts) -> tuple[Group, ...]:
         key = (config.pp, config.grouping, layouts.axes)
         if key not in self._grouped:
@@ -344,8 +343,6 @@ class Search:
 
 
 # ------------------------------------------------------------ simplicity
-
-
 def simplicity(config: ParallelConfig) -> tuple[object, ...]:
     """Return a key by which simpler configurations sort first."""
     recompute = RECOMPUTES.index(config.recompute) if config.recompute in RECOMPUTES else 3

@@ -14,16 +14,19 @@ from itertools import pairwise, product
 from math import ceil
 from typing import Any
 
+from shardwise.cost.sync import is_special
 from shardwise.errors import InfeasiblePlan, PlanError, RuleError, did_you_mean
 from shardwise.ir import Graph
 from shardwise.planner.options import Constraints, constrained_entries
-from shardwise.plans import ParameterEntry
+from shardwise.plans import ParameterEntry, Plan, Sync
 from shardwise.plans.execution import OFFLOADS
 from shardwise.plans.search_result import ParallelConfig
+from shardwise.plans.sync import applied_sync, operator_uses
 from shardwise.schedules import SCHEDULES, default_schedule, schedule_kind
 from shardwise.sharding.placements import REPLICATE, Placement, parse_placement
 
 RECOMPUTES = ("none", "selective", "full")
+ZERO_LEVELS = (0, 1, 2, 3)
 MAX_STAGES = 128
 MAX_STEP = 3  # ratio of neighbouring micro-batch counts; if it is larger, more are tried between
 MAX_MICROBATCH_COUNTS = 14
@@ -47,6 +50,7 @@ class UserOptions:
     """The user's decisions; None leaves one to the planner."""
 
     dp: int | None = None
+    ep: int | None = None
     tp: int | None = None
     pp: int | None = None
     virtual_stages: int | None = None
@@ -73,12 +77,12 @@ class UserOptions:
 
     def check(self) -> None:
         """Raise `PlanError` for an invalid value."""
-        for name in ("dp", "tp", "pp", "virtual_stages", "num_microbatches"):
+        for name in ("dp", "ep", "tp", "pp", "virtual_stages", "num_microbatches"):
             value = getattr(self, name)
             is_int = isinstance(value, int) and not isinstance(value, bool)
             if value is not None and (not is_int or value < 1):
                 raise PlanError(f"{name}={value!r}", hint="an integer of at least 1")
-        if self.zero not in (None, 0, 1, 2, 3):
+        if self.zero not in (None, *ZERO_LEVELS):
             raise PlanError(f"zero={self.zero!r}", hint="0, 1, 2 or 3")
         for name, value, known in (
             ("schedule=", self.schedule, tuple(SCHEDULES)),
@@ -182,8 +186,8 @@ def _savings(
     """Yield the configuration with every combination of memory savings."""
     # Tensor-parallel ranks also share parameters: those that they replicate.
     shared = config.dp * config.tp > 1
-    zeros = [options.zero] if options.zero is not None else ([0, 1, 2, 3] if shared else [0])
-    recomputes = [options.recompute] if options.recompute is not None else list(RECOMPUTES)
+    zeros = (options.zero,) if options.zero is not None else ZERO_LEVELS if shared else (0,)
+    recomputes = (options.recompute,) if options.recompute is not None else RECOMPUTES
     hosts: list[tuple[str, ...]] = [()]
     if options.offload is not None:
         hosts = [options.offload]
@@ -228,6 +232,28 @@ def fixed_parameters(graph: Graph, constraints: Constraints | None) -> FixedPlac
     return placements
 
 
+def fixed_syncs(graph: Graph, constraints: Constraints | None) -> dict[str, Sync]:
+    """Return the synchronization that the user's constraints require, by parameter."""
+    syncs: dict[str, Sync] = {}
+    uses = operator_uses(graph)
+    for glob, entry in constrained_entries(constraints).items():
+        for parameter in graph.parameters if entry.sync is not None else ():
+            if any(fnmatchcase(name, glob) for name in (parameter.name, *parameter.aliases)):
+                sync = syncs.get(parameter.name, Sync()).updated(entry.sync)
+                syncs[parameter.name] = applied_sync(graph, parameter, sync, uses)
+    return {name: sync for name, sync in syncs.items() if is_special(sync)}
+
+
+def with_user_syncs(plan: Plan, constraints: Constraints | None) -> Plan:
+    """Return the plan with the synchronization that the user's constraints require."""
+    entries = dict(plan.parameters)
+    for glob, entry in constrained_entries(constraints).items():
+        if entry.sync is not None:
+            own = entries.pop(glob, ParameterEntry())
+            entries[glob] = replace(own, sync=entry.sync)
+    return plan.with_(parameters=entries)
+
+
 def _matched(graph: Graph, glob: str) -> list[tuple[str, str]]:
     """Return the names and values of the parameters with a name that matches."""
     matched = [
@@ -239,8 +265,7 @@ def _matched(graph: Graph, glob: str) -> list[tuple[str, str]]:
         names = [name for p in graph.parameters for name in (p.name, *p.aliases)]
         near = get_close_matches(glob.replace("*", ""), names, n=SHOWN, cutoff=0.0)
         raise PlanError(
-            f"constraint {glob!r} matches none of the {len(names)} parameters",
-            hint=", ".join(near),
+            f"constraint {glob!r} matches none of the {len(names)} parameters", hint=", ".join(near)
         )
     return matched
 
@@ -248,12 +273,12 @@ def _matched(graph: Graph, glob: str) -> list[tuple[str, str]]:
 def as_texts(constraints: Constraints | None) -> dict[str, Any]:
     """Return the constraints as plan files write them."""
     entries = constrained_entries(constraints)
-    return {
-        str(glob): dict(entries[str(glob)].layout)
-        if isinstance(value, Mapping | ParameterEntry)
-        else str(value)
-        for glob, value in (constraints or {}).items()
-    }
+    texts: dict[str, Any] = {}
+    for glob, value in (constraints or {}).items():
+        entry = entries[str(glob)]
+        layout = dict(entry.layout) if isinstance(value, Mapping | ParameterEntry) else str(value)
+        texts[str(glob)] = layout if entry.sync is None else str(entry.sync)
+    return texts
 
 
 def min_tensor_ranks(constraints: FixedPlacements, options: UserOptions, num_ranks: int) -> int:

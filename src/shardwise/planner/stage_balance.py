@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from shardwise.errors import InfeasiblePlan, PlanError, did_you_mean
 from shardwise.ir import Graph, Node, TensorType, node_keys
 from shardwise.ir.operators import is_random
+from shardwise.ir.ragged import row_counts
 from shardwise.layouts.microbatch_axis import values_of_inputs
 from shardwise.layouts.moves import work
 from shardwise.sharding.factors import Facts
@@ -77,8 +78,7 @@ class Cutter:
         """Return the first node of every stage."""
         if len(ranks) == 1:
             return (0,)
-        narrow = self._narrow(costs)
-        for fit, owning in ((narrow, True), (self.fit, True), (self.fit, False)):
+        for fit, owning in ((self._narrow(costs), True), (self.fit, True), (self.fit, False)):
             if len(fit) < len(ranks) and fit is not self.fit:
                 continue
             chain = _Chain(self.owners, costs, fit, ranks, owning=owning)
@@ -272,16 +272,23 @@ def unfit(graph: Graph) -> dict[int, str]:
             reasons.setdefault(index, "it depends on the batch alone")
         elif is_random(node):
             reasons.setdefault(index, "it draws random numbers")
-    changed = {b.value: b for b in graph.buffers if b.mutation}
-    changed |= {b.mutation: b for b in graph.buffers if b.mutation}
-    uses: dict[str, list[int]] = {}
-    for index, node in enumerate(graph.nodes):
-        for name in (*node.inputs, *node.outputs):
-            if name in changed:
-                uses.setdefault(changed[name].name, []).append(index)
-    for buffer, places in uses.items():
-        for index in range(places[0] + 1, places[-1] + 1):
-            reasons.setdefault(index, f"all uses of the buffer {buffer} belong to one stage")
+    buffers = {
+        name: f"all uses of the buffer {buffer.name} belong to one stage"
+        for buffer in graph.buffers
+        if buffer.mutation
+        for name in (buffer.value, buffer.mutation)
+    }
+    counts = row_counts(graph).items()
+    rows = {name: f"the rows that %{count} counts belong to one stage" for name, count in counts}
+    for reason_of in (buffers, rows):
+        uses: dict[str, list[int]] = {}
+        for index, node in enumerate(graph.nodes):
+            for name in (*node.inputs, *node.outputs):
+                if name in reason_of:
+                    uses.setdefault(reason_of[name], []).append(index)
+        for reason, places in uses.items():
+            for index in range(places[0] + 1, places[-1] + 1):
+                reasons.setdefault(index, reason)
     return reasons
 
 
@@ -333,8 +340,6 @@ def _find(graph: Graph, cut: str, places: dict[str, int], reasons: dict[int, str
 
 
 # ------------------------------------------------------------ costs without a cluster
-
-
 PER_MEMORY_BYTE = 2.0  # between about 1 of a CPU and 100 of a GPU: matmuls dominate
 
 

@@ -7,8 +7,6 @@ simulated peak of each action, and within an action activations and gradients ap
 unit by unit.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -107,8 +105,6 @@ class SimulatedStep:
 
 
 # ------------------------------------------------------------ traffic
-
-
 @dataclass(frozen=True, slots=True)
 class Message:
     """Equal collectives of a step."""
@@ -183,7 +179,7 @@ def _of_parameters(
     """Yield messages of parameters, which zero 3 gathers for every forward and backward."""
     for kind in layers.sent(*step.span(stage), step.execution):
         repeats = 2.0 * step.execution.num_microbatches if kind.purpose == "gather" else 1.0
-        rows = group.along(kind.axes)
+        rows = kind.groups(group.along(kind.axes))
         by_size: dict[float, float] = defaultdict(float)
         for size, count in zip(kind.num_bytes.tolist(), kind.messages.tolist(), strict=True):
             if count:
@@ -234,10 +230,8 @@ def _link_kinds(step: SimulatedStep) -> Iterator[tuple[str, str, tuple[str, ...]
         if kind in ("nic", "bus"):
             host = name.rpartition(".")[0] if kind == "nic" else name
             node = next((e.name for e in cluster.nodes if host in _names(e.name)), host)
-            if kind == "nic":
-                yield "between", f"network cards, {node}", (node,)
-            else:
-                yield "inside", f"bus, {node}", (node,)
+            where, what = ("between", "network cards") if kind == "nic" else ("inside", "bus")
+            yield where, f"{what}, {node}", (node,)
         elif kind == "switch":
             base = next((s for s in cluster.network.switches if _is_of(name, s.name)), None)
             nodes = base.nodes if base is not None else ()
@@ -260,8 +254,6 @@ def _names(pattern: str) -> frozenset[str]:
 
 
 # ------------------------------------------------------------ memory over time
-
-
 def memory_curves(step: SimulatedStep) -> Iterator[MemoryCurve]:
     """Yield the memory over time of every group with few actions."""
     actions = step.estimate.timeline.schedule.actions
@@ -305,9 +297,7 @@ class _Curve:
         units = [u for u in stage.units if u.end > u.first]
         saved = [float(self.step.columns["saved"][u.first : u.end].sum()) for u in units]
         spent = [u.forward if kind == "F" else u.backward for u in units]
-        order = list(range(len(units)))
-        if kind != "F":
-            order.reverse()
+        order = range(len(units)) if kind == "F" else reversed(range(len(units)))
         scale = (end - start) / (sum(spent) or 1.0)
         now, total = start, self.use.parts["gradients"]
         first = stage.index not in self.done

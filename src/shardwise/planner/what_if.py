@@ -4,17 +4,16 @@
 effect of other clusters on its step. All rows are simulated.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, floor, log10
+from typing import Any
 
 from shardwise.cluster import Cluster, Device, Mesh
 from shardwise.cluster.cluster import ClusterNode
-from shardwise.cluster.links import Link, Network
+from shardwise.cluster.links import Network
 from shardwise.errors import ClusterError
 from shardwise.formatting import GIB
 from shardwise.planner.search import Candidate, Search, SearchOutcome
@@ -48,14 +47,8 @@ class Rerun:
 
 
 # ------------------------------------------------------------ rows
-
-
 def relaxations(
-    outcome: SearchOutcome,
-    search: Search,
-    step: SimulatedStep,
-    options: UserOptions,
-    rerun: Rerun,
+    outcome: SearchOutcome, search: Search, step: SimulatedStep, options: UserOptions, rerun: Rerun
 ) -> tuple[WhatIf, ...]:
     """Return the gains from more memory, free options, faster links and faster devices."""
     time = outcome.best.estimate.step_time_s
@@ -263,8 +256,6 @@ def gib_text(size: float) -> str:
 
 
 # ------------------------------------------------------------ changed clusters
-
-
 def faster_devices(cluster: Cluster, factor: float) -> Cluster:
     """Return the cluster with every device's rates multiplied."""
 
@@ -277,33 +268,19 @@ def faster_devices(cluster: Cluster, factor: float) -> Cluster:
 
 def faster_links(cluster: Cluster, factor: float) -> Cluster:
     """Return the cluster with the bandwidth of every link, NIC, switch and trunk multiplied."""
+    names = ("bandwidth_bytes_per_s", "bus_bytes_per_s", "uplink_bytes_per_s")
 
-    def faster(link: Link) -> Link:
-        return replace(
-            link,
-            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor,
-            bus_bytes_per_s=link.bus_bytes_per_s * factor,
-        )
+    def faster(part: Any) -> Any:
+        rates = {name: getattr(part, name, None) for name in names}
+        higher = {name: rate * factor for name, rate in rates.items() if rate is not None}
+        return replace(part, **higher) if higher else part
 
-    nodes = []
-    for node in cluster.nodes:
-        nic = node.nic
-        if nic is not None:
-            nic = replace(nic, bandwidth_bytes_per_s=nic.bandwidth_bytes_per_s * factor)
-        nodes.append(replace(node, link=None if node.link is None else faster(node.link), nic=nic))
+    nodes = (replace(n, link=faster(n.link), nic=faster(n.nic)) for n in cluster.nodes)
     network = replace(
         cluster.network,
         domains=tuple(replace(d, link=faster(d.link)) for d in cluster.network.domains),
-        switches=tuple(
-            s
-            if s.uplink_bytes_per_s is None
-            else replace(s, uplink_bytes_per_s=s.uplink_bytes_per_s * factor)
-            for s in cluster.network.switches
-        ),
-        trunks=tuple(
-            replace(t, bandwidth_bytes_per_s=t.bandwidth_bytes_per_s * factor)
-            for t in cluster.network.trunks
-        ),
+        switches=tuple(map(faster, cluster.network.switches)),
+        trunks=tuple(map(faster, cluster.network.trunks)),
     )
     return replace(cluster, nodes=tuple(nodes), network=network)
 

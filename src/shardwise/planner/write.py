@@ -4,9 +4,7 @@ Layouts of the folded graph apply to all layers that it represents; equal entrie
 modules become one glob.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import combinations
 
@@ -22,12 +20,12 @@ from shardwise.errors import PlanError, did_you_mean
 from shardwise.ir import Graph, node_keys
 from shardwise.ir.blocks import large_blocks
 from shardwise.planner.search import Candidate
-from shardwise.planner.strategies.make import batch_inputs, fold_entries
+from shardwise.planner.strategies.make import batch_inputs
 from shardwise.plans import ParameterEntry, Plan, Precision, Stage, model_fingerprint
-from shardwise.plans.plan import known_choices
+from shardwise.plans.plan import fold_entries, known_choices
 from shardwise.schedules import DEFAULT_SCHEDULE
 from shardwise.sharding.placements import REPLICATED
-from shardwise.simulation.costs import Group
+from shardwise.simulation.costs import ExecutionConfig, Group
 from shardwise.simulation.estimate import check_cluster
 from shardwise.simulation.folded_graph import FoldedGraph
 
@@ -42,10 +40,9 @@ def write_plan(graph: Graph, fold: FoldedGraph, candidate: Candidate, precision:
     roles = {
         axis: "batch" if axis == "dp" else "parameters" for mesh in meshes for axis in mesh.names
     }
-    places = fold.places
     stages = tuple(
         Stage(
-            first=places[first] if first else "",
+            first=fold.places[first] if first else "",
             ranks=execution.groups[group].ranks,
             mesh=meshes[group],
         )
@@ -60,7 +57,7 @@ def write_plan(graph: Graph, fold: FoldedGraph, candidate: Candidate, precision:
         mesh=meshes[0],
         roles=roles or {},
         inputs=batch_inputs(graph, None) if splits else {},
-        parameters=_parameters(graph, fold, parameters, roles, execution.level),
+        parameters=_parameters(graph, fold, parameters, roles, execution),
         nodes=_nodes(graph, fold, nodes, roles),
         units=large_blocks(graph),
         stages=stages if len(stages) > 1 else (),
@@ -92,7 +89,7 @@ def _parameters(
     fold: FoldedGraph,
     placements: Choices,
     roles: Mapping[str, str],
-    zero: Callable[[str], int],
+    execution: ExecutionConfig,
 ) -> dict[str, ParameterEntry]:
     """Return the entry of every parameter: that of its representative in the folded graph."""
     axes = [axis for axis, role in roles.items() if role == "parameters"]
@@ -101,7 +98,8 @@ def _parameters(
         _, representative = uses.get(parameter.value, (0, parameter.name))
         shards = placements.get(representative, {})
         layout = {axis: shards.get(axis, REPLICATED) for axis in axes}
-        entries[parameter.name] = ParameterEntry(layout=layout, zero=zero(parameter.name))
+        level, sync = execution.level(parameter.name), execution.syncs.get(representative)
+        entries[parameter.name] = ParameterEntry(layout=layout, zero=level, sync=sync)
     return fold_entries(entries)
 
 
@@ -122,8 +120,6 @@ def _nodes(
 
 
 # ------------------------------------------------------------ collectives
-
-
 MAX_RANKS = 64  # of a group that is solved on demand: unequal ranks take some seconds
 REDUCTIONS = {0: ("all_reduce",), 1: ("all_reduce", "all_gather")}  # of gradients, by zero level
 SHARDED_REDUCTIONS = ("reduce_scatter", "all_gather")  # from zero 2 on

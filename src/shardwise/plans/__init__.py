@@ -3,6 +3,7 @@
 from shardwise.plans.execution import TIME, Precision, Stage
 from shardwise.plans.plan import ParameterEntry, Plan, model_fingerprint, used_devices
 from shardwise.plans.resolve import Resolved, resolve
+from shardwise.plans.sync import Sync
 
 __all__ = [
     "TIME",
@@ -11,6 +12,7 @@ __all__ = [
     "Precision",
     "Resolved",
     "Stage",
+    "Sync",
     "model_fingerprint",
     "resolve",
     "used_devices",

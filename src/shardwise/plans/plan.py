@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from shardwise.cluster import Cluster, Mesh
 from shardwise.collectives.messages.choice import CollectiveChoice, check_ranks
@@ -33,10 +33,11 @@ from shardwise.plans.execution import (
     require_known,
 )
 from shardwise.plans.search_result import HOOKS, SearchResult
+from shardwise.plans.sync import Sync, check_parameter, operator_uses
 from shardwise.schedules.schedule import require_counts
 from shardwise.schema import Form, Reader, Writer
 
-__all__ = ["used_devices"]
+Entry = TypeVar("Entry")
 
 
 def model_fingerprint(graph: Graph) -> str:
@@ -51,8 +52,6 @@ def model_fingerprint(graph: Graph) -> str:
 
 
 # ------------------------------------------------------------ choices of nodes
-
-
 def find_choices(nodes: Mapping[str, Mapping[str, str]], graph: Graph) -> dict[str, dict[str, str]]:
     """Return node -> mesh axis -> choice; later keys win. Keys may match no node of the graph."""
     choices: dict[str, dict[str, str]] = {}
@@ -99,6 +98,24 @@ def _matches(keys: Iterable[str], graph: Graph) -> dict[str, list[str]]:
     return matches
 
 
+def fold_entries(entries: Mapping[str, Entry], names: Iterable[str] = ()) -> dict[str, Entry]:
+    """Return the entries, with equal ones of numbered modules as one glob.
+
+    If `names` lists more than the entries have, a glob must stand for all of them that it matches.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names or entries:
+        groups.setdefault(block_glob(name), []).append(name)
+    folded: dict[str, Entry] = {}
+    for glob, members in groups.items():
+        known = {name: entries[name] for name in members if name in entries}
+        is_equal = len(known) == len(members) > 1 and all(
+            entry == known[members[0]] for entry in known.values()
+        )
+        folded |= {glob: known[members[0]]} if is_equal else known
+    return folded
+
+
 def block_constraints(plan: Plan, graph: Graph) -> ConstraintKey:
     """Return a function that gives the key of a plan's decisions about a block.
 
@@ -126,11 +143,12 @@ def block_constraints(plan: Plan, graph: Graph) -> ConstraintKey:
 
 
 FORMAT_VERSION = 1
-ROLES = ("batch", "parameters", "time")
+ROLES = ("batch", "parameters", "sequence", "time")
+INPUT_ROLES = frozenset({"batch", "sequence"})  # of axes that shard inputs and replicate parameters
 RNG_MODES = ("exact", "fast")
 MAX_MICROBATCHES = 1 << 16
 MAX_NAME = 500  # characters
-OMITTED_IF_EMPTY = ("collectives", "search")  # from plan files
+OMITTED_IF_EMPTY = ("sequence", "collectives", "search")  # from plan files
 
 
 def _line(text: str) -> str:
@@ -144,25 +162,29 @@ Line = Annotated[str, Form(_line)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterEntry:
-    """The layout and ZeRO level of the parameters that match a glob.
+    """The layout, ZeRO level and synchronization of the parameters that match a glob.
 
     `layout` maps a mesh axis to a shard, "0" (dim 0) or "0:3x[4]x16" (the heads of a fused dim), or
     to "replicate". Ranks with the same values shard the optimizer state with `zero` 1, also the
     gradients with 2, also the parameter itself with 3, and nothing with 0 (all-reduced gradients).
+    `sync` selects other forms of synchronization: owners, sparse rows, factors.
     """
 
     layout: Mapping[str, str] = field(default_factory=dict)
     zero: int | None = None
+    sync: Sync | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How to split one model over a mesh, as data.
 
-    `roles` maps each mesh axis to what it shards: the "batch" (with replicated parameters) or
-    "parameters". `inputs` maps input globs to the dim that batch axes shard. `nodes` forces single
-    nodes to a choice of `shardwise explain`, for example `{"linear_3": {"tp": "shard n"}}`; a key
-    may also be a glob of paths, `{"blocks.*.mlp.up.linear_0": {"tp": "shard n"}}`. `search` is the
+    `roles` maps each mesh axis to what it shards: the "batch" or the "sequence" (with replicated
+    parameters) or "parameters". `inputs` maps input globs to the dim that batch axes shard,
+    `sequence` to the dim that sequence axes shard; if no input has one, the sequence is sharded
+    where attention begins. `nodes` forces single nodes to a choice of `shardwise explain`, for
+    example `{"linear_3": {"tp": "shard n"}}`; a key may also be a glob of paths,
+    `{"blocks.*.mlp.up.linear_0": {"tp": "shard n"}}`. `search` is the
     planner's result, from which `shardwise explain` says why this plan was chosen.
 
     `stages` divide the model into pipeline stages, each with its own ranks and mesh; `mesh` is that
@@ -179,6 +201,7 @@ class Plan:
     mesh: MeshField
     roles: Mapping[str, str]
     inputs: Mapping[str, int | None] = field(default_factory=dict)
+    sequence: Mapping[str, int | None] = field(default_factory=dict)
     parameters: Mapping[str, ParameterEntry] = field(default_factory=dict)
     nodes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     units: tuple[str, ...] = ()
@@ -200,7 +223,6 @@ class Plan:
         _check(self)
 
     # ------------------------------------------------------------ ranks and stages
-
     @property
     def num_ranks(self) -> int:
         """The number of ranks of all stages."""
@@ -242,7 +264,10 @@ class Plan:
             self,
             mesh=Mesh(axes=axes),
             roles={TIME: "time", **roles} if timed else roles,
-            parameters={g: _restricted(e, mesh.names) for g, e in self.parameters.items()},
+            parameters={
+                glob: replace(e, layout={a: c for a, c in e.layout.items() if a in mesh.names})
+                for glob, e in self.parameters.items()
+            },
             nodes={n: {a: c[a] for a in c if a in mesh.names} for n, c in self.nodes.items()},
             stages=(),
             schedule="",
@@ -252,16 +277,17 @@ class Plan:
         )
 
     # ------------------------------------------------------------ reading decisions
-
     def entry(self, parameter: str) -> ParameterEntry:
         """Return the merged entries of a parameter; later globs win, field by field."""
         layout: dict[str, str] = {}
         zero: int | None = None
+        sync: Sync | None = None
         for pattern, entry in self.parameters.items():
             if fnmatchcase(parameter, pattern):
                 layout.update(entry.layout)
                 zero = entry.zero if entry.zero is not None else zero
-        return ParameterEntry(layout=layout, zero=zero)
+                sync = entry.sync if sync is None else sync.updated(entry.sync)
+        return ParameterEntry(layout=layout, zero=zero, sync=sync)
 
     def choices(self, graph: Graph) -> dict[str, dict[str, str]]:
         """Return node -> mesh axis -> the choice that `nodes` forces; later keys win."""
@@ -298,11 +324,11 @@ class Plan:
             )
         names = [n for p in graph.parameters for n in (p.name, *p.aliases)]
         _check_globs("parameter", self.parameters, names)
-        _check_globs("input", self.inputs, [i.name for i in graph.inputs])
+        _check_globs("input", {**self.inputs, **self.sequence}, [i.name for i in graph.inputs])
         check_choices(self.nodes, graph)
+        _check_syncs(self, graph)
 
     # ------------------------------------------------------------ figures
-
     @property
     def figures(self) -> SearchResult:
         """The search result; raises `PlanError` if the plan has none."""
@@ -335,7 +361,6 @@ class Plan:
         return replace(self, **changes)
 
     # ------------------------------------------------------------ files and text
-
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values, its fields in the order of this class."""
         data: dict[str, Any] = {"version": self.version}
@@ -378,12 +403,6 @@ class Plan:
         return plan_html(self)
 
 
-def _restricted(entry: ParameterEntry, axes: tuple[str, ...]) -> ParameterEntry:
-    """Return the entry without shards on mesh axes that a stage does not have."""
-    cuts = {axis: cut for axis, cut in entry.layout.items() if axis in axes}
-    return ParameterEntry(layout=cuts, zero=entry.zero)
-
-
 def _check(plan: Plan) -> None:
     """Raise `PlanError` unless the plan is consistent in itself."""
     if plan.version != FORMAT_VERSION:
@@ -397,7 +416,7 @@ def _check(plan: Plan) -> None:
             raise PlanError(
                 f"roles name axis {axis!r}, but {plan.mesh} does not{did_you_mean(axis, axes)}"
             )
-        require_known(f"role {role!r} of axis {axis!r}", role, ROLES, " or ".join(ROLES[:2]))
+        require_known(f"role {role!r} of axis {axis!r}", role, ROLES, " or ".join(ROLES[:3]))
         if (role == "time") != (axis == TIME):
             raise PlanError(
                 f"role {role!r} of axis {axis!r}: the axis of micro-batches is {TIME!r}",
@@ -420,7 +439,13 @@ def _check(plan: Plan) -> None:
     for glob, entry in plan.parameters.items():
         if entry.zero not in (None, 0, 1, 2, 3):
             raise PlanError(f"zero={entry.zero} of {glob!r}", hint="0, 1, 2 or 3")
-        _check_axes(entry.layout, axes, f"parameters[{glob!r}]")
+        where = f"parameters[{glob!r}]"
+        _check_axes(entry.layout, axes, where)
+        if entry.sync is not None and set(plan.roles.values()) <= {"batch"}:
+            for stage in plan.all_stages:
+                entry.sync.check_ranks(stage.mesh.size, where)
+        if entry.sync is not None and entry.sync.inexact:
+            _check_inexact(plan, entry.sync, where)
     for node, choices in plan.nodes.items():
         _check_axes(choices, axes, f"nodes[{node!r}]")
 
@@ -429,6 +454,23 @@ def _check_axes(mapping: Mapping[str, Any], axes: tuple[str, ...], where: str) -
     for axis in mapping:
         if axis not in axes:
             raise PlanError(f"unknown mesh axis {axis!r}{did_you_mean(axis, axes)}", where=where)
+
+
+def _check_inexact(plan: Plan, sync: Sync, where: str) -> None:
+    """Raise `PlanError` for plans whose parameters have no inexact synchronization."""
+    offloaded = [kind for kind in plan.offload if kind != "activations"]
+    if plan.stages:
+        raise PlanError(
+            f"sync ({sync}) in a plan with {len(plan.stages)} pipeline stages",
+            where=where,
+            hint="a plan without stages, or a synchronous one",
+        )
+    if sync.every > 1 and offloaded:
+        raise PlanError(
+            f"sync ({sync}) with offload={offloaded}: rounds need parameters on the device",
+            where=where,
+            hint="offload=(), or every=1",
+        )
 
 
 def _check_globs(what: str, globs: Mapping[str, Any], names: list[str]) -> None:
@@ -440,6 +482,25 @@ def _check_globs(what: str, globs: Mapping[str, Any], names: list[str]) -> None:
             )
 
 
+def _check_syncs(plan: Plan, graph: Graph) -> None:
+    """Raise `PlanError` unless every `sync` suits a parameter of its glob; others ignore it."""
+    syncs = {glob: entry for glob, entry in plan.parameters.items() if entry.sync is not None}
+    uses = operator_uses(graph) if syncs else {}
+    for glob, entry in syncs.items():
+        assert entry.sync is not None
+        problems = []
+        for parameter in graph.parameters:
+            if any(fnmatchcase(name, glob) for name in (parameter.name, *parameter.aliases)):
+                zero = plan.entry(parameter.name).zero
+                try:
+                    check_parameter(graph, parameter, entry.sync, zero, uses)
+                    break
+                except PlanError as problem:
+                    problems.append(problem)
+        else:
+            raise problems[0]
+
+
 def used_devices(plan: Plan, cluster: Cluster) -> Cluster:
     """Return the devices of `cluster` that `plan` runs on: all, unless its search left some out."""
     left_out = plan.search.left_out if plan.search is not None else None
@@ -449,8 +510,6 @@ def used_devices(plan: Plan, cluster: Cluster) -> Cluster:
 
 
 # ------------------------------------------------------------ files
-
-
 def plan_file_text(data: Mapping[str, Any]) -> str:
     """Return the text of a plan file: indented JSON, with one line per table of `details`.
 

@@ -3,8 +3,6 @@
 Mesh axes are solved in mesh order, each given the layouts on earlier ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -16,12 +14,7 @@ from shardwise.layouts.microbatch_axis import MicrobatchAssignment
 from shardwise.layouts.problem import Assignment, Task
 from shardwise.plans.plan import Plan
 from shardwise.sharding.factors import Facts, analyze
-from shardwise.sharding.placements import (
-    Layout,
-    Placement,
-    Shard,
-    parse_placement,
-)
+from shardwise.sharding.placements import Layout, Placement, Shard, parse_placement
 from shardwise.shares import AxisSize
 
 
@@ -79,15 +72,18 @@ def resolve_part(
 
 def axis_task(graph: Graph, plan: Plan, axis: str, ranks: AxisSize) -> Task:
     """Return the layout problem of one mesh axis."""
-    is_batch = plan.roles[axis] == "batch"
+    role = plan.roles[axis]
+    shards_parameters = role == "parameters"
+    inputs = None if shards_parameters else input_shards(graph, plan, role)
     return Task(
         axis=axis,
         ranks=ranks,
         parameters=fixed_parameters(graph, plan, axis),
-        shard_parameters=not is_batch,
-        inputs=input_shards(graph, plan) if is_batch else None,
+        shard_parameters=shards_parameters,
+        inputs=inputs,
+        begins_inside=role == "sequence" and not inputs,
         choices={n: c[axis] for n, c in plan.choices(graph).items() if axis in c},
-        beam=48 if is_batch else 96,
+        beam=96 if shards_parameters else 48,
     )
 
 
@@ -108,14 +104,18 @@ def fixed_parameters(graph: Graph, plan: Plan, axis: str) -> dict[str, Placement
     return fixed
 
 
-def input_shards(graph: Graph, plan: Plan) -> Mapping[str, Placement] | None:
-    """Return the placements of inputs on batch axes, or None if the plan leaves inputs free."""
-    if not plan.inputs:
+def input_shards(graph: Graph, plan: Plan, role: str = "batch") -> Mapping[str, Placement] | None:
+    """Return the placements of inputs on batch or sequence axes, or None if inputs are free.
+
+    Inputs that sequence axes do not shard are replicated on them.
+    """
+    dims = plan.sequence if role == "sequence" else plan.inputs
+    if not dims and role == "batch":
         return None
     shards: dict[str, Placement] = {}
     for source in graph.inputs:
         shape = graph.values[source.value].shape
-        for glob, dim in plan.inputs.items():
+        for glob, dim in dims.items():
             is_valid = dim is not None and -len(shape) <= dim < len(shape)
             if dim is not None and is_valid and fnmatchcase(source.name, glob):
                 shards[source.value] = Shard(dim % len(shape), ((1, shape[dim], 1),))

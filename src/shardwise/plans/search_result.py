@@ -20,7 +20,7 @@ Int = Annotated[int, Stored(always=True)]
 Float = Annotated[float, Stored(always=True)]
 Bool = Annotated[bool, Stored(always=True)]
 
-LAYOUT_NAMES = ("", "lean layouts", "mixed layouts", "leanest layouts", "ranked layouts")
+LAYOUT_NAMES = ("fastest", "lean", "mixed", "leanest", "ranked")
 HINT = "make the figures again: shardwise plan MODULE.py:FUNCTION --cluster c.yaml"
 CAUSES = {  # where the time of a step goes, in the order of reports
     "compute": "computing",
@@ -44,6 +44,11 @@ NODE_COLUMNS = (
     "module", "name", "op", "layout", "source", "forward_s", "backward_s", "communication_s",
     "activation_bytes",
 )  # fmt: skip
+_COLUMN_TYPES: dict[str, type | tuple[type, ...]] = {  # of columns that are not numbers
+    **dict.fromkeys(("name", "path", "kind", "dtype"), str),
+    **dict.fromkeys(("shape", "stages"), (list, tuple)),
+    "zero": (int, type(None)),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +87,7 @@ class ParallelConfig:
         if self.offload:
             parts.append(f"offload {'+'.join(self.offload)}")
         if self.layout:
-            parts.append(LAYOUT_NAMES[min(self.layout, len(LAYOUT_NAMES) - 1)])
+            parts.append(f"{LAYOUT_NAMES[min(self.layout, len(LAYOUT_NAMES) - 1)]} layouts")
         if self.cuts:
             parts.append(f"stages from nodes {', '.join(map(str, self.cuts))}")
         if self.grouping:
@@ -215,8 +220,6 @@ class LeftOutDevices:
 
 
 # ------------------------------------------------------------ the simulated step
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTimes:
     """Seconds of one kind of action of a stage, the same for all its micro-batches."""
@@ -273,8 +276,6 @@ class StepTimes:
 
 
 # ------------------------------------------------------------ details for reports
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleTree:
     """The tree of modules in preorder, its parameters and nodes, as columns of equal length."""
@@ -298,9 +299,24 @@ class ModuleTree:
             lengths = {len(columns[column]) for column in required}
             if len(lengths) > 1:
                 raise _damaged(f"columns of lengths {sorted(lengths)}", f"{where}.{name}")
-        for at, row in enumerate(self.parameters):
-            if len(row) != len(PARAMETER_COLUMNS):
-                raise _damaged(f"{len(row)} columns", f"{where}.parameters[{at}]")
+        for name, table, width in (
+            ("parameters", self.parameters, len(PARAMETER_COLUMNS)),
+            ("sources", self.sources, 2),
+        ):
+            for at, row in enumerate(table):
+                if len(row) != width:
+                    raise _damaged(f"{len(row)} columns", f"{where}.{name}[{at}]")
+        parameters = dict(zip(PARAMETER_COLUMNS, zip(*self.parameters, strict=True), strict=False))
+        for name, columns in (
+            ("rows", self.rows),
+            ("nodes", self.nodes),
+            ("parameters", parameters),
+        ):
+            for column, cells in columns.items():
+                expected = _COLUMN_TYPES.get(column, (int, float, bool))
+                wrong = [cell for cell in cells if not isinstance(cell, expected)]
+                if wrong:
+                    raise _damaged(f"{wrong[0]!r} in column {column!r}", f"{where}.{name}")
         size = len(self.rows["name"])
         for name, numbers, end in (
             ("rows.parent", self.rows["parent"], size),
@@ -309,7 +325,8 @@ class ModuleTree:
             ("nodes.layout", self.nodes["layout"], len(self.layouts)),
             ("nodes.op", self.nodes["op"], len(self.ops)),
             ("nodes.source", self.nodes["source"], len(self.sources)),
-            ("parameters", [row[0] for row in self.parameters], size),
+            ("parameters.module", parameters.get("module", ()), size),
+            ("parameters.layout", parameters.get("layout", ()), len(self.layouts)),
         ):
             wrong = [n for n in numbers if not isinstance(n, int) or not -1 <= n < end]
             if wrong:
@@ -396,6 +413,15 @@ class SearchResult:
     digest: str = ""
     details: PlanDetails = field(default_factory=PlanDetails)
 
+    def __post_init__(self) -> None:
+        for name, config in (("best", self.best), *(("runners_up", r) for r in self.runners_up)):
+            if not config.step_time_s > 0 or set(config.causes) != set(CAUSES):
+                raise _damaged("the step time or some of its causes are missing", f"search.{name}")
+        if self.batch.rows < 1:
+            raise _damaged(f"a batch of {self.batch.rows} rows", "search.batch")
+        if self.details.modules is not None:
+            self.details.modules.verify("search.details.modules")
+
     def verify(self, num_stages: int, num_groups: int) -> None:
         """Raise unless the figures are for a plan with this many stages and groups."""
         for name, count, required in (
@@ -409,13 +435,6 @@ class SearchResult:
             if not 0 <= stage.group < num_groups:
                 where = f"search.step.stages[{index}]"
                 raise _damaged(f"group {stage.group} of {num_groups}", where)
-        for name, config in (("best", self.best), *(("runners_up", r) for r in self.runners_up)):
-            if not config.step_time_s > 0 or set(config.causes) != set(CAUSES):
-                raise _damaged("the step time or some of its causes are missing", f"search.{name}")
-        if self.batch.rows < 1:
-            raise _damaged(f"a batch of {self.batch.rows} rows", "search.batch")
-        if self.details.modules is not None:
-            self.details.modules.verify("search.details.modules")
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data, without empty fields."""
@@ -431,8 +450,6 @@ class SearchResult:
 
 
 # ------------------------------------------------------------ JSON
-
-
 def _damaged(message: str, where: str) -> PlanError:
     return PlanError(f"the figures of the plan are damaged: {message}", where=where, hint=HINT)
 
@@ -442,9 +459,13 @@ def _read_search(reader: Reader, value: Any, path: KeyPath) -> SearchResult | No
         return None
     try:
         fields = reader.fields(SearchResult, value, path)
-        return reader.construct(SearchResult, path, **fields)
     except PlanError as error:
         raise _damaged(error.message, error.where or reader.name) from None
+    try:
+        return SearchResult(**fields)
+    except PlanError as error:
+        where = error.where if reader.name == "search" else f"{reader.name}: {error.where}"
+        raise PlanError(error.message, where=where, hint=error.hint) from None
 
 
 def _read_any(reader: Reader, value: Any, path: KeyPath) -> Any:

@@ -4,21 +4,20 @@
 it was chosen and what would change it, from its `SearchResult`, without the model and the cluster.
 """
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from shardwise.collectives.messages.program import format_ranks
 from shardwise.errors import ShardwiseError
 from shardwise.formatting import Column, amount, bar, counted, money, seconds, size, table, wrapped
-from shardwise.plans.plan import Plan
+from shardwise.plans.plan import INPUT_ROLES, Plan
 from shardwise.plans.search_result import (
     CAUSES,
+    LAYOUT_NAMES,
     LayerFigures,
     LocalSearchSummary,
     ParallelConfig,
@@ -32,9 +31,9 @@ WIDTH = 100
 # Plan fields that have their own lines or are not decisions; all others are shown generically.
 SHOWN = frozenset(
     {
-        "name", "model", "fingerprint", "mesh", "roles", "inputs", "parameters", "nodes", "units",
-        "stages", "schedule", "num_microbatches", "per_microbatch", "recompute", "precision",
-        "offload", "collectives", "rng", "seed", "notes", "search", "version",
+        "name", "model", "fingerprint", "mesh", "roles", "inputs", "sequence", "parameters",
+        "nodes", "units", "stages", "schedule", "num_microbatches", "per_microbatch", "recompute",
+        "precision", "offload", "collectives", "rng", "seed", "notes", "search", "version",
     }
 )  # fmt: skip
 ZERO = {
@@ -56,9 +55,12 @@ def format_plan(plan: Plan) -> str:
             "the others would slow the step"
         )
     for axis, role in plan.roles.items():
-        dims = sorted({d for d in plan.inputs.values() if d is not None})
-        what = f"the batch (input dim {', '.join(map(str, dims)) or 'free'})"
-        lines.append(f"  {axis:<4} shards {what if role == 'batch' else 'parameters'}")
+        what = "parameters"
+        if role in ("batch", "sequence"):
+            listed = plan.inputs if role == "batch" else plan.sequence
+            dims = sorted({d for d in listed.values() if d is not None})
+            what = f"the {role} (input dim {', '.join(map(str, dims)) or 'free'})"
+        lines.append(f"  {axis:<4} shards {what}")
     lines += _stages(plan) + _execution(plan) + _parameters(plan)
     for node, choices in plan.nodes.items():
         lines.append(f"  node {node}: {', '.join(f'{a}: {c}' for a, c in choices.items())}")
@@ -124,8 +126,13 @@ def _parameters(plan: Plan) -> list[str]:
     rows = []
     for glob, entry in plan.parameters.items():
         layout = ", ".join(f"{axis}: {text}" for axis, text in entry.layout.items()) or REPLICATED
-        shared = entry.zero or "batch" in plan.roles.values()
-        rows.append((glob, layout, ZERO[entry.zero] if shared else ""))
+        if not any(c in glob for c in "*?["):
+            entry = replace(plan.entry(glob), layout=entry.layout)  # as later globs change it
+        shared_axes = [axis for axis, role in plan.roles.items() if role in INPUT_ROLES]
+        shared = entry.zero or any(axis not in entry.layout for axis in shared_axes)
+        level = "" if entry.sync is not None and entry.sync.kind else ZERO[entry.zero]
+        words = [level if shared else "", "" if entry.sync is None else str(entry.sync)]
+        rows.append((glob, layout, ", ".join(filter(None, words))))
     gradients = "gradients and state" if any(row[2] for row in rows) else ""
     rows.insert(0, ("parameter", "sharding", gradients))
     return _table(rows, max_width=48)
@@ -163,8 +170,6 @@ def plan_html(plan: Plan) -> str:
 
 
 # ------------------------------------------------------------ explanations of a search
-
-
 MAX_STAGES = 8
 MAX_LAYERS = 40
 BAR = 20
@@ -180,7 +185,6 @@ OPTION_TEXTS = {
     "grouping": "device order {}",
     "cuts": "stages from nodes {}",
 }
-LAYOUTS = ("fastest", "lean", "mixed", "leanest", "ranked")
 
 
 def plan_text(plan: Plan, width: int = WIDTH) -> str:
@@ -239,8 +243,6 @@ def _joined(parts: Sequence[Sequence[str]]) -> str:
 
 
 # ------------------------------------------------------------ the plan and its figures
-
-
 def verdict(plan: Plan, width: int) -> list[str]:
     """Return step time, throughput, memory and the limiting factor."""
     figures = plan.figures
@@ -315,9 +317,8 @@ def _option(name: str, value: Any) -> str:
 
 
 def _sharding(layout: Any) -> str:
-    if isinstance(layout, Mapping):
-        return ",".join(f"{k}:{v}" for k, v in layout.items())
-    return str(layout)
+    is_mapping = isinstance(layout, Mapping)
+    return ",".join(f"{k}:{v}" for k, v in layout.items()) if is_mapping else str(layout)
 
 
 def _fit(lines: Sequence[str], width: int, indent: int = 10) -> list[str]:
@@ -325,8 +326,6 @@ def _fit(lines: Sequence[str], width: int, indent: int = 10) -> list[str]:
 
 
 # ------------------------------------------------------------ other plans
-
-
 class ConfigDifference(NamedTuple):
     """The differences of another configuration: its options, time by cause, and memory."""
 
@@ -338,12 +337,9 @@ class ConfigDifference(NamedTuple):
 
 def difference(best: SimulatedConfig, other: SimulatedConfig) -> ConfigDifference:
     """Return the differences of another configuration from the best."""
-    changed: dict[str, list[Any]] = {}
-    if best.config is not None and other.config is not None:
-        for name in ParallelConfig.__slots__:
-            values = [getattr(best.config, name), getattr(other.config, name)]
-            if values[0] != values[1]:
-                changed[name] = values
+    names = ParallelConfig.__slots__ if best.config and other.config else ()
+    pairs = {name: [getattr(c.config, name) for c in (best, other)] for name in names}
+    changed = {name: values for name, values in pairs.items() if values[0] != values[1]}
     return ConfigDifference(
         changed=changed,
         step_time_s=other.step_time_s - best.step_time_s,
@@ -393,7 +389,7 @@ def option_text(name: str, value: Any) -> str:
     if isinstance(value, list | tuple):
         value = (", " if name == "cuts" else "+").join(map(str, value)) or "nothing"
     if name == "layout":
-        value = LAYOUTS[min(value, len(LAYOUTS) - 1)]
+        value = LAYOUT_NAMES[min(value, len(LAYOUT_NAMES) - 1)]
     return OPTION_TEXTS.get(name, name + "={}").format("none" if value in ("", None) else value)
 
 
@@ -474,8 +470,6 @@ def _local_search(summary: LocalSearchSummary) -> str:
 
 
 # ------------------------------------------------------------ time and memory
-
-
 def time_by_cause(figures: SearchResult, width: int) -> list[str]:
     """Return the time of a step by cause, for the ranks that end last."""
     causes = {CAUSES[name]: value for name, value in figures.best.causes.items()}
@@ -490,10 +484,7 @@ def memory_by_part(figures: SearchResult, width: int) -> list[str]:
     memory = figures.best.memory
     when = "the optimizer step" if memory.when == "optimizer" else f"action {memory.when}"
     title = f"memory by cause, on the fullest rank (group {memory.group}) in {when}"
-    return [
-        *wrapped(title, width, "", "  "),
-        *shares(memory.parts, memory.peak_bytes, size, width),
-    ]
+    return [*wrapped(title, width, "", "  "), *shares(memory.parts, memory.peak_bytes, size, width)]
 
 
 def shares(
@@ -527,14 +518,8 @@ def by_layer(figures: SearchResult, width: int) -> list[str]:
         )
         for row in figures.layers[:MAX_LAYERS]
     ]
-    columns = [
-        Column("forward"),
-        Column("backward", 1),
-        Column("comm", 2),
-        Column("state", 1),
-        Column("saved", 1),
-        Column("stage", 3),
-    ]
+    orders = {"forward": 0, "backward": 1, "comm": 2, "state": 1, "saved": 1, "stage": 3}
+    columns = [Column(title, order) for title, order in orders.items()]
     title = (
         "by layer, for a step on one rank; comm: communication; state: parameters, gradients, "
         "optimizer; saved: activations of a micro-batch"

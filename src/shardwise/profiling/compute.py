@@ -4,8 +4,6 @@ All ranks measure the same operation at the same time, so that they share cores 
 training.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

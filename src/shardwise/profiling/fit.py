@@ -1,7 +1,5 @@
 """Fit the figures of a cluster file, devices and the link between them, to measured times."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Every rank runs the same measurements in the same order; ranks outside the group
 only take part in its barriers.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -41,6 +39,9 @@ def measure_links(
     shapes = [[list(range(world))], *(_blocks(world, n) for n in GROUP_SIZES if 2 * n <= world)]
     members = [tuple(group) for groups in (*shapes, pairs) for group in groups]
     transport = ProcessGroupTransport(dict.fromkeys(members))
+    _broadcast(  # NCCL creates a communicator when all of its ranks use it, a send has only two
+        transport, Group(tuple(range(world)), transport.rank), torch.zeros(1, device=device)
+    )
     sizes = SIZES[::2] if quick else SIZES[1:]
     operations = [("send", [[0, 1]])] + ([("send", pairs)] if world >= 4 else [])
     operations += [(operation, groups) for operation in COLLECTIVES for groups in shapes]
@@ -124,10 +125,11 @@ def _library_call(
 
 
 def _there_and_back(transport: ProcessGroupTransport, group: Group, flat: torch.Tensor) -> None:
-    peer_rank = group.ranks[1 - group.index]
-    moves = (transport.send, transport.receive)
-    for move in moves if group.index == 0 else moves[::-1]:
-        move(flat, peer_rank, 0).wait()
+    message = [(flat, group.ranks[1 - group.index])]
+    for sends in (group.index == 0, group.index == 1):
+        sent, received = transport.exchange(*((message, []) if sends else ([], message)))
+        for pending in (*sent, *received):
+            pending.wait()
 
 
 def _broadcast(transport: ProcessGroupTransport, group: Group, flat: torch.Tensor) -> None:
@@ -138,7 +140,6 @@ def _broadcast(transport: ProcessGroupTransport, group: Group, flat: torch.Tenso
 
 
 # ------------------------------------------------------------ shared memory and messages
-
 SHARED = ("all_reduce", "reduce_scatter", "all_gather")
 MESSAGES, MESSAGE_BYTES = 512, 1024
 TIMEOUT_S = 60.0
@@ -212,7 +213,6 @@ def _message_s(budget_s: float) -> float:
 
 
 # ------------------------------------------------------------ overlap
-
 OVERLAP_BYTES = {"cpu": 1 << 23, "cuda": 1 << 27}  # messages of some milliseconds
 MATRIX_SIZE = {"cpu": 256, "cuda": 2048}
 COMPUTE_RATIO = 2  # time of computing over that of the message

@@ -3,8 +3,6 @@
 Ranks measure rates, overheads, links and speeds while all of them are busy.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Mapping

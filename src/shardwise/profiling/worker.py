@@ -4,8 +4,6 @@
 objects to stdout, one per line: `{"doing": …}` for progress, from rank 0 only, and `{"result": …}`.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -10,16 +10,19 @@
 3. Replicate the loss, changed buffers and outputs.
 """
 
-from __future__ import annotations
-
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.ir import Input, Node, Ref, TensorType, map_refs, node_keys
+from shardwise.errors import PlanError
+from shardwise.inexact import Inexact
+from shardwise.ir import Input, Node, Parameter, Ref, TensorType, map_refs, node_keys
+from shardwise.ir.ragged import row_counts
 from shardwise.layouts.moves import Move, plan_moves, same_placement
 from shardwise.layouts.problem import Assignment
-from shardwise.plans import Resolved
+from shardwise.plans import Resolved, Sync
+from shardwise.plans.sync import applied_sync, check_inexact, operator_uses
 from shardwise.program.program import (
     LocalInput,
     LocalValue,
@@ -46,11 +49,13 @@ from shardwise.sharding.placements import (
     local_shape,
 )
 from shardwise.sharding.rule import Local, LocalCall, MeshAxis, replace_arguments
-from shardwise.shares import lengths, part
+from shardwise.shares import lengths, num_ranks, part
+
+# Calls with a gradient of rows.
+SPARSE_CALLS = ("aten.embedding.default", "aten.embedding_bag.padding_idx", "rt.embedding_rows")
+
 
 # ---------------------------------------------------------------- layouts of sources
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
     """Layouts of all graph sources, sync axes and gather units of parameters, and R~ values."""
@@ -209,8 +214,6 @@ def rank_classes(resolved: Resolved, sources: Sources) -> list[tuple[int, ...]]:
 
 
 # ---------------------------------------------------------------- programs
-
-
 def local_call(
     node: Node,
     facts: Facts,
@@ -223,7 +226,7 @@ def local_call(
     """Return the node's call in local sizes; `choices` are pairs of mesh axis and choice."""
     rule, call = facts.rules[node.name], facts.calls[node.name]
     results = tuple(
-        local_shape(layout, types[name].shape, coordinate)
+        _local_type(layout, types[name], coordinate).shape
         for name, layout in zip(node.outputs, gives, strict=True)
     )
     if rule.localize is not None:
@@ -232,12 +235,12 @@ def local_call(
         for axis, choice in choices:
             if isinstance(choice, ShardAxis):
                 sharded[choice.axis] = (*sharded.get(choice.axis, ()), axis)
-            if isinstance(choice, Pass):
+            elif isinstance(choice, Pass):
                 partial.append(axis)
         local = Local(
             sharded=sharded,
             operands=tuple(
-                local_shape(layout, types[name].shape, coordinate)
+                _local_type(layout, types[name], coordinate).shape
                 for name, layout in zip(node.inputs, needs, strict=True)
             ),
             results=results,
@@ -248,8 +251,14 @@ def local_call(
         )
         return rule.localize(call, local)
     if rule.size_arg is not None:
-        return replace_arguments(node, {rule.size_arg: results[0]})
+        is_ragged = types[node.outputs[0]].ragged > 1  # the number of rows is known at run time
+        size = (-1, *results[0][1:]) if is_ragged else results[0]
+        return replace_arguments(node, {rule.size_arg: size})
     return LocalCall(node.op, node.args, node.kwargs)
+
+
+def _local_type(layout: Layout, kind: TensorType, coordinate: Coordinate) -> TensorType:
+    return replace(kind, shape=local_shape(layout, kind.shape, coordinate)).expected
 
 
 def lower(
@@ -318,6 +327,9 @@ class _Lowering:
         self.converted: dict[tuple[str, Layout], str] = {}
         self.keys, self.producers = node_keys(self.graph), self.graph.producers
         self.weights = frozenset(p.value for p in self.graph.parameters)
+        self.counts = row_counts(self.graph)
+        self.uses = operator_uses(self.graph)
+        self.forms = {p.value: self._form(p) for p in self.graph.parameters}
 
     def run(self) -> RankProgram:
         for value, layout in self.sources.layouts.items():
@@ -369,11 +381,8 @@ class _Lowering:
         return self._convert(value, replicated, None)
 
     def _define(self, name: str, value: str, layout: Layout) -> None:
-        full = self.graph.values[value]
-        shape = local_shape(layout, full.shape, self.coordinate)
-        self.values[name] = LocalValue(
-            value=value, layout=layout, type=TensorType(shape, full.dtype)
-        )
+        local = _local_type(layout, self.graph.values[value], self.coordinate)
+        self.values[name] = LocalValue(value=value, layout=layout, type=local)
 
     def _compute(self, node: Node) -> None:
         needs = self.resolved.operand_layouts(node.name)
@@ -390,7 +399,7 @@ class _Lowering:
             self._define(value, value, self.sources.with_partial_grads(value, layout))
         call = self._local_call(node, needs)
         args, kwargs, order = _bind_operands(node, call, names)
-        call = LocalCall(call.fn, args, kwargs)
+        call = self._synchronized(LocalCall(call.fn, args, kwargs), names)
         if self.defer and node.grad_enabled and node.autocast is None:
             call = deferred(call, {n: len(self.values[n].type.shape) for n in self.weights})
         self.steps.append(
@@ -421,7 +430,8 @@ class _Lowering:
         """Return the local value of `value` in the needed layout; redistribute it if needed."""
         name = value
         carries = value in self.facts.carries_grad
-        for move in plan_moves(self.values[value].layout, needed, self.sizes, carries):
+        kind = self.graph.values[value]
+        for move in plan_moves(self.values[value].layout, needed, self.sizes, carries, kind):
             key = (value, move.layout)
             if key not in self.converted:
                 target = f"{value}_{move.fn.removeprefix('rt.')}_{'_'.join(move.axes)}"
@@ -436,21 +446,27 @@ class _Lowering:
     def _move_step(self, move: Move, source: str, target: str, node: Node | None) -> Step:
         axis = move.axes[0]
         before, after = move.before[axis], move.layout[axis]
-        shards = [
-            (placement.dim, local_pattern(layout, axis, self.coordinate))
-            for placement, layout in ((before, move.before), (after, move.layout))
-            if isinstance(placement, Shard)
-        ]
+        args: tuple[object, ...] = (Ref(source), MeshAxis(move.axes))
         kwargs: list[tuple[str, object]] = []
-        for names, shard in zip((("dim", "of"), ("to_dim", "to_of")), shards, strict=False):
-            kwargs += zip(names, shard, strict=True)
+        if move.fn in ("rt.to_experts", "rt.to_tokens"):
+            value = self.values[target].value
+            args += (Ref(self.counts[value]),)
+            kwargs.append(("experts", self.graph.values[value].ragged))
+        else:
+            shards = [
+                (placement.dim, local_pattern(layout, axis, self.coordinate))
+                for placement, layout in ((before, move.before), (after, move.layout))
+                if isinstance(placement, Shard)
+            ]
+            for names, shard in zip((("dim", "of"), ("to_dim", "to_of")), shards, strict=False):
+                kwargs += zip(names, shard, strict=True)
         if move.fn == "rt.reduce" and isinstance(before, Partial) and before.op != "sum":
             kwargs.append(("op", before.op))
         return _step(
             node,
             outputs=(target,),
             fn=move.fn,
-            args=(Ref(source), MeshAxis(move.axes)),
+            args=args,
             kwargs=tuple(kwargs),
             axes=move.axes,
             grad_enabled=True,
@@ -473,8 +489,11 @@ class _Lowering:
     def _parameters(self) -> tuple[Storage, ...]:
         storages = []
         for p in self.graph.parameters:
+            form = self.forms[p.value]
             full, local = self.graph.values[p.value], self.values[p.value]
             sync, borrowed = self.sources.sync[p.value], p.value in self.borrowed
+            # Owners keep gradients as in zero 2.
+            level = 2 if form.has_owners else self.resolved.plan.entry(p.name).zero or 0
             storages.append(
                 Storage(
                     value=p.value,
@@ -485,15 +504,63 @@ class _Lowering:
                     dtype=full.dtype,
                     layout=self.resolved.parameter_layout(p.value),
                     sync=sync,
-                    zero=(self.resolved.plan.entry(p.name).zero or 0)
-                    if sync and not borrowed
-                    else 0,
+                    zero=level if sync and not borrowed else 0,
+                    form=form,
                     unit=self.sources.units[p.value],
                     requires_grad=p.requires_grad,
                     borrowed=borrowed,
+                    inexact=None if borrowed else self._inexact(p),
                 )
             )
         return tuple(storages)
+
+    def _form(self, parameter: Parameter) -> Sync:
+        """Return the synchronization of a parameter whose gradient this mesh sums."""
+        plan = self.resolved.plan
+        sync = plan.entry(parameter.name).sync
+        if sync is None or parameter.value in self.borrowed:
+            return Sync()
+        ranks = math.prod(num_ranks(self.sizes[a]) for a in self.sources.sync[parameter.value])
+        if ranks > 1:
+            sync.check_ranks(ranks, parameter.name)
+        else:
+            sync = Sync(sparse="gather" if sync.sparse else "")
+        return applied_sync(self.graph, parameter, sync, self.uses)
+
+    def _synchronized(self, call: LocalCall, names: list[str]) -> LocalCall:
+        """Return a call whose weight gradient has the form that its synchronization sends."""
+        forms = [form for name in names if (form := self.forms.get(name)) is not None]
+        if any(form.factors for form in forms) and call.fn == "aten.linear.default":
+            return LocalCall("rt.linear_factors", call.args, call.kwargs)
+        if any(form.sparse for form in forms) and call.fn in SPARSE_CALLS:
+            return LocalCall(call.fn, call.args, (*call.kwargs, ("sparse", True)))
+        return call
+
+    def _inexact(self, parameter: Parameter) -> Inexact | None:
+        """Return how a parameter is synchronized inexactly, if several ranks sum its gradient."""
+        plan, summed = self.resolved.plan, self.sources.sync[parameter.value]
+        sync = plan.entry(parameter.name).sync
+        trained = parameter.requires_grad and any(num_ranks(self.sizes[a]) > 1 for a in summed)
+        if sync is None or sync.is_exact or not trained:
+            return None
+        kind = self.graph.values[parameter.value]
+        check_inexact(parameter.name, kind, sync, plan.entry(parameter.name).zero or 0)
+        split = [axis for axis, _ in self.resolved.parameter_layout(parameter.value).shards]
+        mixed = [axis for axis in summed if plan.roles.get(axis) == "parameters"]
+        if sync.compression is not None and split:
+            raise PlanError(
+                f"sync ({sync}) of a parameter that mesh axis {split[0]!r} shards",
+                where=parameter.name,
+                hint="no compression for it, or a plan that replicates it",
+            )
+        if sync.every > 1 and mixed:
+            raise PlanError(
+                f"sync ({sync}): mesh axis {mixed[0]!r} computes parts of one gradient, which have "
+                "to be summed in every step",
+                where=parameter.name,
+                hint="every=1 for it, or a layout that shards it along this axis",
+            )
+        return sync.inexact
 
 
 def _bind_operands(node: Node, call: LocalCall, names: list[str]) -> tuple[Any, Any, list[int]]:

@@ -5,15 +5,15 @@ Values of the full batch that micro-batches need, such as this count, become inp
 graph computes them once per step, before the first micro-batch.
 """
 
-from __future__ import annotations
-
 import dataclasses
+from itertools import count
 from typing import Any
 
 import torch
 
 from shardwise.dtypes import DTYPES, dtype_name
 from shardwise.ir import Graph, Input, Node, Ref, TensorType, map_refs
+from shardwise.ir.graph import drop_unused
 from shardwise.ir.operators import bind
 from shardwise.layouts.microbatch_axis import MicrobatchAssignment
 from shardwise.sharding.factors import Facts, node_rule
@@ -49,7 +49,10 @@ def extract_precomputed(
         for input_name in inputs_by_value.values()
     )
     rewritten = dataclasses.replace(
-        graph, nodes=_live(graph, nodes), values=values, inputs=(*graph.inputs, *new_inputs)
+        graph,
+        nodes=drop_unused(graph, nodes, graph.visible),
+        values=values,
+        inputs=(*graph.inputs, *new_inputs),
     )
     return (
         rewritten,
@@ -63,33 +66,15 @@ def extract_precomputed(
 
 def _redirect(node: Node, positions: frozenset[int], inputs_by_value: dict[str, str]) -> Node:
     """Return the node with the operands at these positions taken from inputs."""
-    position = -1
+    numbers = count()
 
     def replace(ref: Ref) -> Ref:
-        nonlocal position
-        position += 1
-        if position not in positions:
+        if next(numbers) not in positions:
             return ref
         return Ref(inputs_by_value.setdefault(ref.name, f"{ref.name}_of_batch"))
 
-    args = map_refs(node.args, replace)
-    kwargs = tuple((key, map_refs(value, replace)) for key, value in node.kwargs)
+    args, kwargs = map_refs((node.args, node.kwargs), replace)
     return dataclasses.replace(node, args=args, kwargs=kwargs)
-
-
-def _live(graph: Graph, nodes: list[Node]) -> tuple[Node, ...]:
-    """Return the nodes without those whose results only precomputed values used.
-
-    Nodes whose results were not used in the first place stay.
-    """
-    used = set(graph.visible)
-    before = {name for node in graph.nodes for name in node.inputs}
-    live = []
-    for node in reversed(nodes):
-        if used.intersection(node.outputs) or before.isdisjoint(node.outputs):
-            used |= set(node.inputs)
-            live.append(node)
-    return tuple(reversed(live))
 
 
 def restrict(graph: Graph, outputs: tuple[str, ...]) -> Graph:
@@ -115,7 +100,6 @@ def restrict(graph: Graph, outputs: tuple[str, ...]) -> Graph:
 
 
 # ---------------------------------------------------------------- mean losses
-
 MEAN, SUM = 1, 2  # values of `reduction` in ATen
 LOSSES = {
     "aten.cross_entropy_loss.default",

@@ -4,8 +4,6 @@ A `Pipeline` holds the program of every stage, the values sent between stages, a
 every group of ranks follows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -200,16 +198,11 @@ def _resolve(
         resolved = resolve_part(part.graph, stage_plan, facts, timed)
         stages.append(resolved)
         for p in part.graph.parameters:
-            stored[stage.ranks, p.name] = _entry(resolved, p.value, plan.entry(p.name).zero)
+            axes = resolved.parameter_layout(p.value).axes
+            layout = {a: format_placement(s) for a, s in axes if not resolved.is_time(a)}
+            entry = ParameterEntry(layout=layout, zero=plan.entry(p.name).zero)
+            stored[stage.ranks, p.name] = entry
     return stages
-
-
-def _entry(resolved: Resolved, value: str, zero: int | None) -> ParameterEntry:
-    layout = resolved.parameter_layout(value)
-    placements = {
-        axis: format_placement(p) for axis, p in layout.axes if not resolved.is_time(axis)
-    }
-    return ParameterEntry(layout=placements, zero=zero)
 
 
 def _precomputed(batch_graph: Graph | None, part: Part, plan: Plan) -> Program | None:

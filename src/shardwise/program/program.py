@@ -4,8 +4,6 @@ Ranks with the same local sizes share one `RankProgram`. Code that depends on mo
 as the first row of a vocabulary shard, asks the mesh at run time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,11 +12,12 @@ import torch
 
 from shardwise.cluster import Mesh
 from shardwise.errors import ProgramError
+from shardwise.inexact import Inexact
 from shardwise.ir import Graph, TensorType, format_arg, iter_refs
-from shardwise.layouts.moves import kind, same_placement
-from shardwise.plans import Plan
+from shardwise.layouts.moves import by_expert, kind, same_placement
+from shardwise.plans import Plan, Sync
 from shardwise.redistribution import REDISTRIBUTIONS
-from shardwise.sharding.placements import Layout, same_on_axis
+from shardwise.sharding.placements import Layout, Placement, same_on_axis
 from shardwise.sharding.rule import MeshAxis
 from shardwise.shares import AxisSize
 
@@ -56,7 +55,7 @@ class Step:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        return tuple(r.name for r in iter_refs((self.args, tuple(v for _, v in self.kwargs))))
+        return tuple(r.name for r in iter_refs((self.args, self.kwargs)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +74,8 @@ class Storage:
     unit: str
     requires_grad: bool
     borrowed: bool = False  # a replica: another stage owns it
+    form: Sync = field(default_factory=Sync)  # how it is synchronized, other than by its level
+    inexact: Inexact | None = None  # how it differs from synchronous training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +114,7 @@ class Program:
     graph: Graph
     plan: Plan
     rank_programs: tuple[RankProgram, ...]
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> Mesh:
@@ -168,15 +169,23 @@ def _verify_move(program: RankProgram, step: Step, sizes: Mapping[str, AxisSize]
             if not same_placement(before, after, sizes[axis]):
                 raise ProgramError(f"{step.fn} changes axis {axis} of %{source.value}: {step}")
             continue
-        without_grad = (
-            source.value not in program.carries_grad
-        )  # without a gradient, R and R~ are equal
+        _verify_rows(step, before, after)
+        # Without a gradient, R and R~ are equal.
+        without_grad = source.value not in program.carries_grad
         expected = {expects, "R", "R~"} if without_grad and expects in ("R", "R~") else {expects}
         if kind(before) not in expected or not (kind(after) == gives or without_grad):
             raise ProgramError(
                 f"{step.fn} of %{source.value} over {axis} must be {expects} -> {gives}, "
                 f"but is {before} -> {after}"
             )
+
+
+def _verify_rows(step: Step, before: Placement, after: Placement) -> None:
+    """Raise unless an exchange of rows moves them from tokens to experts, or back."""
+    if step.fn in ("rt.to_experts", "rt.to_tokens"):
+        forth = step.fn == "rt.to_experts"
+        if (by_expert(before), by_expert(after)) != (not forth, forth):
+            raise ProgramError(f"{step.fn} turns {before} into {after}: {step}")
 
 
 def _verify_needs(program: RankProgram, step: Step, sizes: Mapping[str, AxisSize]) -> None:
@@ -240,15 +249,13 @@ def _verify_ends(program: RankProgram, sizes: Mapping[str, AxisSize], time: str 
 def format_rank_program(program: RankProgram, mesh: Mesh) -> str:
     """Return a rank program as text, one line per parameter and step."""
     lines = [f"program of ranks {', '.join(map(str, program.ranks))} on {mesh}"]
-    for item in program.inputs:
-        lines.append(f"  input {item.name}: {item.layout} of {item.shape}")
+    lines += [f"  input {item.name}: {item.layout} of {item.shape}" for item in program.inputs]
     for storage in program.parameters:
         sync = f" sync {'.'.join(storage.sync)} zero {storage.zero}" if storage.sync else ""
+        sync += f" ({storage.form})" if storage.sync and storage.form != Sync() else ""
         lines.append(f"  parameter {storage.name}: {storage.layout} {storage.local_shape}{sync}")
-    for step in program.steps:
-        lines.append(f"  {format_step(program, step)}")
-    lines.append(f"  loss %{program.loss}")
-    return "\n".join(lines)
+    lines += [f"  {format_step(program, step)}" for step in program.steps]
+    return "\n".join([*lines, f"  loss %{program.loss}"])
 
 
 def format_step(program: RankProgram, step: Step) -> str:
@@ -266,8 +273,6 @@ def _format(arg: Any) -> str:
 
 
 # ---------------------------------------------------------------- ranks with the same program
-
-
 def merge_equal(programs: Iterable[RankProgram]) -> tuple[RankProgram, ...]:
     """Return the distinct programs, each with all ranks that run it."""
     merged: list[RankProgram] = []

@@ -10,8 +10,6 @@ A group is the nodes of one module:
 A checkpoint of the model inside a group becomes part of it; any other stays as it is.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections import Counter
@@ -156,7 +154,6 @@ def node_modules(nodes: Sequence[Node]) -> dict[str, str]:
 
 
 # ---------------------------------------------------------------- deferred weight gradients
-
 # Operator -> its runtime function, the position of the weight, the maximum number of arguments.
 _PRODUCTS = {
     "aten.linear.default": ("rt.linear", 1, 3),
@@ -186,11 +183,8 @@ def deferred(call: LocalCall, weight_dims: Mapping[str, int]) -> LocalCall:
     if isinstance(padding, str):
         return call
     num_spatial = weight_dims[weight.name] - 2
-    sizes = [
-        _spread(stride, 1, num_spatial),
-        _spread(padding, 0, num_spatial),
-        _spread(dilation, 1, num_spatial),
-    ]
+    pairs = ((stride, 1), (padding, 0), (dilation, 1))
+    sizes = [_spread(size, default, num_spatial) for size, default in pairs]
     groups = 1 if groups is None else groups
     return LocalCall(function, (x, weight, bias, *sizes, False, (0,) * num_spatial, groups))
 

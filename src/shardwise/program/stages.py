@@ -6,8 +6,6 @@ cheaper (masks). A parameter of several stages is owned by the first of them; th
 replicas.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -190,7 +188,6 @@ class _Partition:
         owners: dict[str, int],
     ) -> Part:
         graph = self.graph
-        produced = {o for node in nodes for o in node.outputs}
         local = used | {value for value, owner in owners.items() if owner == stage}
         parameters = tuple(p for p in graph.parameters if p.value in local)
         inputs = tuple(i for i in graph.inputs if i.value in used)
@@ -204,9 +201,7 @@ class _Partition:
             parameters=parameters,
             buffers=tuple(b for b in graph.buffers if b.value in local),
             constants=tuple(c for c in graph.constants if c.value in used),
-            loss=graph.loss
-            if graph.loss in produced and self.stage_of[graph.loss] == stage
-            else None,
+            loss=graph.loss if self.stage_of.get(graph.loss or "") == stage else None,
             outputs=tuple(graph.outputs[i] for i in leaves),
             sends=sent,
         )

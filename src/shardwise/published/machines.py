@@ -149,7 +149,6 @@ def _times(curve: Curve, factor: float) -> Curve:
 
 
 # ------------------------------------------------------------ device labels
-
 FLOAT8 = "float8_e4m3fn"
 PCIE_BYTES_PER_S = 25e9  # PCIe 4.0 x16 carries 31.5 GB/s per direction, of which DMA reaches 80%
 # A memory size in a label means the preset's if it differs by less: GB or GiB, error correction.
@@ -247,7 +246,6 @@ def _has(label: str, pattern: str) -> bool:
 
 
 # ------------------------------------------------------------ links
-
 _GB = 1e9
 
 # Network of an entire instance, in Gbit/s (aws.amazon.com/ec2/instance-types).

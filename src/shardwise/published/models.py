@@ -5,8 +5,6 @@ attention: either the GPT variant (layer norm, GELU, biases, learned positions) 
 (RMS norm, gated SiLU, rotary positions).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Every entry has an `Outcome`, whose status says why it cannot be predicted or do
 memory. Notes say where a prediction deviates from its row.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -5,8 +5,6 @@ rank correlation within each model's sweep. Repeated runs of one configuration c
 mean of their times, since a prediction that depends only on the configuration cannot order them.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import math
@@ -214,7 +212,6 @@ def _relative(predicted: float | None, published: float | None) -> float | None:
 
 
 # ------------------------------------------------------------ tables
-
 _WIDE = 100  # characters; narrower tables omit a column
 _MAX_ROWS = 400  # in a printed table; -o writes all
 _COLUMNS = {  # names in files, and attributes of an outcome

@@ -4,8 +4,6 @@ Every line becomes an `Entry`: a `Row` that can be predicted, or the reason why 
 columns are ignored, and an invalid row does not affect the others.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 import re
@@ -168,7 +166,6 @@ def read_precision(text: str) -> str:
 
 
 # ------------------------------------------------------------ rows
-
 # Required columns: without any of these, step time or memory would be a guess.
 _REQUIRED = (
     "layers", "hidden", "ffn_hidden", "heads", "vocab", "seq_len", "gpu", "precision",

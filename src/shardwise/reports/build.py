@@ -201,8 +201,6 @@ def _with_recording(
 
 
 # ------------------------------------------------------------ compared plans
-
-
 def plans_of(search: SearchResult) -> tuple[Compared, ...] | None:
     """Return the chosen plan and its runners-up, or None if there was no search."""
     if search.gap is None:
@@ -233,8 +231,6 @@ def _row(best: SimulatedConfig, other: SimulatedConfig) -> Compared:
 
 
 # ------------------------------------------------------------ modules
-
-
 def modules_of(details: PlanDetails) -> Modules | None:
     """Return the module tree, if the plan has one, with numbers replaced by their texts."""
     modules = details.modules
@@ -265,8 +261,6 @@ def modules_of(details: PlanDetails) -> Modules | None:
 
 
 # ------------------------------------------------------------ cluster and collectives
-
-
 def machines_of(details: PlanDetails, plan: Plan, estimate: Estimate) -> Machines | None:
     """Return the cluster with its ranks, if the plan has it."""
     if not details.cluster:
@@ -358,8 +352,6 @@ def _collective(choice: CollectiveChoice) -> CollectiveRow:
 
 
 # ------------------------------------------------------------ memory
-
-
 def memory_of(
     search: SearchResult, estimate: Estimate, classes: Sequence[RankClass]
 ) -> tuple[MemoryBar, ...]:

@@ -1,7 +1,5 @@
 """Compare two plans: their decisions, and the cost of the differences."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
@@ -123,8 +121,6 @@ def _estimate(plan: Plan, notes: list[str]) -> Estimate | None:
 
 
 # ------------------------------------------------------------ decisions
-
-
 def _changes(before: Plan, after: Plan) -> Iterator[Change]:
     """Yield all decisions that differ, in the order of a plan file."""
     for kind, (old, new) in _single(before, after).items():
@@ -257,8 +253,6 @@ def _by_name(kind: str, before: Mapping[str, str], after: Mapping[str, str]) -> 
 
 
 # ------------------------------------------------------------ costs
-
-
 def _costs(before: Plan, after: Plan, first: Estimate, second: Estimate) -> Iterator[Cost]:
     yield from _figures("time", first.timeline.causes, second.timeline.causes, CAUSES)
     yield from _figures("memory", first.peak.parts, second.peak.parts, {})
@@ -287,8 +281,6 @@ def _traffic(plan: Plan) -> dict[str, float]:
 
 
 # ------------------------------------------------------------ timelines for Perfetto
-
-
 def side_by_side(plans: list[tuple[str, Plan, Estimate]]) -> dict[str, Any]:
     """Return a trace with several named predicted steps."""
     events: list[dict[str, Any]] = []

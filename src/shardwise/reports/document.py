@@ -3,8 +3,6 @@
 Texts are plain text; seconds and bytes are numbers. Tables with many rows are stored by column.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass

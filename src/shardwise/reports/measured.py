@@ -1,7 +1,5 @@
 """Compare a recorded step with the predicted one, and explain where they disagree most."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -27,8 +25,6 @@ from shardwise.reports.steps import (
 )
 from shardwise.reports.timeline import ranks_label
 from shardwise.simulation import Estimate
-
-__all__ = ["CAUSES", "Cause", "Disagreement", "Measured", "both_traces", "compare", "disagreements"]
 
 MAX_DISAGREEMENTS = 8
 MIN_SHARE = 0.02  # of the step, for differences to be reported
@@ -224,8 +220,6 @@ def _late(step: RecordedStep) -> Iterator[Disagreement]:
 
 
 # ------------------------------------------------------------ predicted
-
-
 def predicted_causes(estimate: Estimate, group: int) -> dict[str, float]:
     """Return the predicted seconds of a group by cause, with computing split by pass."""
     causes = dict(estimate.timeline.by_group[group])
@@ -251,8 +245,6 @@ def predicted_passes(estimate: Estimate, group: int) -> dict[tuple[str, int], fl
 
 
 # ------------------------------------------------------------ measured
-
-
 MAX_ROWS = 32
 ROUNDING = 1e-6  # of a step
 MAX_SPANS = 2000  # the longest of a lane
@@ -492,8 +484,6 @@ def _columns(
 
 
 # ------------------------------------------------------------ timelines for Perfetto
-
-
 FORMAT = "shardwise-timelines"
 
 

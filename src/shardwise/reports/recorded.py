@@ -4,8 +4,6 @@ The file is decoded event by event and only the numbers of each event are stored
 less memory than the text.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

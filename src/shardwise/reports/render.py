@@ -5,8 +5,6 @@ into one style and one script; the page's security policy allows these two by th
 else, not even network access. The data is JSON in which no text can end its element.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html
@@ -120,7 +118,6 @@ def _module(name: str) -> str:
 
 
 # ------------------------------------------------------------ generated code
-
 # A comment in a generated file names the user's line behind all statements below it, up to the next
 # comment or the end of the function.
 

@@ -38,7 +38,6 @@ COLUMNS = ("start", "end", "kind", "name", "critical")
 
 
 # ------------------------------------------------------------ classes of ranks
-
 # All ranks of a group run the same program in the same time, so a group is a class. Of many groups,
 # the first, the last, the slowest and those with the least free memory are classes; the slowest of
 # the others represents them.
@@ -108,7 +107,6 @@ def groups_of(plan: Plan, classes: tuple[RankClass, ...]) -> tuple[RankGroup, ..
 
 
 # ------------------------------------------------------------ the critical path
-
 # The path is followed backward from the end of the step: an action starts when its predecessor in
 # the group ends or when a result of another group arrives, whichever is later.
 
@@ -177,8 +175,7 @@ class CriticalPath:
             return self.ends[latest], int(self.levels.group[latest])
         group, now = after[last].group, after[last].end
         own = sorted(
-            (i for i, span in enumerate(after) if span.group == group),
-            key=lambda i: -after[i].end,
+            (i for i, span in enumerate(after) if span.group == group), key=lambda i: -after[i].end
         )
         for i in own:
             if abs(after[i].end - now) <= self.near:
@@ -227,8 +224,6 @@ class CriticalPath:
 
 
 # ------------------------------------------------------------ lanes and grid
-
-
 class Step:
     """The actions of a step as arrays, and a mask of the displayed ones."""
 
@@ -262,7 +257,6 @@ class Step:
         return self.names.setdefault(text, len(self.names))
 
     # ------------------------------------------------------------ the timeline
-
     def chart(self) -> TimelineChart:
         """Return the lanes of every class."""
         rows = tuple(self._row(rank_class) for rank_class in self.classes)
@@ -344,7 +338,6 @@ class Step:
         return total + sum(max(0.0, s.end - max(s.start, computed)) for s in spans)
 
     # ------------------------------------------------------------ the schedule
-
     def grid(self) -> ScheduleGrid | None:
         """Return the grid of a plan with stages or micro-batches."""
         if not self.plan.is_scheduled:

@@ -3,6 +3,7 @@
 Nothing here knows the compiler: emitted modules need only this package and torch.
 """
 
+from shardwise.inexact import Compression, Inexact, OuterOptimizer
 from shardwise.runtime.consistency import (
     BATCH_CHECK_EVERY,
     checksum,
@@ -16,17 +17,11 @@ from shardwise.runtime.grad_sync import LossScaler
 from shardwise.runtime.memory import keep_products
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.module import ParallelModule
-from shardwise.runtime.operators import (
-    empty_result,
-    empty_results,
-    no_channels,
-    require_in_range,
-)
+from shardwise.runtime.operators import empty_result, empty_results, no_channels, require_in_range
 from shardwise.runtime.operators.positions import (
     arange,
     embedding_rows,
     eye,
-    grouped_mm,
     linspace,
     nothing,
     one_hot,
@@ -49,6 +44,15 @@ from shardwise.runtime.operators.reductions import (
     var_mean,
     vector_norm,
     weight_norm,
+)
+from shardwise.runtime.operators.ring import ring_attention
+from shardwise.runtime.operators.routing import (
+    collect,
+    dispatch,
+    grouped_linear,
+    route,
+    to_experts,
+    to_tokens,
 )
 from shardwise.runtime.operators.softmax import (
     attention,
@@ -103,26 +107,28 @@ from shardwise.runtime.rng import (
 from shardwise.runtime.splits import Split, take_local
 from shardwise.runtime.step import ProgramKey, StepOptions, StepProgram
 from shardwise.runtime.store import ParameterStore
+from shardwise.runtime.sync_forms import linear_factors
 from shardwise.runtime.tracing import Recorder, Records, bubble_fraction, probe, recording
 from shardwise.runtime.transport.process_group import process_meshes
 from shardwise.runtime.user_model import RegisteredHooks, TrainedFlags, hooked
 
 __all__ = [
-    "BATCH_CHECK_EVERY", "BufferSpec", "LossScaler", "OutputSpec",
-    "ParallelModule", "ParameterSpec", "ParameterStore", "PipelineSpec", "ProcessMesh",
+    "BATCH_CHECK_EVERY", "BufferSpec", "Compression", "Inexact", "LossScaler", "OuterOptimizer",
+    "OutputSpec", "ParallelModule", "ParameterSpec", "ParameterStore", "PipelineSpec",
+    "ProcessMesh",
     "ProgramKey", "Recorder", "Records", "RegisteredHooks", "Rng", "Scope", "ShardedOptimizer",
     "Split", "StageSpec", "StepOptions", "StepProgram", "TiedSpec", "TrainedFlags",
     "TransferSpec", "WeightQueue", "addmm", "all_to_all", "all_true",
     "alpha_dropout", "amax", "amin", "any_true", "arange", "as_partial", "attach", "attention",
-    "batch_norm", "bernoulli", "bubble_fraction", "checksum", "clip_grad_norm_", "conv",
-    "cross_entropy", "declare", "declare_buffer", "draw", "draw_like", "dropout",
+    "batch_norm", "bernoulli", "bubble_fraction", "checksum", "clip_grad_norm_", "collect", "conv",
+    "cross_entropy", "declare", "declare_buffer", "dispatch", "draw", "draw_like", "dropout",
     "embedding", "embedding_rows", "empty_result", "empty_results", "eye", "fanout", "gather",
-    "gather_fanout", "grouped_mm", "hooked", "keep_products", "layer_norm",
-    "linear", "linspace", "log_softmax", "logsumexp", "matmul", "multinomial",
+    "gather_fanout", "grouped_linear", "hooked", "keep_products", "layer_norm",
+    "linear", "linear_factors", "linspace", "log_softmax", "logsumexp", "matmul", "multinomial",
     "naming_failures", "native_dropout", "nll_loss", "no_channels", "nothing", "once",
     "one_hot", "optimizer", "pad", "partial_loss", "partial_mean", "probe", "process_meshes",
     "recording", "reduce", "reduce_fanout", "reduce_scatter", "require_in_range",
-    "require_same_lengths", "rms_norm", "shard", "share", "share_lists",
-    "signature", "softmax", "std", "std_mean", "take", "take_local", "tril", "triu", "var",
-    "var_mean", "vector_norm", "weight_norm",
+    "require_same_lengths", "ring_attention", "rms_norm", "route", "shard", "share",
+    "share_lists", "signature", "softmax", "std", "std_mean", "take", "take_local", "to_experts",
+    "to_tokens", "tril", "triu", "var", "var_mean", "vector_norm", "weight_norm",
 ]  # fmt: skip

@@ -118,8 +118,6 @@ class Replicas:
         if differing:
             raise RankError(f"replicated values differ between ranks {differing}")
 
-    # --- options of optimizers -----------------------------------------------------------
-
     def _compare_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
         everyone, device = self.mesh.everyone, self.store.device
         options = [
@@ -146,8 +144,6 @@ class Replicas:
                     hint="set learning rates and other options to the same values on all ranks, "
                     "also where they depend on a metric or a clock",
                 )
-
-    # --- parameters and buffers ----------------------------------------------------------
 
     def _compare_values(self) -> RankError | None:
         """Compare within this rank's mesh; return the error to raise, the same on all its ranks."""
@@ -178,6 +174,10 @@ class Replicas:
         for entry in self.store.entries:
             if classes := self._replica_classes(entry):
                 value = entry.piece if entry.zero == 3 else entry.leaf
+                if entry.spec.is_local:  # replicas differ, but not the result of the last round
+                    value = self.store.stored(entry)[0]
+                    if entry.spec.name not in self.store.reducer.state.anchors:
+                        continue
                 bounds = entry.bounds if entry.zero == 3 else (0, entry.numel)
                 yield entry.spec.name, value.detach(), classes, bounds
 
@@ -297,38 +297,30 @@ class BatchCheck:
         """
         due = self._steps < FIRST_BATCH_CHECKS or self._steps % BATCH_CHECK_EVERY == 0
         self._steps += 1
-        if due:
-            check_same_batch(batch, self._axis, self._device, history)
+        if due and self._axis.size > 1:
+            structure = zlib.crc32(repr(signature(batch)).encode())
+            # Two rounds: only batches with the same leaves have the same number of checksums.
+            self._compare({_STATE: history, _SHAPES: structure})
+            self._compare({path: _checksum(value) for path, value in leaves(batch)})
+
+    def _compare(self, numbers: Mapping[str, int]) -> None:
+        every = self._axis.gather_integers(list(numbers.values()), self._device)
+        for name, column in zip(numbers, zip(*every, strict=True), strict=True):
+            if different := _different(self._axis, column):
+                what, hint = "data", _SAME_BATCH
+                if name == _STATE:
+                    what, hint = "Python state", "make the same changes on every rank"
+                raise BatchError(
+                    f"the {what} of ranks {different} differ from rank 0", where=name, hint=hint
+                )
 
 
 _STATE = "the model's attributes, hooks or requires_grad, or variables that its code reads"
 _SHAPES = "the batch's shapes, dtypes or plain values"
-
-
-def check_same_batch(
-    batch: Any, axis: Axis, device: torch.device | str = "cpu", history: int = 0
-) -> None:
-    """Raise if the batches of ranks differ, naming the ranks and the input."""
-    if axis.size == 1:
-        return
-    tensors = list(leaves(batch))
-    structure = zlib.crc32(repr(signature(batch)).encode())
-    # Two rounds: only batches with the same leaves have the same number of checksums.
-    _compare({_STATE: history, _SHAPES: structure}, axis, device)
-    _compare({path: _checksum(value) for path, value in tensors}, axis, device)
-
-
-def _compare(numbers: Mapping[str, int], axis: Axis, device: torch.device | str) -> None:
-    columns = zip(*axis.gather_integers(list(numbers.values()), device), strict=True)
-    for name, column in zip(numbers, columns, strict=True):
-        different = [index for index, number in enumerate(column) if number != column[0]]
-        if different:
-            raise BatchError(
-                f"the data of ranks {different} differ from rank 0",
-                where=name,
-                hint="give every rank the same full batch (seed its data loader equally), or each "
-                "its part with train_step(pm.local_batch(batch), local=True)",
-            )
+_SAME_BATCH = (
+    "give every rank the same full batch (seed its data loader equally), or each its part with "
+    "train_step(pm.local_batch(batch), local=True)"
+)
 
 
 def _checksum(value: Any) -> int:
@@ -350,17 +342,10 @@ def share(
         return dict(tensors)
     everyone, rank = mesh.everyone, mesh.ranks[mesh.rank]
     numbers: dict[int, int] = {}  # tied names have the same tensor, which is sent once
-    rows = [
-        [name, None, "", -1]
-        if tensor is None
-        else [
-            name,
-            list(tensor.shape),
-            str(tensor.dtype),
-            numbers.setdefault(id(tensor), len(numbers)),
-        ]
-        for name, tensor in tensors.items()
-    ]
+    rows = []
+    for name, tensor in tensors.items():
+        shape, dtype = (None, "") if tensor is None else (list(tensor.shape), str(tensor.dtype))
+        rows.append([name, shape, dtype, numbers.setdefault(id(tensor), len(numbers))])
     result: dict[str, Tensor | None] = {}
     for ranks, table in zip(mesh.groups, share_lists(mesh, rows, device), strict=True):
         root = everyone.ranks.index(ranks[0])

@@ -28,9 +28,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
@@ -44,8 +44,12 @@ from shardwise.runtime.rendezvous import (
     first_line,
     lost_store,
     name_ranks,
+    naming_the_host,
     start_heartbeat,
 )
+
+if TYPE_CHECKING:
+    from shardwise.runtime.nccl_watch import NcclWatch
 
 GRACE_S = 10.0
 LINGER_S = 3.0
@@ -61,15 +65,20 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Cause:
+class Cause:
     """The reason why all ranks fail, and the ranks to look at."""
 
     text: str
     ranks: list[int]
 
     @staticmethod
-    def decode(text: str | None) -> _Cause | None:
-        return None if text is None else _Cause(*json.loads(text))
+    def decode(text: str | None) -> Cause | None:
+        return None if text is None else Cause(*json.loads(text))
+
+    def as_error(self, rank: int, observed: str) -> RankError:
+        """Return the error that a rank raises, with what it observed itself."""
+        hint = f"look at the log of rank {self.ranks[0]}" if self.ranks else None
+        return RankError(self.text, where=f"rank {rank} saw: {observed}", hint=hint)
 
 
 class FailureReports:
@@ -80,12 +89,14 @@ class FailureReports:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.connection = Connection(GRACE_S)
         self.liveness = Liveness(self.connection)
+        self.groups: dict[dist.ProcessGroup, None] = {}  # of NCCL, to be aborted
+        self.watch: NcclWatch | None = None
         self._published, self._recorded = False, ""  # to withdraw if the user continues
 
     @property
-    def last_cause(self) -> _Cause | None:
+    def last_cause(self) -> Cause | None:
         """The cause that the heartbeat has read, which is available without the store."""
-        return _Cause.decode(self.heartbeat.cause)
+        return Cause.decode(self.heartbeat.cause)
 
     def others(self) -> list[int]:
         return [rank for rank in range(self.world) if rank != self.rank]
@@ -93,20 +104,20 @@ class FailureReports:
     def report_of(self, rank: int) -> str | None:
         return self.connection.read(f"report/{rank}")
 
-    def cause(self) -> _Cause | None:
-        return _Cause.decode(self.connection.read("cause"))
+    def cause(self) -> Cause | None:
+        return Cause.decode(self.connection.read("cause"))
 
     def publish(self, text: str) -> None:
         self._published = True
         self.connection.write(f"report/{self.rank}", text)
 
-    def record(self, cause: _Cause) -> _Cause:
+    def record(self, cause: Cause) -> Cause:
         """Record the cause unless there is one; return the one that is recorded now."""
         text = json.dumps([cause.text, cause.ranks])
         recorded = self.connection.write_first("cause", text)
         if recorded == text:
             self._recorded = text
-        return _Cause.decode(recorded) or cause
+        return Cause.decode(recorded) or cause
 
     def withdraw(self) -> None:
         """Continue after an error that the user has handled."""
@@ -118,7 +129,7 @@ class FailureReports:
                 self.connection.write_first("cause", "", expected=self._recorded)
         self._published, self._recorded = False, ""
 
-    def linger(self, cause: _Cause) -> None:
+    def linger(self, cause: Cause) -> None:
         """Keep the store, which rank 0 may host, until the others know the cause."""
         if self.rank != 0:
             return
@@ -155,19 +166,18 @@ def _failure_reports() -> FailureReports | None:
     if heartbeat is None:
         return None
     if _reports is None or _reports.heartbeat is not heartbeat:
-        try:
+        with naming_the_host():
             _reports = FailureReports(heartbeat)
-        except RuntimeError as error:
-            raise RankError(lost_store()[0], where=f"rank {dist.get_rank()}") from error
     return _reports
 
 
 @contextlib.contextmanager
-def naming_failures(timeout_s: float) -> Iterator[None]:
+def naming_failures(timeout_s: float, groups: Sequence[dist.ProcessGroup] = ()) -> Iterator[None]:
     """Turn a failure of communication within the body into a `RankError` that names its cause.
 
     Any other exception is published, so that the other ranks name it and this rank, and raised
     unchanged. Finding the cause takes at most `timeout_s`. All ranks use this around the same work.
+    If the `groups` that the body uses are NCCL's, `nccl_watch` also watches the device.
     """
     reports = _failure_reports()
     if reports is None:
@@ -175,13 +185,14 @@ def naming_failures(timeout_s: float) -> Iterator[None]:
         return
     reports.withdraw()
     try:
-        yield
+        with _watching(reports, groups, timeout_s):
+            yield
     except BaseException as error:
         _limit_exit_time()
         if not _is_communication(error):
             text = f"{type(error).__name__}: {first_line(error)}"
             with contextlib.suppress(RuntimeError):
-                own = _Cause(f"rank {reports.rank} failed: {text}", [reports.rank])
+                own = Cause(f"rank {reports.rank} failed: {text}", [reports.rank])
                 cause = reports.record(own)
                 reports.publish(text)
                 if isinstance(error, Exception):
@@ -193,12 +204,22 @@ def naming_failures(timeout_s: float) -> Iterator[None]:
             cause = reports.record(observed)
             reports.linger(cause)
         except RuntimeError:
-            cause = reports.last_cause or _Cause(*lost_store())
-        raise RankError(
-            cause.text,
-            where=f"rank {reports.rank} saw: {first_line(error)}",
-            hint=f"look at the log of rank {cause.ranks[0]}" if cause.ranks else None,
-        ) from error
+            cause = reports.last_cause or Cause(*lost_store())
+        raise cause.as_error(reports.rank, first_line(error)) from error
+
+
+def _watching(
+    reports: FailureReports, groups: Sequence[dist.ProcessGroup], timeout_s: float
+) -> contextlib.AbstractContextManager[None]:
+    """Watch a step whose groups are NCCL's."""
+    if not groups or str(dist.get_backend(groups[0])) != "nccl":
+        return contextlib.nullcontext()
+    from shardwise.runtime.nccl_watch import NcclWatch, abort_groups, kernels_end
+
+    reports.groups.update(dict.fromkeys(groups))
+    if reports.watch is None:
+        reports.watch = NcclWatch(reports, lambda: abort_groups(list(reports.groups)))
+    return reports.watch.step(timeout_s, kernels_end)
 
 
 def _is_communication(error: BaseException) -> bool:
@@ -207,7 +228,7 @@ def _is_communication(error: BaseException) -> bool:
     return type(error) is RuntimeError and bool(_COMMUNICATION.search(str(error)))
 
 
-def _wait_for_cause(reports: FailureReports, grace: float, observed_error: str) -> _Cause:
+def _wait_for_cause(reports: FailureReports, grace: float, observed_error: str) -> Cause:
     """Wait for a recorded cause, for the detection of dead ranks, or for the end of `grace`."""
     begin = time.monotonic()
     dead_after = min(DEAD_AFTER_S, 0.8 * grace)
@@ -220,25 +241,21 @@ def _wait_for_cause(reports: FailureReports, grace: float, observed_error: str) 
         stopped = {r: beats for r, (beats, still_s) in observed.items() if still_s >= dead_after}
         dead = [r for r, beats in stopped.items() if beats not in (None, ENDED)]
         if dead:
-            return _Cause(f"{name_ranks(dead)} died: no heartbeat for {dead_after:g} s", dead)
+            return Cause(f"{name_ranks(dead)} died: no heartbeat for {dead_after:g} s", dead)
         ended = [r for r, beats in stopped.items() if beats == ENDED]
         if ended:
-            return _Cause(f"{name_ranks(ended)} ended before the step did", ended)
+            return Cause(f"{name_ranks(ended)} ended before the step did", ended)
         if not observed or time.monotonic() - begin >= grace:
-            unknown = [r for r, (beats, _) in observed.items() if beats is None]
-            context = f"rank {reports.rank} saw: {observed_error}"
-            return _unexplained(context, list(observed), unknown)
+            break
         time.sleep(POLL_S)
-
-
-def _unexplained(context: str, silent: list[int], unknown: list[int]) -> _Cause:
-    """Describe a failure if no rank is known to have died or failed by itself."""
+    context, silent = f"rank {reports.rank} saw: {observed_error}", list(observed)
+    unknown = [r for r, (beats, _) in observed.items() if beats is None]
     if unknown:
-        return _Cause(f"{name_ranks(unknown)} never began a step; {context}", unknown)
+        return Cause(f"{name_ranks(unknown)} never began a step; {context}", unknown)
     if silent:
         late = f"{name_ranks(silent)} did not arrive in time (slow, or waiting for another)"
-        return _Cause(f"no rank died, but {late}; {context}", silent)
-    return _Cause(f"no rank died, but connections broke; {context}", [])
+        return Cause(f"no rank died, but {late}; {context}", silent)
+    return Cause(f"no rank died, but connections broke; {context}", [])
 
 
 _exit_limited = False

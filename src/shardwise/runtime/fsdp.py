@@ -12,8 +12,6 @@ window (`begin_forward` … `end_forward`); each forward creates a `Pass`, to wh
 A step without windows is one forward and one backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -133,8 +131,6 @@ class Units:
             if isinstance(order_key, tuple) and order_key[0] in (key, ("eval", key)):
                 del self._orders[order_key]
 
-    # --- steps and windows ---------------------------------------------------------------
-
     def begin(self, key: Hashable) -> None:
         """Start a step: gather the root."""
         self._key, self._windows = key, False
@@ -195,8 +191,6 @@ class Units:
         for unit in reversed(self.units):
             unit.free()
 
-    # --- hooks ---------------------------------------------------------------------------
-
     def _inlined(self, unit: Unit, part: Hashable) -> Callable[..., None]:
         def before(module: nn.Module, args: Any) -> None:
             self._inline.setdefault(part, {})[unit] = None
@@ -207,7 +201,9 @@ class Units:
     def _before(self, unit: Unit) -> Callable[..., None]:
         def before(module: nn.Module, args: Any) -> None:
             unit.use()
-            following = self._recomputed(unit) if self._in_backward else self._pass.enter(unit)
+            following = (
+                self._recomputed(unit) if self._mode == "backward" else self._pass.enter(unit)
+            )
             if following is not None:
                 following.start()
 
@@ -215,7 +211,7 @@ class Units:
 
     def _after(self, unit: Unit) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            if self._in_backward:
+            if self._mode == "backward":
                 current, call = self._current
                 if unit in current.announced and current.calls[call] is not unit:
                     unit.free()  # until its own backward
@@ -228,10 +224,6 @@ class Units:
             unit.free()
 
         return _eager(after)
-
-    @property
-    def _in_backward(self) -> bool:
-        return self._mode == "backward"
 
     def _recomputed(self, unit: Unit) -> Unit | None:
         """Return the unit after this one in a forward that backward recomputes."""

@@ -1,9 +1,9 @@
 """Synchronize gradients: sum them over ranks while backward still runs; scale the loss.
 
 Each gradient belongs to a `Reduction`: an all-reduce of one large gradient in place, an all-reduce
-of a bucket of small ones, or a reduce-scatter of a flat group (zero 2 and 3). It starts when its
-last gradient has been accumulated. Gradients are summed, never averaged: the loss is that of the
-full batch.
+of a bucket of small ones, a reduce-scatter of a flat group (zero 2 and 3, and owners), or an
+exchange of `sync_forms`. It starts when its last gradient has been accumulated. Gradients are
+summed, never averaged: the loss is that of the full batch.
 
 A step has a backward for every micro-batch of every part (pipeline stage) that this rank runs.
 Autograd accumulates their gradients; sums over ranks start in the last backward of a part, and for
@@ -33,7 +33,15 @@ from torch import Tensor
 from shardwise.errors import ProgramError
 from shardwise.runtime.memory import host_empty
 from shardwise.runtime.mesh import Axis, ProcessMesh
-from shardwise.runtime.parameters import Entry, FlatGroup, ParameterSpec, buckets
+from shardwise.runtime.parameters import Entry, FlatGroup, ParameterSpec, buckets, limits
+from shardwise.runtime.sync_forms import (
+    Exchange,
+    all_reduce_by_node,
+    gather_factors,
+    gather_rows,
+    send_rows,
+)
+from shardwise.runtime.sync_state import SyncState
 from shardwise.runtime.transport import Pending
 
 OUTSTANDING_BYTES = 256 << 20  # in flight, before the oldest reduction is waited for
@@ -91,13 +99,16 @@ class Reduction:
         self.expected: dict[Entry, int] = {}  # arrivals in the last backward, if it starts early
         self.waiting: dict[Entry, int] = {}
         self.launched = False
-        self.factor = 1.0
+        self.factor, self.replicas = 1.0, 1
         self.bytes = sum(e.numel * self.dtype.itemsize for e in self.entries)
         self._pending: Pending | None = None
+        self._exchange: Exchange | None = None
         operation = "all_reduce" if group is None else "reduce_scatter"
         members = self.entries if group is None else group.entries
         key = (axis.name, members)
-        if key not in buckets and first.leaf.device.type == "cpu":
+        spec = first.spec
+        self.is_exchange = spec.sparse or spec.factors or (spec.node_ranks > 1 and group is None)
+        if key not in buckets and first.leaf.device.type == "cpu" and not self.is_exchange:
             memory = axis.bucket(sum(e.numel for e in members), self.dtype, operation)
             buckets[key] = None if memory is None else Bucket(memory)
         self.bucket = buckets.get(key)
@@ -119,10 +130,14 @@ class Reduction:
     def launch(self) -> None:
         """Start the sum; gradients that have not arrived count as zero."""
         self.launched = True
-        if self.group is not None:
+        if self.is_exchange and self.axis.size > 1:
+            self._exchange = self._start()
+            self.advance()
+        elif self.group is not None:
             used = set(self.entries)
             grads = [self._partial_sum(e) if e in used else _zeros(e) for e in self.group.entries]
-            self._pending = self.axis.reduce_scatter(self._join(grads), self.group.sizes)
+            arranged = [self.group.arranged(grad) for grad in grads]
+            self._pending = self.axis.reduce_scatter(self._join(arranged), self.group.sizes)
         elif len(self.entries) == 1 and self.bucket is None:
             self._pending = self.axis.all_reduce(_take_gradient(self.entries[0]).to(self.dtype))
         else:
@@ -130,6 +145,29 @@ class Reduction:
             self._pending = self.axis.all_reduce(joined)
         if self.bucket is not None:
             self.bucket.sum = self._pending
+
+    def _start(self) -> Exchange:
+        """Return the exchange of a form that takes several collectives."""
+        entry, axis, dtype = self.entries[0], self.axis, self.dtype
+        if entry.spec.factors:
+            return gather_factors(entry.leaf, axis, dtype)
+        if not entry.spec.sparse:
+            joined = self._join([_take_gradient(e) for e in self.entries])
+            return all_reduce_by_node(joined, axis, entry.spec.node_ranks)
+        grad = _take_rows(entry)
+        if self.group is None:
+            return gather_rows(grad, axis, dtype)
+        return send_rows(grad, axis, dtype, self.group.row_starts)
+
+    def advance(self) -> None:
+        """Start the next collective of an exchange; all ranks call it at the same points."""
+        if self._exchange is None:
+            return
+        try:
+            received = None if self._pending is None else self._pending.wait()
+            self._pending = self._exchange.send(received)  # type: ignore[arg-type]
+        except StopIteration as stop:
+            self._pending, self._exchange = stop.value, None
 
     def _partial_sum(self, entry: Entry) -> Tensor:
         """Return the gradient as a partial sum on the axis of the group."""
@@ -145,6 +183,8 @@ class Reduction:
 
     def finish(self) -> None:
         """Wait for the sum and make it the gradient of the leaves or pieces."""
+        while self._exchange is not None:
+            self.advance()
         assert self._pending is not None
         result, self._pending = self._pending.wait().to(self.master), None
         if self.bucket is not None:
@@ -154,26 +194,54 @@ class Reduction:
         if self.group is not None:
             self._add_to_pieces(result, self.group)
             return
-        grads: Sequence[Tensor] = [result]
-        if len(self.entries) > 1 or self.bucket is not None:
-            grads = torch.split(result, [entry.numel for entry in self.entries])
-            grads = [g.view(e.local_shape) for g, e in zip(grads, self.entries, strict=True)]
+        sizes = [entry.numel for entry in self.entries]
+        grads = (result,) if result.is_sparse else torch.split(result.view(-1), sizes)
         for entry, grad in zip(self.entries, grads, strict=True):
             entry.take_gradients_in(entry.master)
-            entry.leaf.grad = grad
+            entry.leaf.grad = grad if grad.is_sparse else grad.view(entry.local_shape)
 
     def _add_to_pieces(self, result: Tensor, group: FlatGroup) -> None:
         if self.entries[0].on_host:
             result = host_empty(result.shape, result.dtype, result.device).copy_(result)
         used = set(self.entries)
-        for entry, grad in zip(group.entries, group.pieces_of(result), strict=True):
+        if result.is_sparse:
+            group.changed.append(result.indices()[0])
+        pieces = [result] if result.is_sparse else group.pieces_of(result)
+        for entry, grad in zip(group.entries, pieces, strict=True):
             if entry in used:
                 earlier = entry.piece.grad
-                entry.piece.grad = grad if earlier is None else earlier.add_(grad)
+                grad = grad if grad.is_sparse else grad.view(entry.piece.shape)
+                entry.piece.grad = grad if earlier is None else summed(earlier, grad)
 
     def reset(self) -> None:
         """Prepare for the next step, or forget one that failed."""
         self._pending, self.launched, self.waiting = None, False, dict(self.expected)
+        self._exchange = None
+        for entry in self.entries:
+            entry.leaf.__dict__.pop("factors", None)
+
+
+class InexactReduction(Reduction):
+    """Gradients that are summed by compressed messages, or arrive some steps late."""
+
+    def __init__(self, entries: Sequence[Entry], axis: Axis, state: SyncState) -> None:
+        super().__init__(entries, axis, None, {(axis.name, tuple(entries)): None})
+        self._state = state
+
+    def launch(self) -> None:
+        self.launched = True
+        # Residuals must not depend on the scale of the loss.
+        grads = [_take_gradient(e).to(self.master).reshape(-1) * self.factor for e in self.entries]
+        self._pending = self._state.start(
+            self.entries, grads, self.axis, self.dtype, self._state.step
+        )
+
+    def finish(self) -> None:
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        for entry, grad in self._state.arrive(self.entries, pending):
+            entry.take_gradients_in(entry.master)
+            entry.leaf.grad = grad.to(entry.master).view(entry.local_shape)
 
 
 @dataclass(slots=True)
@@ -211,6 +279,7 @@ class Reducer:
         self._memory: Buckets = {}
         self._resident: set[Entry] = set()  # their gradients are overwritten by the next step
         self.active = False
+        self.state = SyncState()
         for entry in entries:
             if entry.spec.requires_grad:
                 self.add(entry)
@@ -305,7 +374,9 @@ class Reducer:
             self._launch(reduction)
 
     def _launch(self, reduction: Reduction) -> None:
-        reduction.factor = self._factor
+        reduction.factor = self._factor * reduction.replicas
+        for earlier in self._in_flight:
+            earlier.advance()
         reduction.launch()
         self._in_flight.append(reduction)
         while len(self._in_flight) > 1:
@@ -336,9 +407,10 @@ class Reducer:
             entry.take_gradients_in(entry.master)
         for entry, earlier in self._stash.items():
             if entry.leaf.grad is not None:
-                earlier.add_(entry.leaf.grad)
+                earlier = summed(earlier, entry.leaf.grad)
             entry.leaf.grad = earlier
         self._stash.clear()
+        self.state.step += 1
         return self.plan.used
 
     def abort(self) -> None:
@@ -381,7 +453,8 @@ class Reducer:
         def key(entry: Entry) -> Hashable:
             axis = self._axis(entry)
             dtypes = (entry.gradient_dtype, entry.reduce_dtype, entry.master)
-            return (axis.name, *dtypes, entry if axis.size == 1 else None)
+            single = entry if axis.size == 1 else None
+            return (axis.name, *dtypes, *limits(entry), entry.spec.inexact, single)
 
         scattered: dict[FlatGroup, list[Entry]] = {}
         reduced: list[Entry] = []
@@ -393,15 +466,30 @@ class Reducer:
         joined = buckets(reduced, key, lambda e: e.numel * e.reduce_dtype.itemsize)
         arrange = {e: self._arranged(e) for e in entries if e in self.plan.sync}
         return [
-            *(Reduction(b, self._axis(b[0]), None, self._memory, arrange) for b in joined),
+            *(self._reduction(bucket, arrange) for bucket in joined),
             *(
                 Reduction(members, group.axis, group, self._memory, arrange)
                 for group, members in scattered.items()
             ),
         ]
 
+    def _reduction(self, bucket: list[Entry], arrange: Mapping[Entry, Arrange]) -> Reduction:
+        """Return the reduction of a bucket of gradients that all ranks need in full."""
+        first, axis = bucket[0], self._axis(bucket[0])
+        inexact = first.spec.inexact
+        if inexact is not None and not inexact.is_local and axis.size > 1:
+            return InexactReduction(bucket, axis, self.state)
+        reduction = Reduction(bucket, axis, None, self._memory, arrange)
+        if first.spec.is_local:  # its own rows stand for those of all ranks
+            reduction.replicas = sync_axis(first, self.mesh, self.plan.sync.get(first)).size
+        return reduction
+
     def _axis(self, entry: Entry) -> Axis:
-        """Return the axis on which this program's gradient is a partial sum."""
+        """Return the axis over which this program's gradient is summed: where it is a partial sum,
+        but none for a replica of its own.
+        """
+        if entry.spec.is_local:
+            return self.mesh.space_axis()
         return sync_axis(entry, self.mesh, self.plan.sync.get(entry))
 
     def _arranged(self, entry: Entry) -> Arrange:
@@ -420,8 +508,36 @@ class Reducer:
         return arrange
 
 
+def summed(earlier: Tensor, grad: Tensor) -> Tensor:
+    """Return the sum of two gradients, in place unless rows are added; each row occurs once."""
+    if not earlier.is_sparse and not grad.is_sparse:
+        return earlier.add_(grad)
+    result = earlier + grad if grad.is_sparse or not earlier.is_sparse else grad + earlier
+    return result.coalesce() if result.is_sparse else result
+
+
+def dense(grad: Tensor) -> Tensor:
+    """Return a gradient as a dense tensor."""
+    return grad.to_dense() if grad.is_sparse else grad
+
+
+def stored_values(grad: Tensor) -> Tensor:
+    """Return the stored elements of a gradient; changing them changes it."""
+    return grad.values() if grad.is_sparse else grad
+
+
 def _zeros(entry: Entry) -> Tensor:
     return torch.zeros(entry.local_shape, dtype=entry.gradient_dtype, device=entry.leaf.device)
+
+
+def _take_rows(entry: Entry) -> Tensor:
+    """Remove and return the gradient as a sparse tensor, without rows if there is none."""
+    grad, entry.leaf.grad = entry.leaf.grad, None
+    if grad is None:
+        index = entry.leaf.new_empty(1, 0, dtype=torch.int64)
+        rows = entry.leaf.new_empty(0, *entry.local_shape[1:], dtype=entry.gradient_dtype)
+        return torch.sparse_coo_tensor(index, rows, entry.local_shape, check_invariants=False)
+    return grad if grad.is_sparse else grad.to_sparse(1)
 
 
 def _take_gradient(entry: Entry) -> Tensor:

@@ -41,28 +41,20 @@ class CapturedModel(Protocol):
 
     @property
     def functions(self) -> Mapping[str, Any]: ...  # the user's classes that cannot be imported
-
     @property
     def values(self) -> Mapping[str, Any]: ...  # with shape and dtype
-
     @property
     def inputs(self) -> Sequence[Any]: ...
-
     @property
     def input_constants(self) -> Any: ...
-
     @property
     def constants(self) -> Sequence[Any]: ...
-
     @property
     def parameters(self) -> Sequence[Any]: ...
-
     @property
     def buffers(self) -> Sequence[Any]: ...
-
     @property
     def output_spec(self) -> Any: ...
-
     @property
     def hooks(self) -> Sequence[Any]: ...
 

@@ -4,8 +4,6 @@
 `offload_activations` moves saved tensors to the host. On a CPU all of this is plain memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -13,7 +11,6 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,13 +67,7 @@ class CopyStream:
         return pending.then(wait)
 
 
-@dataclass(slots=True)
-class _Saved:
-    """An activation in host memory."""
-
-    host: Tensor
-    device: torch.device
-    copied: torch.cuda.Event
+_Saved = tuple[Tensor, torch.device, torch.cuda.Event]  # in host memory, once it is copied
 
 
 @contextlib.contextmanager
@@ -97,13 +88,14 @@ def offload_activations(min_bytes: int = 1 << 20) -> Iterator[None]:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(stream)
         tensor.record_stream(stream)
-        return _Saved(host, tensor.device, copied)
+        return host, tensor.device, copied
 
     def unpack(saved: Tensor | _Saved) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        torch.cuda.current_stream(saved.device).wait_event(saved.copied)
-        return saved.host.to(saved.device, non_blocking=True)
+        host, device, copied = saved
+        torch.cuda.current_stream(device).wait_event(copied)
+        return host.to(device, non_blocking=True)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

@@ -65,6 +65,17 @@ class Axis:
             return self
         return Axis(self.name, self._group, self._transport.about(cause), self.shares)
 
+    def levels(self, node_ranks: int) -> tuple[Axis, Axis]:
+        """Return the ranks of this rank's node, and the ranks at its place in all nodes.
+
+        A node is a run of `node_ranks` ranks of the axis; all ranks call it at the same point.
+        """
+        ranks, node = self.ranks, self.index // node_ranks * node_ranks
+        inside = Group(ranks[node : node + node_ranks], self.index - node)
+        across = Group(ranks[self.index - node :: node_ranks], self.index // node_ranks)
+        near = Axis(f"{self.name} nodes", inside, self._transport)
+        return near, Axis(f"{self.name} across", across, self._transport)
+
     def bucket(self, numel: int, dtype: torch.dtype, operation: str) -> Tensor | None:
         """Return memory on which the axis runs an operation without copies, if any.
 

@@ -11,6 +11,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -25,7 +26,7 @@ from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.operators import widened
 from shardwise.runtime.rendezvous import count_run, starting
 from shardwise.runtime.rng import Rng
-from shardwise.runtime.step import ProgramKey, Programs, Specialize, StepProgram
+from shardwise.runtime.step import MAX_VARIANTS, ProgramKey, Programs, Specialize, StepProgram
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.tracing import Recorder, Trace, align, gather_events, merge, write_trace
 from shardwise.runtime.transport import unwrap_transport
@@ -37,6 +38,7 @@ from shardwise.runtime.user_model import (
     describe,
     hooked,
     refuse_hooks_on_parts,
+    sample_values,
 )
 
 T = TypeVar("T")
@@ -85,7 +87,8 @@ class ParallelModule(nn.Module):
         self.flags = flags if flags is not None else TrainedFlags(store)
         self.recorder, self.timeout_s = recorder, timeout_s
         self.about, self.title = dict(about or {}), title
-        self.copies = 0  # number of copies of the weights into the user's model
+        # Samples of the values that were last gathered, loaded or copied to a model.
+        self.exchanged: dict[str, Tensor] = {}
         if recorder is not None:
             store.recorder = recorder
         self._position = {name: position for position, name in enumerate(names)}
@@ -171,8 +174,9 @@ class ParallelModule(nn.Module):
 
     def _naming_failures(self) -> contextlib.AbstractContextManager[None]:
         """Make other ranks name a rank that fails, where ranks are processes."""
-        if isinstance(unwrap_transport(self.mesh.transport), ProcessGroupTransport):
-            return naming_failures(self.timeout_s)
+        transport = unwrap_transport(self.mesh.transport)
+        if isinstance(transport, ProcessGroupTransport):
+            return naming_failures(self.timeout_s, transport.groups)
         return contextlib.nullcontext()
 
     def local_batch(self, batch: Any, training: bool = True, *, step: str = "") -> Any:
@@ -181,7 +185,13 @@ class ParallelModule(nn.Module):
 
     def program(self, batch: Any, training: bool = True, *, step: str = "") -> StepProgram:
         """Return the compiled step for such full batches; all ranks call it for a new signature."""
-        return self._programs.get(self._key(batch, step, training), batch)
+        key = self._variant(self._key(batch, step, training), batch)
+        return self._programs.get(key, batch)
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether Python looked at values of the batch when some step was captured."""
+        return self._programs.is_guarded
 
     def world(self) -> Hashable:
         """Return the state of everything outside the batch that programs depend on."""
@@ -216,10 +226,49 @@ class ParallelModule(nn.Module):
                 self._agree_on_world(key)
             if self._check_batch is not None:
                 self._check_batch(batch, self._history)
+            key = self._variant(key, batch)
             chosen = key, self._programs.get(key, batch)
         self._num_runs += 1
         count_run()
         return chosen
+
+    def _variant(self, key: ProgramKey, batch: Any) -> ProgramKey:
+        """Return the key of the program whose guards hold for a full batch.
+
+        All ranks evaluate the guards on the full batch, and compare what they found: if it is a
+        new combination of values, they capture the step together.
+        """
+        if not self._programs.is_guarded:
+            return key
+        variants = self._programs.variants(key)
+        if not any(program.is_guarded for _, program in variants):
+            return key
+        broken = {k: program.broken_guard(batch, self.store) for k, program in variants}
+        chosen = next((k.variant for k, line in broken.items() if line is None), -1)
+        everyone = self.mesh.everyone
+        every = [c for [c] in everyone.gather_integers([chosen], self.store.device)]
+        line = next(filter(None, broken.values()), "")
+        if len(set(every)) > 1:
+            different = [r for r, c in zip(everyone.ranks, every, strict=True) if c != every[0]]
+            lines = everyone.gather_objects(line, self.store.device)
+            raise BatchError(
+                f"the batches of ranks {different} differ from rank {everyone.ranks[0]} in a value "
+                "that Python looks at",
+                where=next(filter(None, lines), None),
+                hint="give every rank the same full batch (seed its data loader equally)",
+            )
+        if chosen >= 0:
+            return replace(key, variant=chosen)
+        new = self._programs.next_variant(key)
+        if new.variant >= MAX_VARIANTS:
+            raise BatchError(
+                f"Python looks at a value of the batch that has had {MAX_VARIANTS} different "
+                "combinations of values; each costs as much as a first step",
+                where=line,
+                hint="keep the value a tensor (torch.where, masks); compare before converting: "
+                "`if x.max() > 3`, not `x.max().item() > 3`; or pad the batch to a few sizes",
+            )
+        return new
 
     def _agree_on_world(self, key: ProgramKey) -> None:
         """Agree with other ranks that flags or Python state have changed.
@@ -245,6 +294,11 @@ class ParallelModule(nn.Module):
         programs = [
             (k, p) for k, p in self._programs.items() if (k.step, k.training, k.world) == state
         ]
+        if any(program.is_guarded for _, program in programs):
+            raise BatchError(
+                "Python looks at values of the batch, and a local batch does not have all of them",
+                hint="pm.train_step(batch) with the full batch",
+            )
         mask = sum(1 << i for i, (_, program) in enumerate(programs) if program.takes(batch))
         masks = self.mesh.everyone.gather_integers([mask], self.store.device)
         for index, (key, program) in enumerate(programs):
@@ -260,8 +314,10 @@ class ParallelModule(nn.Module):
     def gather_state_dict(self) -> dict[str, Tensor]:
         """Return the full model's state dict on every rank; all ranks call it."""
         self.store.require_values()
-        state = self._share(self.store.gather_state_dict())
-        return {name: tensor for name, tensor in state.items() if tensor is not None}
+        shared = self._share(self.store.gather_state_dict())
+        state = {name: tensor for name, tensor in shared.items() if tensor is not None}
+        self.exchanged |= {name: sample_values(tensor) for name, tensor in state.items()}
+        return state
 
     def gather_gradients(self) -> dict[str, Tensor | None]:
         """Return the full model's gradients by parameter name on every rank; all ranks call it."""
@@ -325,6 +381,7 @@ class ParallelModule(nn.Module):
     ) -> None:
         """Copy this rank's part of a full model's state dict."""
         self.store.load_state_dict(state_dict)
+        self.exchanged |= {name: sample_values(tensor) for name, tensor in state_dict.items()}
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse the model's attributes: setting them here would silently have no effect."""
@@ -346,7 +403,6 @@ class ParallelModule(nn.Module):
         """
         with self._naming_failures():
             copy_weights(self, model, strict=strict)
-        self.copies += 1
 
     def __repr__(self) -> str:
         return describe(self)
@@ -407,7 +463,7 @@ class StepLoss(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in (Tensor.backward, torch.autograd.grad):
+        if func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad):
             _refuse_backward(args[0])
         # Called on plain tensors: printing, formatting and copying ask for the exact class.
         args, kwargs = tree_map_only(cls, _plain, (args, kwargs))

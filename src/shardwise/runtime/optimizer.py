@@ -12,7 +12,6 @@ import inspect
 import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import OptimizerError, did_you_mean
 from shardwise.runtime.consistency import share, share_lists
+from shardwise.runtime.grad_sync import stored_values
 from shardwise.runtime.parameters import Entry
+from shardwise.runtime.rounds import Rounds
 from shardwise.runtime.shards import ShardTensor
 from shardwise.runtime.store import ParameterStore
 
@@ -71,30 +72,24 @@ def _names(entry: Entry) -> tuple[str, ...]:
     return (entry.spec.name, *entry.spec.aliases)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
-    """Options and entries of each group, and the names of all parameters in them on all ranks."""
-
-    options: tuple[dict[str, Any], ...]
-    entries: tuple[tuple[Entry, ...], ...]
-    names: frozenset[str]
-
-
 def find_groups(
     store: ParameterStore,
     groups: Iterable[Mapping[str, Any] | Tensor],
     params: Params | None,
     *,
     rest: bool,
-) -> Groups:
-    """Return the groups; an entry belongs to the first one that matches.
+) -> tuple[list[tuple[dict[str, Any], list[Entry]]], set[str]]:
+    """Return options and entries of each group, and the names of their parameters on all ranks.
+
+    An entry belongs to the first group that matches.
 
     Selected parameters that no group matches form a last group, unless groups list tensors: these
     are complete, as in `torch.optim`. Frozen parameters belong to groups too, as in plain PyTorch:
     they have no gradient, and are updated once they are unfrozen.
     """
     selected = None if params is None else _Selection(store, params)
-    local = [e for e in store.entries if not e.spec.borrowed and _is_inexact(e.dtype)]
+    inexact = [e for e in store.entries if e.dtype.is_floating_point or e.dtype.is_complex]
+    local = [e for e in inexact if not e.spec.borrowed]
     # Groups have the same numbers on all stages, so that other stages' parameters count as well.
     borrowed = [_names(e) for e in store.entries if e.spec.borrowed]
     remote = [*borrowed, *store.parameters_elsewhere]
@@ -122,11 +117,7 @@ def find_groups(
     if not rest and selections:
         remote = [names for names in remote if is_matched(names)]
     local_names = (entry.spec.name for _, entries in result for entry in entries)
-    return Groups(
-        options=tuple(options for options, _ in result),
-        entries=tuple(tuple(entries) for _, entries in result),
-        names=frozenset((*local_names, *(names[0] for names in remote))),
-    )
+    return result, {*local_names, *(names[0] for names in remote)}
 
 
 def _as_dicts(groups: Iterable[Mapping[str, Any] | Tensor]) -> list[Mapping[str, Any]]:
@@ -143,10 +134,6 @@ def _as_dicts(groups: Iterable[Mapping[str, Any] | Tensor]) -> list[Mapping[str,
             )
         dicts.append(item)
     return dicts
-
-
-def _is_inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def require_claimed(
@@ -189,6 +176,15 @@ PER_TENSOR: tuple[type[torch.optim.Optimizer], ...] = (
 )
 
 
+def _updates_rows(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether it takes sparse gradients, and changes only the rows that they have."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return True
+    plain = isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad)
+    options = ("weight_decay", "momentum")
+    return plain and not any(g.get(name) for g in optimizer.param_groups for name in options)
+
+
 class HasStore(Protocol):
     """The attribute of a parallel module that optimizers use."""
 
@@ -219,15 +215,14 @@ def optimizer(
     store = pm.store
     if elementwise is None:
         elementwise = isinstance(cls, type) and cls in ELEMENTWISE
-    grouped = find_groups(store, groups or [], params, rest=rest)
+    grouped, names = find_groups(store, groups or [], params, rest=rest)
     if not elementwise:
-        entries = [entry for group in grouped.entries for entry in group if entry.trained]
+        entries = [entry for _, group in grouped for entry in group if entry.trained]
         _require_full_tensors(store, cls, entries)
         _require_all_stages(store, cls)
-    pairs = zip(grouped.options, grouped.entries, strict=True)
-    inner = cls([{**g, "params": [e.piece for e in group]} for g, group in pairs], **options)
-    result = ShardedOptimizer(store, inner, grouped.entries)
-    result.elementwise, result.claimed = elementwise, tuple(sorted(grouped.names))
+    inner = cls([{**g, "params": [e.piece for e in group]} for g, group in grouped], **options)
+    result = ShardedOptimizer(store, inner, [group for _, group in grouped])
+    result.elementwise, result.claimed = elementwise, tuple(sorted(names))
     # An earlier optimizer of these parameters may not step any more.
     store.optimizers.update(dict.fromkeys(result.claimed, weakref.ref(result)))
     return result
@@ -249,7 +244,8 @@ def _require_full_tensors(store: ParameterStore, cls: object, entries: Iterable[
     """Refuse optimizers that may not be elementwise for sharded parameters."""
     name = getattr(cls, "__name__", str(cls))
     for entry in entries:
-        if entry.group is not None or store.is_split(entry):
+        by_rows = entry.spec.sparse and cls is torch.optim.SparseAdam
+        if not by_rows and (entry.group is not None or store.is_split(entry)):
             raise OptimizerError(
                 f"{name} is not known to be elementwise, and {entry.spec.name} of shape "
                 f"{entry.spec.shape} is sharded here",
@@ -287,6 +283,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state = inner.state
         self.skipped_steps = 0
         self._updates = 0
+        self._rounds = Rounds(store, self._all_entries)
 
     def _show(self, parameters: list[list[Any]], groups: list[dict[str, Any]]) -> None:
         """Put these tensors into the groups, which schedulers share."""
@@ -297,6 +294,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Require full parameters and gradients for a closure, which runs within a step."""
         store, name = self.store, type(self.inner).__name__
         for entry in self._all_entries:
+            if entry.spec.inexact is not None:
+                raise OptimizerError(
+                    f"{name} evaluates the loss several times in a step, but the synchronization "
+                    f"of {entry.spec.name} ({', '.join(entry.spec.inexact.words())}) counts steps",
+                    where=entry.spec.name,
+                    hint="synchronous training for it: sw.strategies.ddp",
+                )
             if not store.is_replicated(entry) or entry.piece is not entry.leaf or store.scaler:
                 raise OptimizerError(
                     f"{name} calls its closure several times in a step and reads all parameters at "
@@ -335,9 +339,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         recorder = store.recorder
         with recorder.span("compute", "optimizer"):
             store.link_gradients(self._all_entries)
+            by_rows = _updates_rows(self.inner)
+            if not by_rows:
+                for entry in self._all_entries:
+                    if entry.piece.grad is not None and entry.piece.grad.is_sparse:
+                        entry.piece.grad = entry.piece.grad.to_dense()
             if not self.elementwise:  # parameters that were frozen at first may be sharded
                 trained = [entry for entry in self._all_entries if entry.piece.grad is not None]
                 _require_full_tensors(store, type(self.inner), trained)
+            self._rounds.begin()
             self._show(self._pieces, self.inner.param_groups)
             try:
                 if self.needs_closure:
@@ -348,7 +358,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._show(self._shown, self.inner.param_groups)
                 store.unlink_gradients(self._all_entries)
         with recorder.span("waiting", "update"):
-            store.gather_updates(self._all_entries)
+            store.gather_updates(self._all_entries, by_rows=by_rows)
+            self._rounds.finish()
         self._updates += 1
         store.replicas.check(self._updates, self.param_groups)
         return loss
@@ -492,7 +503,8 @@ def clip_grad_norm_(
 
     The norm is that of the full model's gradient, or only of the parameters `params`, selected as
     for `optimizer`: every element of every rank's part counts once. It is the same on all ranks,
-    which call this together.
+    which call this together. Gradients that a rank uses for its own replica between rounds
+    (`every`) are clipped apart, by their norm on this rank, which the result then includes.
     """
     store, entries = pm.store, pm.store.entries
     if params is not None:
@@ -500,15 +512,16 @@ def clip_grad_norm_(
         entries = [entry for entry in entries if selection.matches(_names(entry))]
     with store.recorder.span("compute", "clipping"):
         grads = {e: grad for e in entries if (grad := store.gradient(e)) is not None}
-        counted = [grad for e, grad in grads.items() if _is_counted(store, e) and grad.numel()]
-        total = _total_norm(store, counted, norm_type)
+        grads = {e: stored_values(grad) for e, grad in grads.items()}
+        counted = {e: g for e, g in grads.items() if _is_counted(store, e) and g.numel()}
+        total, norms = _total_norm(store, counted, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise OptimizerError(
                 f"the norm of the gradients is {total.item()}; they are left unchanged"
             )
-        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for grad in grads.values():
-            grad.mul_(scale.to(grad.device))
+        scales = [torch.clamp(max_norm / (norm + 1e-6), max=1.0) for norm in norms]
+        for entry, grad in grads.items():
+            grad.mul_(scales[entry.spec.is_local].to(grad.device))
         return total
 
 
@@ -517,19 +530,32 @@ def _is_counted(store: ParameterStore, entry: Entry) -> bool:
     if entry.spec.borrowed:
         return False
     distinct = {split.axis for split in entry.spec.splits}
-    if entry.zero >= 2:
+    if entry.zero >= 2 or entry.spec.is_local:
         distinct |= set(entry.spec.sync)
     return all(i == 0 or name in distinct for name, i in store.mesh.coordinates.items())
 
 
-def _total_norm(store: ParameterStore, grads: list[Tensor], norm_type: float) -> Tensor:
+def _total_norm(
+    store: ParameterStore, grads: Mapping[Entry, Tensor], norm_type: float
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the norm of all gradients, of those that ranks sum, and of this rank's own ones."""
     wide = any(e.master is torch.float64 for e in store.entries)
     dtype = torch.float64 if wide else torch.float32
-    norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype).to(store.device) for g in grads]
-    # Pipeline stages may have different dtypes, but all ranks must reduce the same one.
-    stacked = torch.stack(norms).double() if norms else torch.zeros(1).double().to(store.device)
-    everyone = store.mesh.everyone
-    if norm_type == float("inf"):
-        return everyone.all_reduce(stacked.max().reshape(1), "max").wait()[0].to(dtype)
-    powers = stacked.pow(norm_type).sum().reshape(1)
-    return everyone.all_reduce(powers).wait()[0].pow(1.0 / norm_type).to(dtype)
+    is_max = norm_type == float("inf")
+    mesh = store.mesh
+    # Two tensors: a rank that counts no gradient reduces the first of them in place.
+    powers = [torch.zeros(1, dtype=torch.float64, device=store.device) for _ in range(2)]
+    for entry, grad in grads.items():
+        # Pipeline stages may have different dtypes, but all ranks must reduce the same one.
+        norm = torch.linalg.vector_norm(grad, norm_type, dtype=dtype).to(store.device).double()
+        terms = [powers[entry.spec.is_local], (norm if is_max else norm.pow(norm_type)).reshape(1)]
+        powers[entry.spec.is_local] = torch.maximum(*terms) if is_max else torch.add(*terms)
+    op = "max" if is_max else "sum"
+    powers[0] = mesh.everyone.all_reduce(powers[0], op).wait()
+    replicas = {axis for e in store.entries if e.spec.is_local for axis in e.spec.sync}
+    if replicas:  # other ranks may have other parts of this rank's replica
+        axis = mesh.space_axis(*(name for name in mesh.axes if name not in replicas))
+        powers[1] = axis.all_reduce(powers[1], op).wait()
+    total = torch.maximum(*powers) if is_max else torch.add(*powers)
+    norms = [p[0] if is_max else p[0].pow(1.0 / norm_type) for p in (total, *powers)]
+    return norms[0].to(dtype), [norm.to(dtype) for norm in norms[1:]]

@@ -1,7 +1,5 @@
 """Parameters and buffers: their declaration in generated modules, and their storage on a rank."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter
@@ -12,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.inexact import Inexact
 from shardwise.runtime.memory import CopyStream, host_empty
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.splits import Split
+from shardwise.runtime.sync_forms import complete, gather_by_index
 from shardwise.runtime.transport import Pending
-from shardwise.shares import part
+from shardwise.shares import Shares, part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,11 @@ class ParameterSpec:
     A `borrowed` parameter is a replica of one that other ranks own (a weight tied between pipeline
     stages); its gradient is that of the last step only. `offload` lists what is in host memory:
     "optimizer" (stored values and optimizer state) or "parameters" (everything, except during use).
+
+    `owners` are the ranks' weights in the division of what `zero` shards, which is along `dim` if
+    that is not None. Gradients are summed in buckets of `bucket` bytes and `chunk` gradients, 0 for
+    the default, and by nodes of `node_ranks`. `sparse` gradients are exchanged as rows; those of
+    `factors` as the factors of a product.
     """
 
     name: str
@@ -51,6 +56,19 @@ class ParameterSpec:
     reduce: str = ""
     borrowed: bool = False
     offload: tuple[str, ...] = ()
+    owners: tuple[int, ...] = ()
+    dim: int | None = None
+    bucket: int = 0
+    chunk: int = 0
+    node_ranks: int = 0
+    sparse: bool = False
+    factors: bool = False
+    inexact: Inexact | None = None  # how its synchronization differs from synchronous training
+
+    @property
+    def is_local(self) -> bool:
+        """Whether ranks train their own replicas between rounds."""
+        return self.inexact is not None and self.inexact.is_local
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +191,8 @@ class Entry:
         self.leaves_device = own and "parameters" in spec.offload and bool(spec.shape)
         optimized = own and "optimizer" in spec.offload and spec.requires_grad
         self.on_host = self.leaves_device or optimized
-        self.has_master_copy = self.on_host or (own and self.master != self.dtype)
+        is_strided = bool(spec.dim)  # its pieces are not ranges of the leaf's memory
+        self.has_master_copy = self.on_host or (own and (self.master != self.dtype or is_strided))
 
     def __repr__(self) -> str:
         return f"Entry({self.spec.name}, {self.local_shape}, zero={self.zero})"
@@ -241,10 +260,19 @@ class FlatGroup:
         self.zero = 3 if first.leaves_device else first.spec.zero
         self.axis = axis.about("parameters" if self.zero == 3 else "update")
         self.numel = sum(entry.numel for entry in self.entries)
-        self.sizes = [part(self.numel, axis.size, i)[1] for i in range(axis.size)]
+        self.dim = first.spec.dim
+        shares = Shares.of(first.spec.owners) if first.spec.owners else axis.size
+        unit = 1  # of which each rank owns a number
+        if self.dim is not None:
+            unit = self.numel // max(1, first.local_shape[self.dim])
+        parts = [part(self.numel // max(1, unit), shares, i) for i in range(axis.size)]
+        self.ranges = [(start * unit, length * unit) for start, length in parts]
+        self.sizes = [length for _, length in self.ranges]
+        self.row_starts = [start for start, _ in parts] + [self.numel // max(1, unit)]
+        self.changed: list[Tensor] = []  # rows of the shard with a gradient since the last update
         self.offsets = list(itertools.accumulate((e.numel for e in self.entries), initial=0))
         self.full = torch.empty(self.numel, dtype=first.dtype, device=device)
-        begin, length = part(self.numel, axis.size, axis.index)
+        begin, length = self.ranges[axis.index]
         self.own = self.full[begin : begin + length]
         self.has_master_copy = first.has_master_copy
         stored = self.zero == 3 or self.has_master_copy
@@ -267,13 +295,15 @@ class FlatGroup:
         entry.group, entry.bounds = self, self.bounds(index, self.axis.index)
         low, high = entry.bounds
         own = self.shard[max(start - begin, 0) :][: high - low].data
+        if entry.spec.sparse:
+            own = own.view(-1, *entry.local_shape[1:])
         entry.piece = nn.Parameter(own, requires_grad=trainable)
         entry.shown = entry.piece if self.zero == 3 else entry.leaf
         entry.take_gradients_in(entry.master)
 
     def bounds(self, index: int, rank: int) -> tuple[int, int]:
         """Return the range of entry `index` that a rank of the axis owns."""
-        begin, length = part(self.numel, self.axis.size, rank)
+        begin, length = self.ranges[rank]
         start, numel = self.offsets[index], self.entries[index].numel
         low = min(max(begin - start, 0), numel)
         return low, min(max(begin + length - start, low), numel)
@@ -283,6 +313,25 @@ class FlatGroup:
         index = self.entries.index(entry)
         ranges = [self.bounds(index, rank) for rank in range(self.axis.size)]
         return [high - low for low, high in ranges]
+
+    def arranged(self, local: Tensor) -> Tensor:
+        """Return an entry's local tensor as one dim, in which every rank owns a range."""
+        return (local.movedim(self.dim, 0) if self.dim else local).reshape(-1)
+
+    def restored(self, flat: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return the tensor of this shape, possibly a part along `dim`, that was `arranged`."""
+        if not self.dim:
+            return flat.view(tuple(shape))
+        first = [shape[self.dim], *shape[: self.dim], *shape[self.dim + 1 :]]
+        return flat.view(first).movedim(0, self.dim)
+
+    def part_shape(self, entry: Entry) -> tuple[int, ...]:
+        """Return the shape of this rank's part of an entry that is divided along `dim`."""
+        assert self.dim is not None
+        shape = list(entry.local_shape)
+        begin, end = self.row_starts[self.axis.index : self.axis.index + 2]
+        shape[self.dim] = end - begin
+        return tuple(shape)
 
     def pieces_of(self, shard: Tensor) -> list[Tensor]:
         """Split a tensor shaped as the shard into this rank's pieces of the entries."""
@@ -299,12 +348,29 @@ class FlatGroup:
             storage = self.full.untyped_storage()
             storage.resize_(self.numel * self.full.element_size())
         shard = self.shard if self.resident is None else self.resident
+        if self.dim:
+            entry, own = self.entries[0], shard.to(self.full.device, self.full.dtype)
+            leaf = entry.leaf.detach()
+            return self.axis.all_gather(own, self.sizes).then(
+                lambda flat: leaf.copy_(self.restored(flat, entry.local_shape))
+            )
         if self._stream is not None:
             with self._stream.use():
                 return self._stream.join(self._converted(shard))
         if not self.has_master_copy or self.resident is not None:
             return self.axis.all_gather(shard, self.sizes, out=self.full)
         return self._converted(shard)
+
+    def gather_changed(self) -> None:
+        """Send the rows that this rank's optimizer has changed to all other ranks."""
+        entry, begin = self.entries[0], self.row_starts[self.axis.index]
+        piece = entry.piece.detach()
+        none = torch.empty(0, dtype=torch.int64, device=piece.device)
+        own = torch.unique(torch.cat([none, *(c.to(piece.device) for c in self.changed)]))
+        indices, rows = complete(gather_by_index((own + begin).int(), piece[own], self.axis))
+        leaf = entry.leaf.detach()
+        values = rows.wait().view(-1, *leaf.shape[1:]).to(leaf)
+        leaf.index_copy_(0, indices.to(leaf.device).long(), values)
 
     def _converted(self, shard: Tensor) -> Pending:
         self.own.copy_(shard, non_blocking=True)
@@ -322,8 +388,15 @@ def group_key(entry: Entry) -> Hashable:
     spec = entry.spec
     dtypes = (entry.dtype, entry.master, entry.gradient_dtype, entry.reduce_dtype)
     unit = spec.unit if spec.zero == 3 or entry.leaves_device else None  # gathered unit by unit
-    storage = (unit, spec.sync, spec.zero, spec.requires_grad, spec.offload)
-    return (*storage, dtypes, frozenset(entry.parts))
+    storage = (unit, spec.sync, spec.zero, spec.requires_grad, spec.offload, spec.owners)
+    return (*storage, *limits(entry), dtypes, frozenset(entry.parts))
+
+
+def limits(entry: Entry) -> tuple[int, int, int, str]:
+    """Return the properties by which gradients may be summed together."""
+    spec = entry.spec
+    separate = spec.dim is not None or spec.sparse or spec.factors
+    return spec.bucket, spec.chunk, spec.node_ranks, spec.name if separate else ""
 
 
 def buckets(
@@ -337,13 +410,15 @@ def buckets(
     open_buckets: dict[Hashable, list[Entry]] = {}
     filled: Counter[Hashable] = Counter()
     for entry in entries:
-        if size(entry) >= SINGLE_BYTES:
+        limit, chunk, _, separate = limits(entry)
+        if separate or size(entry) >= (limit or SINGLE_BYTES):
             result.append([entry])
             continue
         bucket = key(entry)
         open_buckets.setdefault(bucket, []).append(entry)
         filled[bucket] += size(entry)
-        if filled[bucket] >= (BUCKET_BYTES if result else FIRST_BUCKET_BYTES):
+        is_full = filled[bucket] >= (limit or (BUCKET_BYTES if result else FIRST_BUCKET_BYTES))
+        if is_full or len(open_buckets[bucket]) == chunk:
             result.append(open_buckets.pop(bucket))
             del filled[bucket]
     return result + list(open_buckets.values())

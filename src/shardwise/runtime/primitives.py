@@ -5,8 +5,6 @@ its dual, by the names of these functions. Arguments are never changed and may b
 results own their memory or are views of the argument.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

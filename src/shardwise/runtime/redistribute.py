@@ -6,8 +6,6 @@ sizes that other axes have already split. No function changes its argument; over
 each returns it unchanged.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

@@ -6,8 +6,6 @@ timeout, and its error names the missing ranks. Each rank also runs a heartbeat,
 increments a counter in the store, as long as the process is alive.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import datetime
@@ -75,8 +73,16 @@ def group_store(
     return TCPStore(host, port, is_master=False, timeout=timeout)
 
 
+# torch ends the process at the first error of NCCL, before `nccl_watch` can name the rank at fault;
+# the flight recorder lists the latest operations of a rank.
+NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
+
+
 def init_process_group(backend: str, timeout: datetime.timedelta) -> None:
     """Join the group of torchrun's variables; rank 0 hosts the store if no agent does."""
+    if backend == "nccl":
+        for name, value in NCCL_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
     if "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, timeout=timeout)
         return
@@ -92,6 +98,20 @@ def init_process_group(backend: str, timeout: datetime.timedelta) -> None:
     if store is not None:
         options = {"store": store, "rank": rank, "world_size": size}
     dist.init_process_group(backend, timeout=timeout, **options)
+
+
+def shared_gpu_environment(rank: int) -> dict[str, str]:
+    """Return the variables with which NCCL accepts several ranks on one GPU, for tests.
+
+    NCCL refuses two ranks of one host on one device. With these, each rank has its own host, and
+    they communicate through sockets of the loopback interface: slow, but under the same rules.
+    """
+    return {
+        "NCCL_HOSTID": f"host{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_NET": "Socket",
+    }
 
 
 def has_peers() -> bool:
@@ -147,12 +167,13 @@ def lost_store() -> tuple[str, list[int]]:
 
 
 @contextlib.contextmanager
-def _naming_the_host(waiting_for: Callable[[], str] = str) -> Iterator[None]:
+def naming_the_host(waiting_for: Callable[[], str] = str) -> Iterator[None]:
+    """Turn the loss of the store within the body into an error that names its host."""
     try:
         yield
     except RuntimeError as error:
         text = f"{lost_store()[0]}{waiting_for()}: {first_line(error)}"
-        raise RankError(text) from error
+        raise RankError(text, where=f"rank {dist.get_rank()}") from error
 
 
 def first_line(error: BaseException) -> str:
@@ -216,10 +237,8 @@ def start_heartbeat() -> Heartbeat | None:
     if not has_peers():
         return None
     if _heartbeat is None or _heartbeat.group is not dist.group.WORLD:
-        try:
+        with naming_the_host():
             _heartbeat = Heartbeat()
-        except RuntimeError as error:
-            raise RankError(lost_store()[0], where=f"rank {dist.get_rank()}") from error
     return _heartbeat
 
 
@@ -307,7 +326,7 @@ class _StoreRendezvous(Rendezvous):
     def publish(self, point: str, text: str = "") -> None:
         key = f"{self.prefix}/{point}/{self.rank}"
         self._keys.append(key)
-        with _naming_the_host():
+        with naming_the_host():
             self._connection.write(key, text)
             self._connection.count(f"{self.prefix}/{point}", 1)
 
@@ -320,14 +339,14 @@ class _StoreRendezvous(Rendezvous):
             self._connection.count(f"{self.prefix}/failed", 1)
 
     def settle(self, outcome: str) -> str:
-        with _naming_the_host():
+        with naming_the_host():
             return self._connection.write_first(f"{self.prefix}/settled", outcome)
 
     def wait_for(self, point: str, ranks: Sequence[int], timeout_s: float) -> dict[int, str]:
         start = checked = time.monotonic()
         liveness = Liveness(self._connection)
         missing = list(ranks)
-        with _naming_the_host(lambda: f", before {name_ranks(missing)} of {self.world} arrived"):
+        with naming_the_host(lambda: f", before {name_ranks(missing)} of {self.world} arrived"):
             while not self._all_published(point, ranks):
                 self._raise_failures(ranks)
                 now = time.monotonic()
@@ -425,7 +444,7 @@ def open_rendezvous(name: str, error: type[ShardwiseError] = RankError) -> Rende
     """
     if not has_peers():
         return Rendezvous()
-    with _naming_the_host():
+    with naming_the_host():
         return _StoreRendezvous(name, error)
 
 

@@ -5,8 +5,6 @@ on the number of ranks. In mode "fast" each shard draws its own numbers. A node 
 in the same step draws the same numbers again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math
@@ -22,6 +20,12 @@ from shardwise.runtime.splits import Segments, Split, local_shape, take_local
 
 MODES = ("exact", "fast")
 Splits = Sequence[Split] | Sequence[tuple[str, int, Segments]]  # generated code writes tuples
+
+
+def seeded(device: torch.device | str, *key: object) -> torch.Generator:
+    """Return a generator whose numbers depend on the key alone."""
+    digest = hashlib.blake2b("|".join(map(str, key)).encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") & (2**63 - 1))
 
 
 class Rng:
@@ -49,12 +53,9 @@ class Rng:
         self, key: str, device: torch.device | str = "cpu", place: Sequence[tuple[str, int]] = ()
     ) -> torch.Generator:
         """Return a generator for one node in this step, at coordinates on some axes."""
-        text = f"{self.seed}|{self.step}|{key}|{list(place)}"
-        if self.mesh.num_microbatches > 1 and not self.mesh.timed:  # each is a separate batch
-            text += f"|micro-batch {self.mesh.microbatch}"
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        generator = torch.Generator(device)
-        return generator.manual_seed(int.from_bytes(digest, "little") & (2**63 - 1))
+        separate = self.mesh.num_microbatches > 1 and not self.mesh.timed  # each is a batch
+        batch = [f"micro-batch {self.mesh.microbatch}"] if separate else []
+        return seeded(device, self.seed, self.step, key, list(place), *batch)
 
     def part(
         self,

@@ -174,6 +174,7 @@ _RANDOM = {"normal_", "uniform_", "bernoulli", "bernoulli_", "exponential_", "na
 
 def _compute(func: Any, shards: Sequence[ShardTensor], args: Any, kwargs: Any) -> Any:
     """Run an elementwise call in the layout of the tensor it writes, else of its first shard."""
+    _refuse_other_stages(shards[0], args)
     writes = func._schema.is_mutable
     target = (args[0] if isinstance(args[0], ShardTensor) else None) if writes else shards[0]
     layout = None if target is None else target.place
@@ -189,15 +190,25 @@ def _compute(func: Any, shards: Sequence[ShardTensor], args: Any, kwargs: Any) -
     return ShardTensor(target.place, result) if target is not None else result
 
 
+def _refuse_other_stages(shard: ShardTensor, args: Sequence[Any]) -> None:
+    """Raise if an operand is a stand-in for a parameter of another pipeline stage."""
+    if not any(isinstance(value, Tensor) and value.is_meta for value in args):
+        return
+    names = {id(p): name for name, p in shard.place.store.stand_ins.items()}
+    other = next((names[id(value)] for value in args if id(value) in names), "a parameter")
+    name = shard.place.entry.spec.name
+    raise OptimizerError(
+        f"arithmetic of {name} with {other}, which is on another pipeline stage",
+        where=name,
+        hint="a plan whose stages begin so that one has both, or a plan without stages; for an "
+        "average of weights, clones of pm.named_parameters() are on the parameters' own stages",
+    )
+
+
 def _converter(layout: ShardLayout | None, device: torch.device | None) -> Callable[[Any], Any]:
     """Return a function that converts arguments to plain tensors, in a layout or in full."""
 
     def convert(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.is_meta:
-            raise OptimizerError(
-                "arithmetic with a parameter of another pipeline stage",
-                hint="a plan in which one stage has both, or a plan without stages",
-            )
         if isinstance(value, ShardTensor):
             if layout is None:
                 return value.full_tensor()

@@ -10,8 +10,6 @@ of them splits a tensor over several axes: on different dims, on different facto
 the same factor, where the later axis splits the earlier one's part.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -27,6 +25,8 @@ from shardwise.shares import AxisSize, part
 Segments = tuple[tuple[int, int, int], ...]
 Of = int | Segments
 Runs = tuple[tuple[int, int], ...]
+Place = Mapping[str, int]  # coordinates on mesh axes
+Axes = Mapping[str, AxisSize]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,10 +119,7 @@ def join(parts: Sequence[Tensor], dim: int, of: Of, shares: AxisSize | None = No
 
 
 def local_runs(
-    shape: Sequence[int],
-    splits: Sequence[Split],
-    coords: Mapping[str, int],
-    sizes: Mapping[str, AxisSize],
+    shape: Sequence[int], splits: Sequence[Split], coords: Place, sizes: Axes
 ) -> tuple[Runs, ...]:
     """Return for every dim the pieces of the full tensor at mesh coordinate `coords`."""
     return tuple(
@@ -131,9 +128,7 @@ def local_runs(
     )
 
 
-def _dim_runs(
-    length: int, splits: Sequence[Split], coords: Mapping[str, int], sizes: Mapping[str, AxisSize]
-) -> Runs:
+def _dim_runs(length: int, splits: Sequence[Split], coords: Place, sizes: Axes) -> Runs:
     result: Runs = ((0, length),) if length else ()
     by_factor: dict[Segments, list[str]] = {}
     for split in splits:
@@ -146,9 +141,7 @@ def _dim_runs(
     return result
 
 
-def _nested(
-    size: int, axes: Sequence[str], coords: Mapping[str, int], sizes: Mapping[str, AxisSize]
-) -> tuple[int, int]:
+def _nested(size: int, axes: Sequence[str], coords: Place, sizes: Axes) -> tuple[int, int]:
     """Return the innermost range: each axis splits the range of the axis before it."""
     start, length = 0, size
     for axis in axes:
@@ -173,18 +166,13 @@ def _intersect(a: Runs, b: Runs) -> Runs:
 
 
 def local_shape(
-    shape: Sequence[int],
-    splits: Sequence[Split],
-    coords: Mapping[str, int],
-    sizes: Mapping[str, AxisSize],
+    shape: Sequence[int], splits: Sequence[Split], coords: Place, sizes: Axes
 ) -> tuple[int, ...]:
     """Return the shape of the part at a mesh coordinate."""
     return tuple(sum(n for _, n in pieces) for pieces in local_runs(shape, splits, coords, sizes))
 
 
-def take_local(
-    full: Tensor, splits: Sequence[Split], coords: Mapping[str, int], sizes: Mapping[str, AxisSize]
-) -> Tensor:
+def take_local(full: Tensor, splits: Sequence[Split], coords: Place, sizes: Axes) -> Tensor:
     """Return the part of a full tensor at a mesh coordinate: a view where possible."""
     for dim, pieces in enumerate(local_runs(full.shape, splits, coords, sizes)):
         if pieces != ((0, full.shape[dim]),):
@@ -196,7 +184,7 @@ def assemble(
     parts: Mapping[tuple[int, ...], Tensor],
     shape: Sequence[int],
     splits: Sequence[Split],
-    sizes: Mapping[str, AxisSize],
+    sizes: Axes,
 ) -> Tensor:
     """Assemble a full tensor from parts keyed by the coordinates on the axes of `sizes`, in order.
 
@@ -206,7 +194,7 @@ def assemble(
     for place, local in parts.items():
         coords = dict(zip(sizes, place, strict=True))
         pieces = local_runs(shape, splits, coords, sizes)
-        for box in itertools.product(*(_offsets(p) for p in pieces)):
+        for box in itertools.product(*map(offsets, pieces)):
             target, source = full, local
             for dim, (begin, offset, length) in enumerate(box):
                 target = target.narrow(dim, begin, length)
@@ -217,7 +205,7 @@ def assemble(
     return full
 
 
-def _offsets(pieces: Runs) -> list[tuple[int, int, int]]:
+def offsets(pieces: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """Return (start in the full dim, start in the part, length) of each piece."""
     starts = itertools.accumulate((n for _, n in pieces), initial=0)
     return [(begin, offset, n) for (begin, n), offset in zip(pieces, starts, strict=False)]

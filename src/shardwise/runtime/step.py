@@ -7,14 +7,12 @@ least recently used programs are dropped. Ranks get the same batches, so they ca
 programs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +29,7 @@ from shardwise.runtime.tracing import Recorder, called_submodules
 from shardwise.runtime.user_model import Hook
 
 MAX_PROGRAMS = 60  # `ParallelModule` has a bit per program in an int64 mask of those that fit
+MAX_VARIANTS = 16  # combinations of guarded values for batches of one signature
 MANY_PROGRAMS = 25  # warn about the cost of compilation at this number, and at every doubling
 
 
@@ -39,13 +38,18 @@ class ProgramKey:
     """Everything that a compiled program depends on.
 
     `step` names one of several steps over the same modules; `batch` is the batch's signature;
-    `world` is the relevant state outside the batch, such as flags of the user's model.
+    `world` is the relevant state outside the batch, such as flags of the user's model. Programs
+    with guards have a `variant` for each combination of values that Python looked at.
     """
 
     step: str
     training: bool
     batch: Hashable
     world: Hashable
+    variant: int = 0
+
+
+FindBroken = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +57,9 @@ class StepOptions:
     """The properties of plan and graph that matter when a step runs.
 
     Floating-point inputs are cast to `input_dtypes`; `check_indices` raises a `BatchError` for
-    indices of the full batch that are out of range; `units` are the modules whose hooks may break
-    the graph under torch.compile.
+    indices of the full batch that are out of range; `find_broken` returns the user's line of a
+    guard that does not hold for the tensors of a full batch and buffers; `units` are the modules
+    whose hooks may break the graph under torch.compile.
     """
 
     check_indices: Callable[[Mapping[str, Tensor]], None]
@@ -62,6 +67,7 @@ class StepOptions:
     offload_activations: bool
     trains: bool
     units: Sequence[str]
+    find_broken: FindBroken | None = None
 
 
 class StepProgram:
@@ -95,6 +101,20 @@ class StepProgram:
     def generated(self) -> list[nn.Module]:
         """Return the generated modules, which use the memory of the store."""
         raise NotImplementedError
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether Python looked at values of the batch when the step was captured."""
+        return self.options.find_broken is not None
+
+    def broken_guard(self, batch: Any, store: ParameterStore) -> str | None:
+        """Return the user's line of a guard that does not hold for a full batch, if there is one.
+
+        A guard is a value that Python looked at when the step was captured.
+        """
+        if self.options.find_broken is None:
+            return None
+        return self.options.find_broken(flatten_batch(batch)[0], store.buffers)
 
     def finish(self) -> None:
         """Finish a step once its gradients are complete."""
@@ -266,6 +286,8 @@ class Programs:
     ) -> None:
         self._store, self._specialize, self._warns = store, specialize, warns
         self._by_key: OrderedDict[ProgramKey, StepProgram] = OrderedDict(programs)
+        self._num_variants = Counter(replace(key, variant=0) for key in programs)
+        self.is_guarded = any(program.is_guarded for program in programs.values())
         self._num_compiled, self._seconds = 0, 0.0
         self._limit = MANY_PROGRAMS
 
@@ -275,6 +297,16 @@ class Programs:
     def items(self) -> Iterator[tuple[ProgramKey, StepProgram]]:
         """Iterate over all programs, in an order that is the same on every rank."""
         yield from self._by_key.items()
+
+    def variants(self, key: ProgramKey) -> list[tuple[ProgramKey, StepProgram]]:
+        """Return the programs that differ from a key only in their variant."""
+        num = self._num_variants[replace(key, variant=0)]
+        keys = [replace(key, variant=variant) for variant in range(num)]
+        return [(k, self._by_key[k]) for k in keys if k in self._by_key]
+
+    def next_variant(self, key: ProgramKey) -> ProgramKey:
+        """Return the key of a program that does not exist yet."""
+        return replace(key, variant=self._num_variants[replace(key, variant=0)])
 
     def use(self, key: ProgramKey) -> None:
         """Mark a program as just used."""
@@ -287,6 +319,9 @@ class Programs:
             start = time.perf_counter()
             program = self._by_key[key] = self._specialize(key, batch)
             self._seconds += time.perf_counter() - start
+            base = replace(key, variant=0)
+            self._num_variants[base] = max(self._num_variants[base], key.variant + 1)
+            self.is_guarded |= program.is_guarded
             self._num_compiled += 1
             if self._num_compiled >= self._limit:
                 self._warn()

@@ -10,8 +10,6 @@ A rank may run several generated modules ("parts", pipeline stages), each severa
         with store.backward(part, last=last_of_part): …  # in any order
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math
@@ -25,7 +23,14 @@ from torch import Tensor, nn
 from shardwise.errors import PlanMismatch, ProgramError, WeightsError, did_you_mean
 from shardwise.runtime.consistency import Replicas
 from shardwise.runtime.fsdp import Units
-from shardwise.runtime.grad_sync import LossScaler, Reducer, overflow_on_any_rank, sync_axis
+from shardwise.runtime.grad_sync import (
+    LossScaler,
+    Reducer,
+    dense,
+    overflow_on_any_rank,
+    stored_values,
+    sync_axis,
+)
 from shardwise.runtime.memory import host_empty, settle
 from shardwise.runtime.mesh import ProcessMesh, coordinates
 from shardwise.runtime.operators import widened
@@ -40,9 +45,8 @@ from shardwise.runtime.parameters import (
     torch_dtype,
 )
 from shardwise.runtime.shards import ShardParameter
-from shardwise.runtime.splits import assemble, local_runs, local_shape, take_local
+from shardwise.runtime.splits import assemble, local_runs, local_shape, offsets, take_local
 from shardwise.runtime.tracing import Recorder
-from shardwise.shares import num_ranks
 
 
 class ParameterStore:
@@ -81,7 +85,8 @@ class ParameterStore:
             spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=self.device)
             for spec in buffers
         }
-        self._aliases = {a: spec.name for spec in buffers for a in (spec.name, *spec.aliases)}
+        # The names under which buffers are stored, by their names and aliases.
+        self.buffer_names = {a: spec.name for spec in buffers for a in (spec.name, *spec.aliases)}
         self.reducer = Reducer(mesh, self.entries)
         self.units = Units([g for g in self.groups if g.zero == 3], self.reducer.flush)
         self.with_gradient: set[Entry] = set()
@@ -130,19 +135,21 @@ class ParameterStore:
     def unfreeze(self, spec: ParameterSpec) -> None:
         """Begin to train a parameter that was frozen when the store was created.
 
-        It is replicated on the ranks that sum its gradient, whatever the level of ZeRO, and stays
-        so: each of them updates all of it.
+        A parameter of a flat group stays in it, so that gradient and optimizer state are sharded.
         """
         entry = self.entry(spec.name)
-        summed_over = math.prod(num_ranks(self.mesh.axes[name]) for name in spec.sync)
-        if entry.group is not None and summed_over > 1:
+        if entry.group is not None and entry.group.axis.size > 1:
+            spec = dataclasses.replace(entry.spec, requires_grad=True)
+        elif entry.group is not None and sync_axis(entry, self.mesh, spec.sync).size > 1:
             raise ProgramError(
                 f"{spec.name} was frozen when it was given to parallelize, and is offloaded as a "
                 "frozen parameter, which several ranks cannot train",
                 where=spec.name,
                 hint="parallelize with requires_grad=True, then freeze it before the first step",
             )
-        entry.spec = dataclasses.replace(spec, zero=entry.spec.zero, offload=entry.spec.offload)
+        entry.spec = dataclasses.replace(
+            spec, zero=entry.spec.zero, offload=entry.spec.offload, inexact=None
+        )
         entry.take_gradients_in(entry.master)
         self.reducer.add(entry)
 
@@ -159,7 +166,7 @@ class ParameterStore:
                 entry.slots += slots
                 entry.parts.add(part)
                 entry.show(entry.shown)
-        for alias, name in self._aliases.items():
+        for alias, name in self.buffer_names.items():
             with contextlib.suppress(AttributeError):
                 owner, last = locate(module, alias)
                 if last in owner._buffers:
@@ -181,7 +188,7 @@ class ParameterStore:
     def entry(self, name: str) -> Entry:
         """Return the parameter of this name or alias."""
         if name not in self._by_name:
-            names = [*self._by_name, *self._aliases]
+            names = [*self._by_name, *self.buffer_names]
             raise PlanMismatch(f"no parameter or buffer {name!r}{did_you_mean(name, names)}")
         return self._by_name[name]
 
@@ -238,8 +245,8 @@ class ParameterStore:
         A tensor without dims is one row.
         """
         self.uninitialized.pop(name, None)
-        if name in self._aliases:
-            target = self.buffers[self._aliases[name]]
+        if name in self.buffer_names:
+            target = self.buffers[self.buffer_names[name]]
             (target.narrow(0, begin, len(rows)) if rows.dim() else target).copy_(rows)
             return
         entry = self.entry(name)
@@ -250,25 +257,34 @@ class ParameterStore:
         # Rows are full along the first dim only: take this rank's part of the other dims.
         inner_splits = [s for s in spec.splits if s.dim % rows.dim()]
         local = take_local(rows, inner_splits, mesh.coordinates, mesh.axes)
-        width, offset = math.prod(local.shape[1:]), 0
+        width = math.prod(local.shape[1:])
         first_dim = local_runs(spec.shape, spec.splits, mesh.coordinates, mesh.axes)[0]
-        for start, length in first_dim:
+        for start, offset, length in offsets(first_dim):
             low, high = max(start, begin), min(start + length, begin + len(rows))
             if low < high:
                 values = local[low - begin : high - begin]
                 self._write(entry, (offset + low - start) * width, values)
-            offset += length
         if entry.group is not None and entry.zero == 3:
             entry.group.refresh()
 
     def _write(self, entry: Entry, at: int, values: Tensor) -> None:
         """Store consecutive elements of the local tensor, from element `at` on."""
         values = values.to(entry.master).reshape(-1)
+        if entry.spec.inexact is not None:
+            self.reducer.state.forget(entry.spec.name)
         if entry.on_host:
             settle(self.device)
         if entry.zero < 3:
             entry.leaf.detach().view(-1)[at : at + len(values)].copy_(values)
         if entry.has_master_copy or entry.zero == 3:
+            group = entry.group
+            if group is not None and group.dim:
+                rows = values.view(-1, *entry.local_shape[1:])
+                first, shape = at // max(1, rows[:1].numel()), group.part_shape(entry)
+                own = group.restored(entry.piece.detach(), shape)[first : first + len(rows)]
+                begin = group.row_starts[group.axis.index]
+                own.copy_(rows.narrow(group.dim, begin, shape[group.dim]))
+                return
             begin, end = entry.bounds
             low, high = max(begin, at), min(end, at + len(values))
             if low < high:
@@ -291,21 +307,22 @@ class ParameterStore:
 
     def holds(self, name: str) -> bool:
         """Return whether this rank stores a part of this parameter or buffer."""
-        return name in self._by_name or name in self._aliases
-
-    @property
-    def buffer_names(self) -> Mapping[str, str]:
-        """The names under which buffers are stored, by their names and aliases."""
-        return self._aliases
+        return name in self._by_name or name in self.buffer_names
 
     def full_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a full parameter or buffer."""
-        if name in self._aliases:
-            return tuple(self.buffers[self._aliases[name]].shape)
+        if name in self.buffer_names:
+            return tuple(self.buffers[self.buffer_names[name]].shape)
         return self.entry(name).spec.shape
 
     def stored(self, entry: Entry) -> tuple[Tensor, bool]:
-        """Return the authoritative values, and whether they are this rank's piece only."""
+        """Return the authoritative values, and whether they are this rank's piece only.
+
+        Those of replicas that ranks train on their own are the values of the last round.
+        """
+        anchor = self.reducer.state.anchors.get(entry.spec.name)
+        if anchor is not None:
+            return anchor, entry.has_master_copy
         piece = entry.has_master_copy or entry.zero == 3
         return (entry.piece if piece else entry.leaf).detach(), piece
 
@@ -333,7 +350,9 @@ class ParameterStore:
     def piece_of(self, entry: Entry, full: Tensor) -> Tensor:
         """Return the part of a full tensor that this rank's optimizer updates, as `entry.piece`."""
         local = self.local_of(entry, full)
-        return local.reshape(-1)[slice(*entry.bounds)] if entry.group is not None else local
+        if entry.group is None:
+            return local
+        return entry.group.arranged(local)[slice(*entry.bounds)].view(entry.piece.shape)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy this rank's parts of a full model's state dict; every key must be there."""
@@ -351,10 +370,11 @@ class ParameterStore:
     def gather_full(self, entry: Entry, value: Tensor, *, piece: bool) -> Tensor:
         """Gather a full tensor from every rank's local tensor, or from its piece of it."""
         device = value.device
-        value = value.detach().to(self.device)
+        value = dense(value).detach().to(self.device)
         if piece and entry.group is not None:
             sizes = entry.group.piece_sizes(entry)
-            value = entry.group.axis.all_gather(value.contiguous(), sizes).wait()
+            flat = entry.group.axis.all_gather(value.reshape(-1).contiguous(), sizes).wait()
+            value = entry.group.restored(flat, entry.local_shape)
         return self._join_splits(entry, value.reshape(entry.local_shape)).to(device)
 
     def _join_splits(self, entry: Entry, local: Tensor) -> Tensor:
@@ -412,16 +432,14 @@ class ParameterStore:
     def add_to_gradient(self, entry: Entry, local_grad: Tensor) -> None:
         """Add to the synchronized gradient, or to this rank's piece of it, between steps."""
         value = local_grad.to(entry.master)
-        if entry.zero >= 2:
-            value = value.reshape(-1)[slice(*entry.bounds)].to(entry.piece.device)
+        if entry.group is not None and entry.zero >= 2:
+            value = entry.group.arranged(value)[slice(*entry.bounds)].view(entry.piece.shape)
+            value = value.to(entry.piece.device)
         grad = self.gradient(entry)
-        if grad is not None:
+        if grad is not None and not grad.is_sparse:
             grad.add_(value)
             return
-        if entry.zero >= 2:
-            entry.piece.grad = value.clone()
-        else:
-            entry.leaf.grad = value.clone().view(entry.local_shape)
+        self.set_gradient(entry, (value if grad is None else grad.to_dense() + value).clone())
 
     def take_gradient(self, entry: Entry) -> Tensor | None:
         """Remove the gradient and return a copy of it."""
@@ -436,7 +454,7 @@ class ParameterStore:
             return
         if entry.zero < 2:
             entry.take_gradients_in(entry.master)
-            grad = grad.view(entry.local_shape)
+            grad = grad if grad.is_sparse else grad.view(entry.local_shape)
         (entry.piece if entry.zero >= 2 else entry.leaf).grad = grad
 
     def part_of_gradient(self, entry: Entry, full: Tensor) -> Tensor:
@@ -465,7 +483,7 @@ class ParameterStore:
 
     def overflowed(self, entries: Iterable[Entry]) -> bool:
         """Return whether any rank's gradient is infinite or NaN; all ranks of the plan call it."""
-        grads = [grad for e in entries if (grad := self.gradient(e)) is not None]
+        grads = [stored_values(grad) for e in entries if (grad := self.gradient(e)) is not None]
         return overflow_on_any_rank(grads, self.mesh, self.device)
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -539,8 +557,11 @@ class ParameterStore:
             self.units.finish()
 
     @torch.no_grad()
-    def gather_updates(self, entries: Iterable[Entry]) -> None:
-        """Distribute the ranges that their owners updated in an optimizer step to all ranks."""
+    def gather_updates(self, entries: Iterable[Entry], *, by_rows: bool = False) -> None:
+        """Distribute the ranges that their owners updated in an optimizer step to all ranks.
+
+        With `by_rows`, the optimizer left all rows without a gradient as they were.
+        """
         updated = set(entries)
         for entry in self.entries:
             if entry in updated and entry.group is None and entry.has_master_copy:
@@ -548,8 +569,14 @@ class ParameterStore:
         groups = [g for g in self.groups if not updated.isdisjoint(g.entries)]
         for group in groups:
             group.refresh()
-        for pending in [group.gather() for group in groups if group.zero in (1, 2)]:
+        sparse = [g for g in groups if by_rows and g.entries[0].spec.sparse]
+        gathered = [g for g in groups if g.zero in (1, 2) and g not in sparse]
+        for pending in [group.gather() for group in gathered]:
             pending.wait()
+        for group in sparse:
+            group.gather_changed()
+        for group in groups:
+            group.changed.clear()
         for call in self.after_update:
             call()
 

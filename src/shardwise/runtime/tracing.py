@@ -424,10 +424,16 @@ _local = threading.local()
 
 @dataclass(slots=True)
 class Records:
-    """The values that one rank probed, and their gradients, by name."""
+    """The values that one rank probed, and their gradients, by name.
+
+    An operator may return its operand, such as `contiguous` of a rank's single head. The gradient
+    of such an alias arrives from all uses of the operand.
+    """
 
     values: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    aliases: set[str] = field(default_factory=set)
+    _probed: dict[int, Tensor] = field(default_factory=dict)  # stored so that ids stay unique
 
 
 def probe(name: str, value: Tensor) -> None:
@@ -441,6 +447,9 @@ def probe(name: str, value: Tensor) -> None:
         calls += 1
         name = f"{first} (call {calls})"
     records.values[name] = value.detach().clone()
+    if id(value) in records._probed:
+        records.aliases.add(name)
+    records._probed[id(value)] = value
     if value.requires_grad:
 
         def record(gradient: Tensor) -> None:

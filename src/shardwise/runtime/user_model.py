@@ -188,6 +188,17 @@ class TrainedFlags:
 # Copy trained weights into the user's model; describe a parallel module as text.
 
 
+def sample_values(tensor: Tensor) -> Tensor:
+    """Return a copy of up to 64 of a tensor's values."""
+    values = tensor.detach()
+    if values.layout is not torch.strided:
+        return torch.empty(0)
+    if not values.is_contiguous():
+        return values[tuple(slice(4) for _ in values.shape[:3])].flatten()[:64].clone()
+    flat = values.reshape(-1)
+    return flat[:: max(1, len(flat) // 64)][:64].clone()
+
+
 @torch.no_grad()
 def copy_weights(
     pm: ParallelModule, model: nn.Module | Mapping[str, nn.Module] | None, *, strict: bool
@@ -202,6 +213,7 @@ def copy_weights(
             value = values[name]
             assert value is not None, name
             targets[name].copy_(value)
+            pm.exchanged[name] = sample_values(targets[name])
 
 
 def _targets(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, Tensor]:

@@ -16,8 +16,15 @@ from shardwise.schedules.builders import (
     zero_bubble_v,
 )
 from shardwise.schedules.check import Facts, check
+from shardwise.schedules.messages import (
+    Message,
+    MessageOrder,
+    Round,
+    check_messages,
+    order_messages,
+)
 from shardwise.schedules.replay import Durations, Timeline, replay
-from shardwise.schedules.schedule import Action, Schedule, ScheduleError, Span
+from shardwise.schedules.schedule import Action, Links, Schedule, ScheduleError, Span
 
 __all__ = [
     "DEFAULT_SCHEDULE",
@@ -25,18 +32,24 @@ __all__ = [
     "Action",
     "Durations",
     "Facts",
+    "Links",
+    "Message",
+    "MessageOrder",
+    "Round",
     "Schedule",
     "ScheduleError",
     "ScheduleKind",
     "Span",
     "Timeline",
     "check",
+    "check_messages",
     "default_schedule",
     "forward_only",
     "gpipe",
     "interleaved",
     "make",
     "one_f_one_b",
+    "order_messages",
     "register_schedule",
     "replay",
     "schedule_kind",

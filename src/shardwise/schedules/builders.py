@@ -6,11 +6,8 @@ forwards, in the order of a group's stages, and in whether weight gradients are 
 `zero_bubble_v` is planned slot by slot.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from shardwise.errors import did_you_mean
 from shardwise.schedules.schedule import (
@@ -20,6 +17,7 @@ from shardwise.schedules.schedule import (
     require_counts,
     require_positive,
 )
+from shardwise.shares import part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,20 +96,14 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 # ---------------------------------------------------------------- one stage per group
-
-
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     """Run all forwards, then all backwards (GPipe)."""
-    return _one_stage_each(
-        "gpipe", num_stages, num_microbatches, warm_up=lambda _: num_microbatches
-    )
+    return _one_stage_each("gpipe", num_stages, num_microbatches, lambda _: num_microbatches)
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     """Alternate forwards and backwards (1F1B): group g holds at most stages - g micro-batches."""
-    return _one_stage_each(
-        "1f1b", num_stages, num_microbatches, warm_up=lambda g: num_stages - 1 - g
-    )
+    return _one_stage_each("1f1b", num_stages, num_microbatches, lambda g: num_stages - 1 - g)
 
 
 def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
@@ -122,11 +114,7 @@ def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
     3 * num_microbatches + stages - 1 units, and one of 1F1B 3 * (num_microbatches + stages - 1).
     """
     return _one_stage_each(
-        "zb_h1",
-        num_stages,
-        num_microbatches,
-        warm_up=lambda g: num_stages - 1 - g,
-        delay=lambda g: g,
+        "zb_h1", num_stages, num_microbatches, lambda g: num_stages - 1 - g, delay=lambda g: g
     )
 
 
@@ -162,9 +150,8 @@ def _alternate(
     """
     actions = [Action("F", *item) for item in forwards[:warm_up]]
     for i, item in enumerate(backwards):
-        actions += [
-            Action("F", *next_item) for next_item in forwards[warm_up + i : warm_up + i + 1]
-        ]
+        if warm_up + i < len(forwards):
+            actions.append(Action("F", *forwards[warm_up + i]))
         actions.append(Action("B" if delay is None else "I", *item))
         if delay is not None and i >= delay:
             actions.append(Action("W", *backwards[i - delay]))
@@ -174,8 +161,6 @@ def _alternate(
 
 
 # ---------------------------------------------------------------- several stages per group
-
-
 def interleaved(num_stages: int, num_microbatches: int, num_groups: int) -> Schedule:
     """Run 1F1B over several stages per group, stage s on group s % groups, as Megatron does.
 
@@ -198,13 +183,10 @@ def interleaved(num_stages: int, num_microbatches: int, num_groups: int) -> Sche
     actions = []
     for group in range(num_groups):
         stages = range(group, padded, num_groups)
-        forwards = [(stage, m) for microbatches in rounds for stage in stages for m in microbatches]
-        backwards = [
-            (stage, m)
-            for microbatches in rounds
-            for stage in reversed(stages)
-            for m in microbatches
-        ]
+        forwards, backwards = (
+            [(stage, m) for microbatches in rounds for stage in order for m in microbatches]
+            for order in (stages, stages[::-1])
+        )
         warm_up = (len(stages) - 1) * len(rounds[0]) + 2 * (num_groups - 1 - group)
         alternated = _alternate(forwards, backwards, warm_up)
         actions.append(tuple(action for action in alternated if action.stage < num_stages))
@@ -220,14 +202,11 @@ def interleaved(num_stages: int, num_microbatches: int, num_groups: int) -> Sche
 def _rounds(num_microbatches: int, num_groups: int) -> list[range]:
     """Divide the micro-batches into even rounds of at least `num_groups`, larger ones first."""
     count = max(1, num_microbatches // num_groups)
-    size, num_larger = divmod(num_microbatches, count)
-    starts = [i * size + min(i, num_larger) for i in range(count + 1)]
-    return [range(start, stop) for start, stop in pairwise(starts)]
+    parts = (part(num_microbatches, count, i) for i in range(count))
+    return [range(start, start + size) for start, size in parts]
 
 
 # ---------------------------------------------------------------- slot by slot
-
-
 def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
     """Place two stages on each group, the second half in reverse order (ZB-V).
 
@@ -304,8 +283,6 @@ def _available(
 
 
 # ---------------------------------------------------------------- the registry
-
-
 def _zero_bubble(num_stages: int, num_microbatches: int, num_groups: int) -> Schedule:
     build = zero_bubble_h1 if num_stages == num_groups else zero_bubble_v
     return build(num_stages, num_microbatches)

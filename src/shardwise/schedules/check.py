@@ -3,21 +3,18 @@
 The check proves, in this order: (1) every action belongs to one of the schedule's stages and
 micro-batches and occurs once, in the list of its stage's group; (2) every stage has, for every
 micro-batch, one F and either one B or one I and one W; (3) within a list no action precedes one
-that it needs; (4) all groups finish if each runs its list in order and sends without waiting. It
-follows from (1) and (2) that each send has exactly one receive, because both ends of an edge
-derive them from the same actions.
+that it needs; (4) all groups finish if each runs its list in order and sends without waiting; (5)
+they also finish on a backend without tags, whose sends wait for their receives, if they exchange
+messages in the order of `messages`. It follows from (1) and (2) that each send has exactly one
+receive, because both ends of an edge derive them from the same actions.
 """
 
-from __future__ import annotations
-
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from shardwise.schedules.schedule import KINDS, Action, Links, Schedule, ScheduleError, run_in_order
-
-Message = tuple[Action, int]  # a result, and the stage that receives it
+from shardwise.schedules.messages import MessageOrder, Round, check_messages, order_messages
+from shardwise.schedules.schedule import KINDS, Action, Links, Schedule, ScheduleError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +36,7 @@ class Facts:
 
 
 def check(
-    schedule: Schedule,
-    edges: Iterable[tuple[int, int]] | None = None,
-    *,
-    backward: bool = True,
+    schedule: Schedule, edges: Iterable[tuple[int, int]] | None = None, *, backward: bool = True
 ) -> Facts:
     """Return the facts of a schedule, or raise an error with the action, the group and the reason.
 
@@ -55,10 +49,11 @@ def check(
     _check_complete(schedule, backward)
     _check_lists(schedule, links)
     try:
-        run_in_order(schedule.actions, links)
+        order = order_messages(schedule.actions, schedule.placement, links)
+        check_messages(order, schedule.placement, links)
     except ScheduleError as error:
         raise _error(schedule, error.message) from None
-    return _facts(schedule, links, backward)
+    return _facts(schedule, order, backward)
 
 
 def _error(schedule: Schedule, message: str) -> ScheduleError:
@@ -133,23 +128,20 @@ def _check_lists(schedule: Schedule, links: Links) -> None:
 
 
 # ---------------------------------------------------------------- facts
-
-
-def _facts(schedule: Schedule, links: Links, backward: bool) -> Facts:
+def _facts(schedule: Schedule, order: MessageOrder, backward: bool) -> Facts:
     by_group = schedule.actions
     stages = range(schedule.num_stages)
     by_stage = [
         [a for a in by_group[schedule.placement[stage]] if a.stage == stage] for stage in stages
     ]
-    sent, received = _messages(schedule, links)
-    assert Counter(chain(*sent)) == Counter(chain(*received)), "each send has one receive"
+    rounds = [[item for item in items if isinstance(item, Round)] for items in order.lists]
     return Facts(
         alive=tuple(_peak(actions, "BI", backward) for actions in by_group),
         alive_weights=tuple(_peak(actions, "BW", backward) for actions in by_group),
         stage_alive=tuple(_peak(actions, "BI", backward) for actions in by_stage),
         stage_alive_weights=tuple(_peak(actions, "BW", backward) for actions in by_stage),
-        sends=tuple(len(messages) for messages in sent),
-        receives=tuple(len(messages) for messages in received),
+        sends=tuple(sum(len(r.sends) for r in own) for own in rounds),
+        receives=tuple(sum(len(r.receives) for r in own) for own in rounds),
     )
 
 
@@ -160,22 +152,3 @@ def _peak(actions: Sequence[Action], ends: str, backward: bool) -> int:
         alive += (action.kind == "F") - (action.kind in ends)
         peak = max(peak, alive)
     return peak
-
-
-def _messages(schedule: Schedule, links: Links) -> tuple[list[list[Message]], list[list[Message]]]:
-    """Return the messages that each group sends and receives."""
-    placement = schedule.placement
-    sent: list[list[Message]] = [[] for _ in schedule.actions]
-    received: list[list[Message]] = [[] for _ in schedule.actions]
-    for group, actions in enumerate(schedule.actions):
-        for action in actions:
-            if action.kind == "W":
-                continue
-            readers = links.consumers if action.kind == "F" else links.producers
-            for stage in readers[action.stage]:
-                if placement[stage] != group:
-                    sent[group].append((action.result, stage))
-            for need in links.needs(action):
-                if placement[need.stage] != group:
-                    received[group].append((need, action.stage))
-    return sent, received

@@ -6,8 +6,6 @@ level instead of one step per action. This module is apart from `replay` because
 would slow down `shardwise --help`.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from functools import cached_property
 
@@ -28,6 +26,7 @@ class Levels:
         actions = [action for row in schedule.actions for action in row]
         self.group = np.repeat(np.arange(schedule.num_groups), [len(r) for r in schedule.actions])
         self.kind = np.array([KINDS.index(a.kind) for a in actions])
+        self.is_forward, self.is_weight = (self.kind == KINDS.index(kind) for kind in "FW")
         self.stage = np.array([a.stage for a in actions])
         self.microbatch = np.array([a.microbatch for a in actions])
         self.last = _last_backwards(actions)
@@ -44,7 +43,7 @@ class Levels:
             actions = np.flatnonzero(np.isin(self.kind, kinds))
             table[self.stage[actions] + 1, self.microbatch[actions]] = actions
         here, number = self.stage + 1, self.microbatch
-        is_forward, is_weight = (self.kind == KINDS.index(kind) for kind in "FW")
+        is_forward, is_weight = self.is_forward, self.is_weight
         first = np.where(is_forward, forward[here - 1, number], forward[here, number])
         first = np.where(is_weight, backward[here, number], first)
         second = np.where(is_forward | is_weight, -1, backward[here + 1, number])
@@ -80,9 +79,8 @@ class Levels:
 
     def _lacks(self) -> bool:
         """Return whether an action needs a result that no list produces."""
-        is_forward, is_weight = (self.kind == KINDS.index(kind) for kind in "FW")
-        first = ~is_forward | (self.stage > 0)
-        second = ~(is_forward | is_weight) & (self.stage < self.schedule.num_stages - 1)
+        first = ~self.is_forward | (self.stage > 0)
+        second = ~(self.is_forward | self.is_weight) & (self.stage < self.schedule.num_stages - 1)
         return bool(((self.needs < 0) & np.stack([first, second], axis=1)).any())
 
     def simulate(
@@ -140,15 +138,14 @@ class Levels:
     @cached_property
     def boundary(self) -> Ints:
         """The stage before the boundary that an action's result crosses; arbitrary at the ends."""
-        before = np.where(self.kind == KINDS.index("F"), self.stage, self.stage - 1)
+        before = np.where(self.is_forward, self.stage, self.stage - 1)
         return np.asarray(np.clip(before, 0, self.schedule.num_stages - 1))
 
     @cached_property
     def leaves(self) -> Bools:
         """Whether an action's result is sent to another group."""
         target = self._target_stage()
-        valid = (target >= 0) & (target < self.schedule.num_stages)
-        valid &= self.kind != KINDS.index("W")
+        valid = (target >= 0) & (target < self.schedule.num_stages) & ~self.is_weight
         placement = np.asarray(self.schedule.placement)
         return np.asarray(valid & (placement[np.where(valid, target, 0)] != self.group))
 
@@ -161,7 +158,7 @@ class Levels:
 
     def _target_stage(self) -> Ints:
         """Return the stage that receives an action's result."""
-        return self.stage + np.where(self.kind == KINDS.index("F"), 1, -1)
+        return self.stage + np.where(self.is_forward, 1, -1)
 
 
 def _last_backwards(actions: list[Action]) -> Bools:

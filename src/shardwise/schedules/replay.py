@@ -1,7 +1,5 @@
 """Compute when each action of a schedule runs, given the durations of all actions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

@@ -9,7 +9,7 @@ cannot block.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,8 +78,6 @@ class Action:
 
 
 # ---------------------------------------------------------------- schedules
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """The actions of every group of ranks, in order.
@@ -122,7 +120,6 @@ class Schedule:
         return tuple(s for s, owner in enumerate(self.placement) if owner == group)
 
     # ------------------------------------------------------------ files and text
-
     def to_text(self) -> str:
         """Return one line per group, in the form that torch.distributed.pipelining reads."""
         return "".join(", ".join(map(str, actions)) + "\n" for actions in self.actions)
@@ -226,8 +223,6 @@ def _placement(rows: Iterable[tuple[int, tuple[Action, ...]]], where: str) -> tu
 
 
 # ---------------------------------------------------------------- running the lists
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
     """The producers and consumers of each stage: whose output it reads, and who reads its own."""
@@ -314,17 +309,16 @@ def _blocked(
     lists: Sequence[Sequence[Action]],
     links: Links,
     positions: Sequence[int],
-    done: Iterable[Action],
+    done: Collection[Action],
 ) -> ScheduleError:
     """Return the error for blocked lists, with the position and the missing need of each group."""
-    finished = set(done)
     place = {action.result: (g, action) for g, actions in enumerate(lists) for action in actions}
     lines, waits = [], {}
     for group, (at, actions) in enumerate(zip(positions, lists, strict=True)):
         if at == len(actions):
             lines.append(f"group {group} is done")
             continue
-        missing = [need for need in links.needs(actions[at]) if need not in finished]
+        missing = [need for need in links.needs(actions[at]) if need not in done]
         names = [
             f"{place[need][1]} of group {place[need][0]}"
             if need in place

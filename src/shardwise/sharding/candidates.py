@@ -5,8 +5,6 @@
 - `Pass(operands)`: partial sums pass through a node that is linear in these operands.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -109,6 +107,9 @@ def match_choice(rule: NodeRule, options: Sequence[Candidate], text: str) -> tup
     requested = ShardAxis(axis, pattern)
     if requested.axis not in rule.axes:
         return tuple(options) if rule.by_size else ()
+    if rule.axes[requested.axis].joins:  # a candidate that only plans name
+        joined = shard_candidate(rule, axis, ((1, rule.axes[axis].size, 1),))
+        return (joined,) if joined is not None else ()
     similar = [
         (c, c.choice.pattern)
         for c in options
@@ -177,7 +178,10 @@ def shard_candidate(rule: NodeRule, axis: str, pattern: Pattern) -> Candidate | 
     return Candidate(
         ShardAxis(axis, pattern),
         tuple(
-            PARTIAL if p == PARTIAL_GRAD and partial and i in rule.additive else p
+            PARTIAL
+            if p == PARTIAL_GRAD
+            and ((partial and i in rule.additive) or i in rule.axes[axis].counts)
+            else p
             for i, p in enumerate(needs)
             if p is not None
         ),
@@ -194,6 +198,8 @@ def _place(rule: NodeRule, dims: Dims, axis: str, pattern: Pattern) -> Placement
             placed = section_pattern(pattern, dim.start, dim.stop)
         elif axis in dim:
             placed = _in_product(rule, dim, axis, pattern)
+        elif len(dim) == 1 and dim[0] in rule.axes[axis].joins:
+            placed = ((1, rule.axes[dim[0]].size, 1),)
         else:
             continue
         return None if placed is None else Shard(index, placed)

@@ -8,11 +8,10 @@ their number in front, and factors of one are left out, so that equal structures
 All functions work on plain tuples, and return None if there is no answer.
 """
 
-from __future__ import annotations
-
 import itertools
 from functools import lru_cache
 from math import prod
+from operator import mul
 
 Segment = tuple[int, ...]
 Structure = tuple[Segment, ...]
@@ -60,7 +59,8 @@ def refine_product(a: Segment, b: Segment) -> Segment | None:
     >>> refine_product((3, 4), (4, 3)) is None
     True
     """
-    strides = sorted(_strides(a) | _strides(b))
+    both = (itertools.accumulate(reversed(s), mul, initial=1) for s in (a, b))
+    strides = sorted(set(itertools.chain(*both)))
     factors = []
     for small, large in itertools.pairwise(strides):
         if large % small:
@@ -69,14 +69,6 @@ def refine_product(a: Segment, b: Segment) -> Segment | None:
     if len(factors) > MAX_FACTORS:
         return None
     return tuple(reversed(factors))
-
-
-def _strides(segment: Segment) -> set[int]:
-    strides, stride = {1}, 1
-    for factor in reversed(segment):
-        stride *= factor
-        strides.add(stride)
-    return strides
 
 
 def split_at(structure: Structure, positions: tuple[int, ...]) -> Structure | None:
@@ -113,11 +105,7 @@ def _split_segment(segment: Segment, inside: list[int]) -> list[Segment] | None:
 
 def boundaries(structure: Structure) -> tuple[int, ...]:
     """Return the ends of all segments but the last."""
-    ends, position = [], 0
-    for segment in structure[:-1]:
-        position += prod(segment)
-        ends.append(position)
-    return tuple(ends)
+    return tuple(itertools.accumulate(map(prod, structure[:-1])))
 
 
 @lru_cache(maxsize=100_000)

@@ -7,8 +7,6 @@ an axis; all other dims are frozen. An operator that cannot be tried stays repli
 reason. Discovery never raises, and the same call gives the same rule in every process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice, product
@@ -179,11 +177,7 @@ def shrink(shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def _trial(
-    call: Call,
-    run: Run,
-    shapes: tuple[tuple[int, ...], ...],
-    wide: torch.dtype | None,
-    seed: int,
+    call: Call, run: Run, shapes: tuple[tuple[int, ...], ...], wide: torch.dtype | None, seed: int
 ) -> Trial:
     generator = torch.Generator().manual_seed(seed)
     types = [call.types[name] for name in call.node.inputs]
@@ -288,9 +282,8 @@ def _search(call: Call, run: Run | None) -> tuple[Hypothesis, ...] | str:
 
 def hypotheses(call: Call, trial: Trial) -> Iterator[Hypothesis]:
     """Yield all hypotheses that sizes allow: first those that shard every result."""
-    possible: dict[Hypothesis, None] = {}
-    sizes = dict.fromkeys(size for t in trial.inputs for size in t.shape if size > 1)
-    for size in sizes:
+    possible: set[Hypothesis] = set()
+    for size in {size for t in trial.inputs for size in t.shape if size > 1}:
         operands = [_matching(tuple(t.shape), size) for t in trial.inputs]
         results = []
         for t, shape in zip(trial.results, call.results, strict=True):
@@ -298,9 +291,7 @@ def hypotheses(call: Call, trial: Trial) -> Iterator[Hypothesis]:
             results.append([d for d in same if d is not None or _is_float(t)])
         for operand_dims in product(*operands):
             if any(d is not None for d in operand_dims):
-                possible |= {
-                    Hypothesis(operand_dims, result_dims): None for result_dims in product(*results)
-                }
+                possible |= {Hypothesis(operand_dims, dims) for dims in product(*results)}
     return iter(sorted(possible, key=_order))
 
 

@@ -5,8 +5,6 @@ knows that a later `view` reads its rows as 3 x heads x 16. Factorizations witho
 refinement end the propagation; that edge redistributes.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass

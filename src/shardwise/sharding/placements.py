@@ -219,9 +219,7 @@ def local_pattern(layout: Layout, axis: str, coordinate: Coordinate) -> Pattern:
     result = []
     for i, factor in enumerate(shard.of):
         outer, _, inner = factor
-        for other_factor in dict.fromkeys(
-            s.of[i] for _, s in other_axes.shards if s.dim == shard.dim
-        ):
+        for other_factor in dict.fromkeys(of[i] for _, of in other_axes.dim_shards(shard.dim)):
             if other_factor == factor:
                 continue
             _, local = factor_range(other_axes, shard.dim, i, other_factor, coordinate)
@@ -256,11 +254,9 @@ def _ranges(pattern: Pattern, parts: Sequence[tuple[int, int]]) -> list[tuple[in
     ranges: list[tuple[int, int]] = []
     base = 0
     for (outer, size, inner), (start, count) in zip(pattern, parts, strict=True):
-        for o in range(outer):
+        for o in range(outer if count else 0):
             first = base + (o * size + start) * inner
             last = first + count * inner
-            if count == 0:
-                continue
             if ranges and ranges[-1][1] == first:
                 ranges[-1] = (ranges[-1][0], last)
             else:
@@ -337,13 +333,10 @@ def _common(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> list[tuple[in
 
 def compatible(a: Pattern, b: Pattern) -> bool:
     """Return whether two mesh axes may shard one dim like this: at equal or disjoint factors."""
-    if a == b:
-        return True
-    if len(a) != len(b):
-        return False
-    for (o1, s1, i1), (o2, s2, i2) in zip(a, b, strict=True):
-        first_outside = o2 % (o1 * s1) == 0 and i1 % (s2 * i2) == 0
-        second_outside = o1 % (o2 * s2) == 0 and i2 % (s1 * i1) == 0
-        if not (first_outside or second_outside):
-            return False
-    return True
+    if a == b or len(a) != len(b):
+        return a == b
+    return all(
+        (o2 % (o1 * s1) == 0 and i1 % (s2 * i2) == 0)  # the first factor is outside the second
+        or (o1 % (o2 * s2) == 0 and i2 % (s1 * i1) == 0)
+        for (o1, s1, i1), (o2, s2, i2) in zip(a, b, strict=True)
+    )

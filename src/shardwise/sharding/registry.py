@@ -10,8 +10,6 @@ operand that is added to the result (a bias). `~` marks an operand in which the 
 operands in which it is linear together: partial sums may pass through them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -204,7 +202,6 @@ def _solve(
 
 
 # ---------------------------------------------------------------- the registry
-
 RULES: dict[str, RuleFunction] = {}
 REPLICATED: dict[str, str] = {}  # operators that are never sharded, with the reason
 REGISTERED: list[str] = []  # by users, in order

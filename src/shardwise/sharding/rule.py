@@ -39,7 +39,10 @@ class Axis:
     a partial result, "same" if the local implementation already gives every rank the full result.
     `frozen` axes may not be sharded. `outermost` axes may only be sharded at their outermost
     factor, so that a shard is one contiguous range. Only one mesh axis may shard a `once` axis.
-    `num_collectives` counts those, forward and backward, inside the local implementation.
+    `num_collectives` counts those, forward and backward, inside the local implementation. Operands
+    `counts` count positions of this axis without having it: each rank needs its own count, a
+    partial sum. An axis that `joins` others shards the dims of all of them; it is used only
+    where a plan names it.
     """
 
     name: str
@@ -49,6 +52,8 @@ class Axis:
     outermost: bool = False
     once: bool = False
     num_collectives: int = 0
+    counts: frozenset[int] = frozenset()
+    joins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

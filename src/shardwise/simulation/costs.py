@@ -1,11 +1,11 @@
 """The time that every node's workload takes on a rank of a cluster, for one micro-batch."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,9 +15,20 @@ from shardwise.collectives.messages.choice import Chooser
 from shardwise.cost import OpTable, adamw, call_seconds, kernel_seconds
 from shardwise.cost.collectives import CollectiveModel, collective_model
 from shardwise.dtypes import itemsize
-from shardwise.plans import Precision
+from shardwise.plans import Precision, Sync
 from shardwise.schedules import Schedule
+from shardwise.shares import num_ranks
 from shardwise.simulation.workload import BACKWARD, FORWARD, WEIGHT, Workload
+
+T = TypeVar("T")
+
+
+def cached(cache: dict[Any, Any], key: object, compute: Callable[[], T]) -> T:
+    """Return the value of a key, computed once."""
+    if key not in cache:
+        cache[key] = compute()
+    value: T = cache[key]
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +121,7 @@ class ClusterCosts:
 
     def node_times(self, work: Workload, device: Device, group: Group) -> NodeTimes:
         """Return the times of a rank with this device, in this group."""
-        count = len(work.saved)
-        times = {name: np.zeros(count) for name in float_arrays(NodeTimes)}
+        times = {name: np.zeros(len(work.saved)) for name in float_arrays(NodeTimes)}
         if self.table is None:
             self._compute(work, device, times)
         else:
@@ -150,9 +160,11 @@ class ExecutionConfig:
 
     `cuts` are the positions at which stages begin, the first at 0; `placement` is the group that
     runs each stage. `zero` is the ZeRO level of all parameters; `zeros` overrides it for parameters
-    that match a glob, and the last match wins. With `prefetch`, updated parameters (zero 1 and 2)
-    are gathered while the next forward already runs; with `whole_units`, a unit's parameters are
-    one message of any size. Other frameworks do both; `published` predicts their times.
+    that match a glob, and the last match wins; `syncs` are the parameters that are synchronized
+    otherwise than by buckets or ZeRO, by name, and `link_rates` those of the ranks if they differ.
+    With `prefetch`, updated parameters (zero 1 and 2) are gathered while the next forward already
+    runs; with `whole_units`, a unit's parameters are one message of any size. Other frameworks do
+    both; `published` predicts their times.
     """
 
     groups: tuple[Group, ...]
@@ -162,6 +174,8 @@ class ExecutionConfig:
     num_microbatches: int = 1
     zero: int = 0
     zeros: Mapping[str, int] = field(default_factory=dict)
+    syncs: Mapping[str, Sync] = field(default_factory=dict)
+    link_rates: tuple[float, ...] = ()
     recompute: str | tuple[str, ...] = "none"
     offload: tuple[str, ...] = ()
     precision: Precision = field(default_factory=Precision)
@@ -182,6 +196,11 @@ class ExecutionConfig:
                 zero = level
         return zero
 
+    def num_along(self, axes: Sequence[str]) -> int:
+        """Return the number of ranks along mesh axes."""
+        sizes = dict(self.groups[0].mesh.axes)
+        return math.prod(num_ranks(sizes.get(axis, 1)) for axis in axes)
+
     def reduced_item_bytes(self, item_bytes: int) -> int:
         """Return the bytes of a gradient's element while it is reduced, given its parameter's."""
         precision = self.precision
@@ -191,7 +210,8 @@ class ExecutionConfig:
     def message_key(self) -> object:
         """The part of the config that determines how parameters and gradients are sent."""
         item_bytes = self.reduced_item_bytes(0)
-        return (self.zero, tuple(self.zeros.items()), item_bytes, self.whole_units)
+        levels = (self.zero, tuple(self.zeros.items()), tuple(self.syncs.items()))
+        return (*levels, item_bytes, self.whole_units)
 
     @property
     def num_ranks(self) -> int:

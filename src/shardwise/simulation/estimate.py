@@ -3,10 +3,8 @@
 An `Evaluator` caches what the configs of one model share, since the planner evaluates thousands.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 
@@ -15,6 +13,7 @@ import numpy as np
 from shardwise.cluster import Cluster, Device, Mesh
 from shardwise.collectives.messages.choice import Chooser, chosen
 from shardwise.cost import OpTable, Signature
+from shardwise.cost.sync import link_rates, special_syncs
 from shardwise.errors import PlanError
 from shardwise.formatting import GIB, seconds
 from shardwise.ir import Graph
@@ -28,9 +27,10 @@ from shardwise.schedules import Schedule, default_schedule, make
 from shardwise.schedules.levels import KINDS, levels_of
 from shardwise.sharding.factors import analyze
 from shardwise.shares import Shares
-from shardwise.simulation.costs import ClusterCosts, ExecutionConfig, Group, NodeTimes
+from shardwise.simulation.costs import ClusterCosts, ExecutionConfig, Group, NodeTimes, cached
 from shardwise.simulation.folded_graph import FoldedGraph
-from shardwise.simulation.memory import MemoryUse, StageMemory, group_memory, peak_of, stage_memory
+from shardwise.simulation.memory import STORED, MemoryUse, group_memory, peak_of
+from shardwise.simulation.pass_memory import StageMemory, stage_memory
 from shardwise.simulation.stages import (
     Key,
     Layers,
@@ -153,6 +153,7 @@ class Evaluator:
             for classes in by_group
         ]
         tied = tied_bytes([classes[0][1] for classes in by_group], execution)
+        notes = [n for classes in by_group for _, typical, _ in classes for n in typical.work.notes]
         schedule = self._scheduled(execution)
         times = step_times(stages, execution, schedule, devices, self.costs, tied)
         return Estimate(
@@ -161,6 +162,7 @@ class Evaluator:
             stages=tuple(stages),
             rows=workload_on(workloads, execution.groups[0].mesh).rows,
             num_ranks=execution.num_ranks,
+            notes=tuple(dict.fromkeys(notes)),
         )
 
     def memory(
@@ -195,19 +197,11 @@ class Evaluator:
 
     def schedule(self, name: str, groups: int, num_microbatches: int, stages: int) -> Schedule:
         """Return a named schedule, made once."""
-        key = (name, groups, num_microbatches, stages)
-        if key not in self._schedules:
-            self._schedules[key] = make(
-                name, num_groups=groups, num_microbatches=num_microbatches, num_stages=stages
-            )
-        return self._schedules[key]
+        sizes = {"num_groups": groups, "num_microbatches": num_microbatches, "num_stages": stages}
+        key = (name, *sizes.values())
+        return cached(self._schedules, key, lambda: make(name, **sizes))
 
-    def _group(
-        self,
-        workloads: Workloads,
-        execution: ExecutionConfig,
-        number: int,
-    ) -> list[_Ranks]:
+    def _group(self, workloads: Workloads, execution: ExecutionConfig, number: int) -> list[_Ranks]:
         """Return every class of ranks of a group, with its typical and its largest micro-batch."""
         group = execution.groups[number]
         workload = workload_on(workloads, group.mesh)
@@ -221,10 +215,7 @@ class Evaluator:
         return classes
 
     def group_layers(
-        self,
-        workloads: Workloads,
-        execution: ExecutionConfig,
-        number: int,
+        self, workloads: Workloads, execution: ExecutionConfig, number: int
     ) -> list[Layers]:
         """Return the costs of a typical micro-batch for every class of ranks of a group."""
         return [layers for _, layers, _ in self._group(workloads, execution, number)]
@@ -238,14 +229,13 @@ class Evaluator:
         execution: ExecutionConfig,
     ) -> Layers:
         key = (id(workloads), rows, device, self._signature(group))
-        if (key, execution.recompute) not in self._layers:
+
+        def layers() -> Layers:
             work = workloads.at(rows, exact=self.costs.table is not None)
-            if key not in self._times:
-                self._times[key] = self.costs.node_times(work, device, group)
-            self._layers[key, execution.recompute] = Layers(
-                self.fold, work, self._times[key], execution, self._shared
-            )
-        return self._layers[key, execution.recompute]
+            times = cached(self._times, key, lambda: self.costs.node_times(work, device, group))
+            return Layers(self.fold, work, times, execution, self._shared)
+
+        return cached(self._layers, (key, execution.recompute), layers)
 
     def calls(
         self, workloads: Workloads, execution: ExecutionConfig
@@ -356,23 +346,47 @@ def _shares(mesh: Mesh, batch: Sequence[str]) -> np.ndarray:
 
 
 # ------------------------------------------------------------ plans
-
-
 BATCH_AXIS = "dp"
 
 
 def simulate(
-    graph: Graph, plan: Plan, cluster: Cluster, *, table: OpTable | None = None
+    graph: Graph,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    table: OpTable | None = None,
+    expert_load: float = 1.0,
 ) -> Estimate:
     """Return the predicted time and memory of a step of `plan` on `cluster`.
 
     `table` holds measured times of operators, which replace computed ones. Collectives use the
-    implementations that the plan chooses.
+    implementations that the plan chooses. Where experts are divided over ranks, the most loaded
+    rank gets `expert_load` times the mean number of rows.
     """
+    if not expert_load >= 1:
+        raise PlanError(f"expert_load={expert_load}", hint="1.0, evenly used experts, or more")
     cluster = check_plan(graph, plan, cluster)
+    if expert_load > 1 and any(plan.roles.get(a) == "batch" for a in _sharding_axes(plan)):
+        plan, graph = plan.with_(fingerprint=""), _with_load(graph, expert_load)
     fold, workloads = workloads_of(graph, plan)
     evaluator = Evaluator(fold, cluster, table, chosen(plan.collectives))
-    return evaluator.estimate(workloads, execution_of(plan, fold))
+    execution = execution_of(plan, fold)
+    rates = link_rates(evaluator.cluster, execution.groups[0].ranks) if execution.syncs else ()
+    return evaluator.estimate(workloads, replace(execution, link_rates=rates))
+
+
+def _sharding_axes(plan: Plan) -> set[str]:
+    """Return the mesh axes that shard parameters."""
+    return {axis for entry in plan.parameters.values() for axis in entry.layout}
+
+
+def _with_load(graph: Graph, load: float) -> Graph:
+    """Return the graph with `load` times as many rows of experts, at most all."""
+    values = {
+        name: kind if kind.ragged == 1 else replace(kind, ragged=max(kind.ragged / load, 1 + 1e-9))
+        for name, kind in graph.values.items()
+    }
+    return replace(graph, values=values)
 
 
 def check_plan(graph: Graph, plan: Plan, cluster: Cluster) -> Cluster:
@@ -438,7 +452,9 @@ def _on_mesh(plan: Plan, mesh: Mesh, num_microbatches: int) -> Plan:
     `WorkloadModel` uses one axis for data-parallel ranks and micro-batches together.
     """
     restricted = plan.on_mesh(mesh)
-    if num_microbatches == 1 or "batch" in restricted.roles.values():
+    experts = _sharding_axes(plan)
+    batch = {axis for axis, role in restricted.roles.items() if role == "batch"}
+    if num_microbatches == 1 or batch - experts:
         return restricted
     return restricted.with_(
         mesh=Mesh(axes=((BATCH_AXIS, num_microbatches), *mesh.axes)),
@@ -475,6 +491,7 @@ def execution_of(plan: Plan, fold: FoldedGraph) -> ExecutionConfig:
         schedule=plan_schedule(plan),
         num_microbatches=plan.num_microbatches,
         zeros={g: e.zero for g, e in plan.parameters.items() if e.zero is not None},
+        syncs=special_syncs(fold.graph, plan),
         recompute=plan.recompute,
         offload=plan.offload,
         precision=plan.precision,
@@ -482,24 +499,14 @@ def execution_of(plan: Plan, fold: FoldedGraph) -> ExecutionConfig:
 
 
 # ------------------------------------------------------------ stored estimates
-
-
 MAX_MOMENTS = 64  # samples of memory over time
 
 
 def memory_figures(use: MemoryUse, *, over_time: bool = False) -> MemoryFigures:
     """Return a group's memory as a plan stores it."""
     sampled = _sampled([size for _, size in use.over_time]) if over_time else ()
-    return MemoryFigures(
-        group=use.group,
-        peak_bytes=use.peak_bytes,
-        limit_bytes=use.limit_bytes,
-        parts=dict(use.parts),
-        when=use.when,
-        others=dict(use.others),
-        host_bytes=use.host_bytes,
-        over_time_gib=" ".join(f"{size / 2**30:.4g}" for size in sampled),
-    )
+    over_time_gib = " ".join(f"{size / 2**30:.4g}" for size in sampled)
+    return MemoryFigures(**use.to_json(), over_time_gib=over_time_gib)
 
 
 def memory_over_time(use: MemoryUse) -> list[float]:
@@ -542,13 +549,5 @@ def stored_estimate(plan: Plan) -> Estimate:
 
 
 def _memory_use(figures: MemoryFigures) -> MemoryUse:
-    return MemoryUse(
-        group=figures.group,
-        peak_bytes=figures.peak_bytes,
-        limit_bytes=figures.limit_bytes,
-        parts=figures.parts,
-        when=figures.when,
-        over_time=tuple(("", float(size) * 2**30) for size in figures.over_time_gib.split()),
-        others=figures.others,
-        host_bytes=figures.host_bytes,
-    )
+    over_time = tuple(("", float(size) * 2**30) for size in figures.over_time_gib.split())
+    return MemoryUse(**{name: getattr(figures, name) for name in STORED}, over_time=over_time)

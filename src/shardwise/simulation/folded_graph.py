@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, groupby
 
 import numpy as np
 
@@ -93,13 +94,10 @@ class FoldedGraph:
 
     @cached_property
     def _runs(self) -> tuple[list[tuple[str, int, int]], list[int]]:
-        runs: list[tuple[str, int, int]] = []
-        for at, block in enumerate(self.blocks):
-            if runs and runs[-1][0] == block:
-                runs[-1] = (block, runs[-1][1], at + 1)
-            else:
-                runs.append((block, at, at + 1))
-        return runs, [first for _, first, _ in runs]
+        lengths = [(block, len(list(run))) for block, run in groupby(self.blocks)]
+        starts = list(accumulate((length for _, length in lengths), initial=0))
+        runs = [(b, first, first + n) for (b, n), first in zip(lengths, starts, strict=False)]
+        return runs, starts[:-1]
 
     def runs(self, first: int, end: int) -> list[tuple[str, int, int]]:
         """Return the units of positions `first:end`: maximal runs in one block."""

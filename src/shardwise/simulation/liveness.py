@@ -9,8 +9,6 @@ Backward follows autograd: a gradient lives from the last use of its value to th
 value; gradients of several uses are added in place where nothing else shares the memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

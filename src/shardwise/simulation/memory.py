@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Any
 
 from shardwise.cluster import Device
 from shardwise.schedules import Action, Schedule
@@ -85,6 +86,9 @@ class Budget:
         }
 
 
+STORED = ("group", "peak_bytes", "limit_bytes", "parts", "when", "others", "host_bytes")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
     """The bytes of one rank's tensors at their peak, by purpose, and the limit of its device.
@@ -135,27 +139,15 @@ class MemoryUse:
         lines = [f"memory of {whose}, highest in {self.when}"]
         return "\n".join([*lines, *(f"  {n:20} {s / 2**20:>8,.1f} MiB" for n, s in rows)])
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """Return the figures, without limits for a rank that was run without data."""
-        if self.rank is not None:
-            names = ("rank", "peak_bytes", "parts", "activations_peak_bytes", "when")
-            return {name: getattr(self, name) for name in names}
-        return {
-            "group": self.group,
-            "peak_bytes": self.peak_bytes,
-            "limit_bytes": self.limit_bytes,
-            "parts": dict(self.parts),
-            "when": self.when,
-            "others": dict(self.others),
-            "host_bytes": self.host_bytes,
-        }
+        of_rank = ("rank", "peak_bytes", "parts", "activations_peak_bytes", "when")
+        names = STORED if self.rank is None else of_rank
+        return {name: getattr(self, name) for name in names}
 
 
 def group_memory(
-    number: int,
-    stages: Mapping[int, StageMemory],
-    schedule: Schedule,
-    device: Device,
+    number: int, stages: Mapping[int, StageMemory], schedule: Schedule, device: Device
 ) -> MemoryUse:
     """Return the peak of a group's rank over its actions and the optimizer step."""
     actions = schedule.actions[number]

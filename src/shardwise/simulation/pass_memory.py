@@ -10,14 +10,14 @@ for the entire step (`runtime.fsdp`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
 from shardwise.arrays import Floats
 from shardwise.dtypes import itemsize
 from shardwise.runtime.grad_sync import OUTSTANDING_BYTES
-from shardwise.simulation.costs import ExecutionConfig, Group
+from shardwise.simulation.costs import ExecutionConfig, Group, cached
 from shardwise.simulation.folded_graph import FoldedGraph
 from shardwise.simulation.stages import Layers, ParamClass
 
@@ -25,10 +25,7 @@ from shardwise.simulation.stages import Layers, ParamClass
 def saved_activations(first: int, end: int, layers: Layers, mode: str) -> SavedActivations:
     """Return the activations that the stage of positions `first:end` saves, computed once."""
     key = ("saved", first, end, mode)
-    if key not in layers.cache:
-        layers.cache[key] = SavedActivations(first, end, layers, mode)
-    activations: SavedActivations = layers.cache[key]
-    return activations
+    return cached(layers.cache, key, lambda: SavedActivations(first, end, layers, mode))
 
 
 class SavedActivations:
@@ -135,10 +132,8 @@ def stage_memory(
         execution.num_microbatches,
     )
     key = (first, end, group.mesh, memory_options, cuda)
-    if key not in layers.cache:
-        layers.cache[key] = StageMemory(first, end, layers, group, execution, cuda)
-    memory: StageMemory = layers.cache[key]
-    return memory
+    make = partial(StageMemory, first, end, layers, group, execution, cuda)
+    return cached(layers.cache, key, make)
 
 
 @dataclass(frozen=True)
@@ -213,7 +208,7 @@ class StageMemory:
         self.mode = execution.recompute_suffix
         self.reduced = [
             _ReducedParameters(share, zero, group.along(axes).shape[-1], first, end)
-            for (axes, zero, _), share in layers.parameters(execution).items()
+            for (axes, zero, _, _), share in layers.parameters(execution).items()
         ]
         self.replicas = sum(  # elements of tied parameters that an earlier stage owns
             tied.numel
@@ -264,7 +259,7 @@ class StageMemory:
     def communicating_axes(self) -> frozenset[tuple[str, ...]]:
         """The mesh axes along which a rank communicates, unless that is with all ranks."""
         along = {collective.axes for collective in self.layers.work.collectives}
-        along |= {axes for axes, _, _ in self.layers.parameters(self.execution)}
+        along |= {axes for axes, *_ in self.layers.parameters(self.execution)}
         sizes = dict(self.group.mesh.axes)
         axes_used = {tuple(a for a in sizes if a in axes and sizes[a] != 1) for axes in along}
         has_all = self.group.along(tuple(sizes)).shape[-1] == self.execution.num_ranks

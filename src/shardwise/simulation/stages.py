@@ -5,6 +5,7 @@ A unit is a run of positions in one block: what is gathered, recomputed and sync
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -14,12 +15,15 @@ from typing import Any
 import numpy as np
 
 from shardwise.arrays import Bools, Floats, Ints, float_arrays
+from shardwise.cost.sync import level_groups, step_rows, sync_messages
+from shardwise.dtypes import itemsize as itemsize_of
 from shardwise.runtime.parameters import BUCKET_BYTES, FIRST_BUCKET_BYTES, SINGLE_BYTES
-from shardwise.simulation.costs import ClusterCosts, ExecutionConfig, Group, NodeTimes
+from shardwise.simulation.costs import ClusterCosts, ExecutionConfig, Group, NodeTimes, cached
 from shardwise.simulation.folded_graph import FoldedGraph
-from shardwise.simulation.workload import Workload
+from shardwise.simulation.workload import LocalParameter, Workload
 
-Key = tuple[tuple[str, ...], int, int]  # mesh axes of the reduction, ZeRO level, item bytes
+# Mesh axes of the reduction, ZeRO level, item bytes, and whether `Sync` gives the messages.
+Key = tuple[tuple[str, ...], int, int, bool]
 Run = tuple[str, int, int]  # a unit: its name, its first position and its end
 Parcel = tuple[int, int, float]  # the number of a run, a position in the stage, elements there
 
@@ -53,8 +57,9 @@ def shares(fold: FoldedGraph, work: Workload, execution: ExecutionConfig) -> dic
             continue
         key = (
             parameter.sync,
-            execution.level(parameter.name) if parameter.sync else 0,
+            _level(parameter, execution),
             parameter.itemsize,
+            parameter.name in execution.syncs,
         )
         arrays = classes.setdefault(key, {n: np.zeros(count) for n in float_arrays(ParamClass)})
         node, numel = parameter.node, parameter.numel
@@ -73,6 +78,41 @@ def shares(fold: FoldedGraph, work: Workload, execution: ExecutionConfig) -> dic
     }
 
 
+def _level(parameter: LocalParameter, execution: ExecutionConfig) -> int:
+    """Return the level by which ranks share a parameter; the fullest rank owns all of it."""
+    if (form := execution.syncs.get(parameter.name)) is not None:
+        return 2 if form.kind == "partitioned" else 0
+    return execution.level(parameter.name) if parameter.sync else 0
+
+
+def special_traffic(
+    fold: FoldedGraph, work: Workload, runs: Sequence[Run], execution: ExecutionConfig
+) -> Iterator[Traffic]:
+    """Yield the messages of parameters with a synchronization of their own."""
+    count, rows = len(fold.graph.nodes), step_rows(fold.graph)
+    arrays: dict[tuple[str, str, tuple[str, ...], int], tuple[Floats, Floats]] = {}
+    values = {p.name: p.value for p in fold.graph.parameters}
+    joined = Counter(execution.syncs.values())  # in one flat group
+    for parameter in work.parameters:
+        form, item = execution.syncs.get(parameter.name), parameter.itemsize
+        if form is None or not (parameter.sync and parameter.requires_grad):
+            continue
+        num = execution.num_along(parameter.sync)
+        reduced = itemsize_of(form.dtype, execution.reduced_item_bytes(item))
+        used = rows.get(values[parameter.name], 0)
+        rates = execution.link_rates if len(execution.link_rates) == num else ()
+        for message in sync_messages(form, parameter.shape, item, reduced, used, num, rates):
+            key = (message.purpose, message.op, parameter.sync, message.level)
+            sizes, messages = arrays.setdefault(key, (np.zeros(count), np.zeros(count)))
+            sizes[parameter.node] += message.busy_bytes
+            flat = form.has_owners and form.dim is None and not form.sparse
+            messages[parameter.node] += 1 / joined[form] if flat else 1
+    edges = np.array([*(first for _, first, _ in runs), runs[-1][2]])
+    for (purpose, op, axes, level), both in arrays.items():
+        sizes, messages = (np.diff(before(fold.spread(array))[edges]) for array in both)
+        yield Traffic(purpose, op, axes, sizes, messages, level)
+
+
 def before(values: Floats) -> Floats:
     """Return the sum before each position, and the total."""
     return np.concatenate([[0.0], np.cumsum(values)])
@@ -87,6 +127,11 @@ class Traffic:
     axes: tuple[str, ...]
     num_bytes: Floats  # of all messages of the unit
     messages: Floats
+    level: int = 0  # of ranks in groups of that size, or across them if negative
+
+    def groups(self, rows: Ints) -> Ints:
+        """Return the groups of ranks that communicate, given those along the axes."""
+        return level_groups(rows, self.level)
 
     def seconds(self, time: Callable[[float], float]) -> list[float]:
         """Return the seconds of each unit, where a message takes `time(bytes)`."""
@@ -104,7 +149,9 @@ def sent(
     """Yield the messages of a stage with these units."""
     inside = np.array([bool(name) or execution.whole_units for name, _, _ in runs])
     summed: dict[tuple[tuple[str, ...], int], list[ParamClass]] = {}
-    for (axes, zero, itemsize), share in classes.items():
+    for (axes, zero, itemsize, special), share in classes.items():
+        if special:
+            continue
         size = execution.reduced_item_bytes(itemsize)
         if zero < 2:
             summed.setdefault((axes, size), []).append(share)
@@ -195,8 +242,6 @@ def _filled(parcels: Sequence[Parcel], formed: int, itemsize: int) -> Iterator[P
 
 
 # ------------------------------------------------------------ stages
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCost:
     """Seconds of one unit for one micro-batch; `reduce` happens once a step."""
@@ -206,12 +251,17 @@ class UnitCost:
     end: int
     forward: float
     backward: float
-    weight: float
-    forward_comm: float  # waiting for collectives between nodes
-    backward_comm: float
-    recompute: float  # part of backward
+    weight: float = 0.0
+    forward_comm: float = 0.0  # waiting for collectives between nodes
+    backward_comm: float = 0.0
+    recompute: float = 0.0  # part of backward
     gather: float = 0.0  # of a block's parameters, before forward and before backward (zero 3)
     reduce: float = 0.0  # of gradients, in the last backward
+
+
+def _total(name: str) -> property:
+    """Return a property of a stage that adds up a field of its units."""
+    return property(lambda stage: sum(getattr(unit, name) for unit in stage.units))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,34 +278,18 @@ class StageCost:
     root_gather: float = 0.0  # seconds for parameters outside of blocks, before a step (zero 3)
     update_s: float | None = None  # seconds of the optimizer, where `numel` alone does not tell
 
-    @property
-    def forward(self) -> float:
-        return sum(unit.forward for unit in self.units)
-
-    @property
-    def backward(self) -> float:
-        return sum(unit.backward for unit in self.units)
-
-    @property
-    def weight(self) -> float:
-        return sum(unit.weight for unit in self.units)
-
-    @property
-    def forward_comm(self) -> float:
-        return sum(unit.forward_comm for unit in self.units)
-
-    @property
-    def backward_comm(self) -> float:
-        return sum(unit.backward_comm for unit in self.units)
-
-    @property
-    def recompute(self) -> float:
-        return sum(unit.recompute for unit in self.units)
+    forward = _total("forward")
+    backward = _total("backward")
+    weight = _total("weight")
+    forward_comm = _total("forward_comm")
+    backward_comm = _total("backward_comm")
+    recompute = _total("recompute")
 
     @property
     def computing(self) -> float:
         """Seconds of a micro-batch without communication."""
-        return self.forward + self.backward - self.forward_comm - self.backward_comm
+        seconds: float = self.forward + self.backward - self.forward_comm - self.backward_comm
+        return seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,10 +332,7 @@ class Layers:
     def parameters(self, execution: ExecutionConfig) -> dict[Key, ParamClass]:
         """Return the trained parameters, grouped by how their gradients are reduced and sharded."""
         key = (id(self.work.parameters), execution.message_key)
-        if key not in self._shared:
-            self._shared[key] = shares(self.fold, self.work, execution)
-        classes: dict[Key, ParamClass] = self._shared[key]
-        return classes
+        return cached(self._shared, key, lambda: shares(self.fold, self.work, execution))
 
     def num_trained(self, first: int, end: int, execution: ExecutionConfig) -> float:
         """Return the trained elements on a rank of positions `first:end`."""
@@ -310,20 +341,19 @@ class Layers:
 
     def sent(self, first: int, end: int, execution: ExecutionConfig) -> tuple[Traffic, ...]:
         """Return the messages of parameters and gradients of the units of positions `first:end`."""
-        key = (id(self.work.parameters), execution.message_key, first, end)
-        if key not in self._shared:
+
+        def messages() -> tuple[Traffic, ...]:
             runs = self.fold.runs(first, end)
-            self._shared[key] = tuple(sent(self.parameters(execution), runs, execution))
-        traffic: tuple[Traffic, ...] = self._shared[key]
-        return traffic
+            special = special_traffic(self.fold, self.work, runs, execution)
+            return (*sent(self.parameters(execution), runs, execution), *special)
+
+        key = (id(self.work.parameters), execution.message_key, first, end)
+        return cached(self._shared, key, messages)
 
     def at_positions(self, name: str) -> Floats:
         """Return an array of the workload, spread over the positions of the model."""
         key = ("positions", name)
-        if key not in self.cache:
-            self.cache[key] = self.fold.spread(getattr(self.work, name))
-        array: Floats = self.cache[key]
-        return array
+        return cached(self.cache, key, lambda: self.fold.spread(getattr(self.work, name)))
 
     @cached_property
     def tied(self) -> list[Tied]:
@@ -402,21 +432,14 @@ def stage_cost(
     """Return the cost of the stage of positions `first:end`."""
     runs = layers.fold.runs(first, end)
     seconds = _messages(layers, first, end, group, execution, costs)
-    units = [
-        UnitCost(
-            name=name,
-            first=a,
-            end=b,
-            **{n: layers.total(n, a, b) for n in layers.sums},
-            gather=gather,
-            reduce=reduce,
-        )
-        for (name, a, b), gather, reduce in zip(
-            runs, seconds["gather"], seconds["reduce"], strict=True
-        )
-    ]
+    units = []
+    for (name, a, b), gather, reduce in zip(
+        runs, seconds["gather"], seconds["reduce"], strict=True
+    ):
+        sums = {n: layers.total(n, a, b) for n in layers.sums}
+        units.append(UnitCost(name=name, first=a, end=b, **sums, gather=gather, reduce=reduce))
     numel, tensors, squares = 0.0, 0.0, 0.0
-    for (axes, zero, _), share in layers.parameters(execution).items():
+    for (axes, zero, _, _), share in layers.parameters(execution).items():
         stage_numel = float(share.numel[end] - share.numel[first])
         ranks = group.along(axes).shape[-1]
         numel += stage_numel / (ranks if zero else 1)
@@ -464,10 +487,6 @@ def with_offload(cost: StageCost, seconds: float) -> StageCost:
         end=cost.units[-1].end,
         forward=max(0.0, seconds - cost.forward),
         backward=seconds,
-        weight=0.0,
-        forward_comm=0.0,
-        backward_comm=0.0,
-        recompute=0.0,
     )
     return replace(cost, units=(*cost.units, unit))
 
@@ -483,7 +502,7 @@ def _messages(
     """Return the seconds of every unit's messages, by purpose."""
     seconds = {purpose: [0.0] * len(layers.fold.runs(first, end)) for purpose in PURPOSES}
     for kind in layers.sent(first, end, execution):
-        rows = group.along(kind.axes)
+        rows = kind.groups(group.along(kind.axes))
         if rows.shape[-1] < 2:
             continue
         spent = kind.seconds(costs.collective(kind.op, rows).seconds)

@@ -10,8 +10,6 @@ parameters outside of blocks (zero 3), and end with the optimizer and the gather
 parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -244,9 +242,7 @@ def _passes(
             kind=kind,
             stage=number,
             last=last,
-            seconds=spent.seconds,
-            waiting=spent.waiting,
-            left=spent.left,
+            **spent._asdict(),
             collectives={"F": stage.forward_comm, "W": 0.0}.get(kind, stage.backward_comm),
             recompute=stage.recompute if kind in "BI" else 0.0,
         )
@@ -419,8 +415,6 @@ def pairs(here: Ints, there: Ints) -> Ints:
 
 
 # ------------------------------------------------------------ traces
-
-
 LANES = ("compute", "communication", "communication in actions", "messages")
 COMPUTE, AFTER, INSIDE, MESSAGES = range(len(LANES))
 MICRO = 1e6  # the format's unit is a microsecond
@@ -445,8 +439,7 @@ def trace_events(timeline: Timeline, memory: Sequence[MemoryUse] = ()) -> list[E
 def _names(group: int) -> Iterator[Event]:
     yield {"ph": "M", "name": "process_name", "pid": group, "args": {"name": f"group {group}"}}
     for lane, name in enumerate(LANES):
-        about = {"ph": "M", "name": "thread_name", "pid": group, "tid": lane}
-        yield {**about, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_name", "pid": group, "tid": lane, "args": {"name": name}}
 
 
 def _span(
@@ -503,6 +496,6 @@ def _memory(timeline: Timeline, use: MemoryUse) -> Iterator[Event]:
         start = float(timeline.starts[before + index * count // len(moments)])
         yield {**about, "ts": start * MICRO, "args": {"bytes": size}}
     if use.when == "optimizer":
-        ends = [s.start for s in timeline.after if s.group == use.group and s.kind == "optimizer"]
-        for start in ends:
-            yield {**about, "ts": start * MICRO, "args": {"bytes": use.peak_bytes}}
+        for span in timeline.after:
+            if span.group == use.group and span.kind == "optimizer":
+                yield {**about, "ts": span.start * MICRO, "args": {"bytes": use.peak_bytes}}

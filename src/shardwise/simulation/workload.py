@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,7 +26,8 @@ from shardwise.program.program import RankProgram, Step
 from shardwise.redistribution import REDISTRIBUTIONS
 from shardwise.runtime.memory import PASSING
 from shardwise.sharding.factors import Facts
-from shardwise.shares import AxisSize, Shares, part
+from shardwise.sharding.placements import Shard
+from shardwise.shares import AxisSize, Shares, num_ranks, part
 from shardwise.simulation.folded_graph import FoldedGraph
 from shardwise.simulation.liveness import DEFERRED, Liveness, Moment, is_cheap
 
@@ -64,6 +66,7 @@ class LocalParameter:
     itemsize: int
     sync: tuple[str, ...]
     requires_grad: bool
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,12 +249,9 @@ class _Reader:
         roots = [self._use(n, at) for n in step.inputs]
         self._launch(call, cost, at)
         self._define(step, cost, roots, at)
-        for phase, collectives in (
-            (FORWARD, cost.collectives),
-            (BACKWARD, cost.backward_collectives),
-        ):
+        for phase, calls in ((FORWARD, cost.collectives), (BACKWARD, cost.backward_collectives)):
             self.collectives += [
-                NodeCollective(at, phase, t.op, t.axes, float(t.num_bytes)) for t in collectives
+                NodeCollective(at, phase, c.op, c.axes, float(c.num_bytes)) for c in calls
             ]
         self.moments.append(self._moment(step, cost, roots, at))
 
@@ -367,6 +367,7 @@ class _Reader:
                     itemsize=storage.dtype.itemsize,
                     sync=storage.sync,
                     requires_grad=storage.requires_grad,
+                    shape=storage.local_shape,
                 )
 
 
@@ -380,8 +381,6 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 # ------------------------------------------------------------ any number of rows
-
-
 TOLERANCE = 0.02  # relative, of flops and bytes, up to which a workload counts as linear in rows
 
 
@@ -400,7 +399,12 @@ class WorkloadModel:
     ) -> None:
         self.fold, self.facts, self.assignments, self.roles = fold, facts, assignments, roles
         self.batch = [a.axis for a in assignments if roles[a.axis] == "batch"]
-        self.rows = self._graph_rows = batch_rows(fold.graph)
+        # Ranks along an axis of experts exchange their rows: its size is that of the plan.
+        experts = [a for a in assignments if a.axis in self.batch and _shards_parameters(a)]
+        self._fixed = {a.axis for a in experts}
+        self._free = next((axis for axis in self.batch if axis not in self._fixed), None)
+        self.rows = batch_rows(fold.graph)
+        self._graph_rows = -(-self.rows // prod(num_ranks(a.ranks) for a in experts))
         self._exact: dict[AxisSize, Workload] = {}  # by parts, even or `Shares`
         self._between: dict[float, Workload] = {}
         self._line: tuple[Workload, Workload] | None = None
@@ -416,7 +420,7 @@ class WorkloadModel:
 
         With `exact`, a program is lowered for these rows, so that every call has its real shapes.
         """
-        if not self.batch or self._graph_rows <= 1 or rows >= self._graph_rows:
+        if self._free is None or self._graph_rows <= 1 or rows >= self._graph_rows:
             return self._lowered(1)
         if exact:
             return self._lowered(self._division(min(self._graph_rows, max(1, round(rows)))))
@@ -468,10 +472,10 @@ class WorkloadModel:
         assignments = []
         for assignment in self.assignments:
             ranks = assignment.ranks
-            if self.roles[assignment.axis] == "batch":
+            if assignment.axis in self.batch and assignment.axis not in self._fixed:
                 if parts == 1:  # nothing is sharded: a plan's mesh has no such axis
                     continue
-                ranks = parts if assignment.axis == self.batch[0] else 1
+                ranks = parts if assignment.axis == self._free else 1
             assignments.append(replace(assignment, ranks=ranks))
         graph = self.fold.graph
         plan = Plan(
@@ -482,6 +486,10 @@ class WorkloadModel:
             roles={a.axis: self.roles[a.axis] for a in assignments},
         )
         return Resolved(graph=graph, plan=plan, facts=self.facts, assignments=tuple(assignments))
+
+
+def _shards_parameters(assignment: Assignment) -> bool:
+    return any(isinstance(p, Shard) for p in assignment.parameters.values())
 
 
 Workloads: TypeAlias = Mapping[Mesh, WorkloadModel] | WorkloadModel  # by mesh where groups differ

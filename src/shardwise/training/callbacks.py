@@ -17,8 +17,6 @@ from shardwise.training.state import from_plain, to_plain
 if TYPE_CHECKING:
     from shardwise.training.trainer import FitResult, Trainer
 
-__all__ = ["Callback", "Callbacks", "EarlyStop"]
-
 
 class Callback:
     """The base class of callbacks, whose methods do nothing."""

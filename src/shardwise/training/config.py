@@ -6,8 +6,6 @@ object itself instead. A plain value in place of a class with a `SHORT_FORM` is 
 field. Settings come from YAML files, keyword arguments and `--set a.b=c`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 from collections.abc import Mapping, Sequence
@@ -18,26 +16,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from shardwise.errors import ConfigError
 from shardwise.files import read_text
 from shardwise.schema import Range, Reader, Several, parse_yaml
-
-__all__ = [
-    "CheckpointConfig",
-    "DataConfig",
-    "EarlyStopConfig",
-    "EmaConfig",
-    "EvaluationConfig",
-    "GroupConfig",
-    "LogConfig",
-    "LrScheduleConfig",
-    "Named",
-    "OptimizerConfig",
-    "PlanConfig",
-    "TraceConfig",
-    "TrainConfig",
-    "config_from",
-    "config_to_json",
-    "load_config",
-    "with_overrides",
-]
 
 MAX_BYTES = 1 << 20  # of a config file
 MAX_VALUES = 20_000  # in a config file, with every alias expanded
@@ -257,8 +235,6 @@ def config_to_json(value: Any) -> Any:
 
 
 # ------------------------------------------------------------ reading
-
-
 def load_config(path: str | Path, overrides: Sequence[str] = (), **changes: Any) -> TrainConfig:
     """Read a config file; `overrides` have the form `a.b=c`, `changes` are values of fields."""
     path = Path(path)

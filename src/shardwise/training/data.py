@@ -37,16 +37,6 @@ from shardwise.training.sampling import (
 )
 from shardwise.training.state import seeded, undisturbed
 
-__all__ = [
-    "BatchSlicer",
-    "LoadedBatch",
-    "MapLoader",
-    "StreamLoader",
-    "make_source",
-    "placeholder_batch",
-    "prefetched",
-]
-
 Rows = Callable[[int], tuple[int, ...] | None]  # rows to read of a batch's count; None: all
 _POLL_S = 0.1
 
@@ -325,7 +315,6 @@ def prefetched(items: Iterable[Any], depth: int) -> Iterator[Any]:
 
 
 # ------------------------------------------------------------ this rank's part of a batch
-
 # The program itself knows its part: given a batch that holds row numbers, it returns those it uses.
 
 
@@ -351,12 +340,14 @@ class BatchSlicer:
     def rows(self, example: Any, count: int) -> tuple[int, ...] | None:
         """Return the rows to read of a batch of `count` rows; all ranks call it for a new count.
 
-        `example` has any number of rows. At least one row is read, for its shapes.
+        `example` has any number of rows. At least one row is read, for its shapes. Where Python
+        looks at values of the batch, every rank reads the full batch.
         """
-        if self.by_rows:
-            return self._selection(example, count).rows
-        self.program(placeholder_batch(example, count))
-        return None
+        if not self.module.is_guarded:
+            self.program(placeholder_batch(example, count))
+        if self.module.is_guarded or not self.by_rows:
+            return None
+        return self._selection(example, count).rows
 
     def slice(self, loaded: LoadedBatch) -> tuple[Any, bool]:
         """Return the batch that a step takes, and whether it is the local one."""
@@ -393,11 +384,10 @@ class BatchSlicer:
 
 
 def placeholder_batch(example: Any, count: int) -> Any:
-    """Return a batch of `count` rows of zeros that share one element of memory."""
+    """Return a batch of `count` rows that share the memory of the example's first row."""
     call = read_batch(example)
-    return call.batch_with(
-        [tensor.new_zeros(()).expand(count, *tensor.shape[1:]) for _, tensor in call.tensors]
-    )
+    rows = [t[:1] if len(t) else t.new_zeros(1, *t.shape[1:]) for _, t in call.tensors]
+    return call.batch_with([row.expand(count, *row.shape[1:]) for row in rows])
 
 
 def _used_rows(program: StepProgram, batch: Any, count: int) -> _Selection:

@@ -4,14 +4,13 @@ Each batch counts by its own denominator. If ranks read only their own rows, the
 denominator depends on (labels, masks) are first gathered from all ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -32,9 +31,9 @@ from shardwise.ir.operators import interpret
 from shardwise.layouts.microbatch_axis import values_of_inputs
 from shardwise.plans import Plan
 from shardwise.program.microbatches import restrict, separate_means
-from shardwise.runtime.consistency import signature
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.module import ParallelModule
+from shardwise.runtime.step import StepProgram
 from shardwise.simulation.workload import batch_rows
 from shardwise.training.config import CheckpointConfig, EarlyStopConfig, TrainConfig
 from shardwise.training.data import (
@@ -47,21 +46,7 @@ from shardwise.training.data import (
 from shardwise.training.planning import DEBUG, load_function, make
 from shardwise.training.sampling import Position
 
-__all__ = [
-    "EVALUATION_LOSS",
-    "FIGURES",
-    "Evaluator",
-    "LossWeight",
-    "Metric",
-    "check_metrics",
-    "count_flops",
-    "count_tokens",
-    "make_metrics",
-]
-
-
 # ------------------------------------------------------------ metrics
-
 # A metric is a function `metric(output, batch)` that returns one value for each sample of the batch
 # (or for each token of each sample), or a pair `(sum, count)`; the metric is the mean over all
 # values of the evaluation data, however it is batched. It may also be an object with
@@ -73,17 +58,10 @@ __all__ = [
 
 EVALUATION_LOSS = "evaluation_loss"
 STEP_FIGURES = ("loss", "learning_rate", "gradient_norm")
-OTHER_FIGURES = (
-    "epoch",
-    "memory_bytes",
-    "mfu",
-    "samples_per_s",
-    "skipped",
-    "step",
-    "step_s",
-    "tokens_per_s",
-)
-FIGURES = (EVALUATION_LOSS, *STEP_FIGURES, *OTHER_FIGURES)  # reserved names
+FIGURES = (  # reserved names
+    EVALUATION_LOSS, *STEP_FIGURES, "epoch", "memory_bytes", "mfu", "samples_per_s", "skipped",
+    "step", "step_s", "tokens_per_s",
+)  # fmt: skip
 _HINT = "return a tensor with a value for each sample, or a pair (sum, count)"
 
 
@@ -245,7 +223,6 @@ def _check_reported(
 
 
 # ------------------------------------------------------------ weights, tokens and flops of a batch
-
 # The mean over an evaluation is exact because each batch counts by the denominator of its own mean
 # loss, which the graph contains: the labels that are not ignored, the sum of a mask, or the number
 # of elements.
@@ -346,7 +323,7 @@ class Evaluator:
     ) -> None:
         self.module, self.plan, self.source, self.slicer = module, plan, source, slicer
         self.metrics = dict(metrics or {})
-        self._weights: dict[Hashable, LossWeight] = {}
+        self._weights: WeakKeyDictionary[StepProgram, LossWeight] = WeakKeyDictionary()
         self._owned_rows: dict[int, Tensor] = {}
 
     def run(self, batches: int | None = None) -> dict[str, float]:
@@ -397,11 +374,10 @@ class Evaluator:
         batch = loaded.batch
         if loaded.rows is not None:
             batch = placeholder_batch(batch, loaded.count)
-        key = signature(batch)
-        if key not in self._weights:
-            program: Any = self.slicer.program(batch)
-            self._weights[key] = LossWeight(program.graph)
-        weight = self._weights[key]
+        program = self.slicer.program(batch)
+        if program not in self._weights:
+            self._weights[program] = LossWeight(cast(Any, program.graph))
+        weight = self._weights[program]
         return weight.of(self._inputs(loaded, weight.inputs), self.module.store.buffers)
 
     def _inputs(self, loaded: LoadedBatch, names: tuple[str, ...]) -> Mapping[str, Tensor]:

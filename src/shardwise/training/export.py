@@ -3,8 +3,6 @@
 Names and shapes of parameters are those of the model on one device, whatever plan trained it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -32,8 +30,6 @@ from shardwise.frontend.errors import capture_error
 from shardwise.frontend.tracing import quiet
 from shardwise.runtime import ParallelModule, share_lists
 from shardwise.runtime.parameters import torch_dtype
-
-__all__ = ["export", "full_tensors"]
 
 PROGRAM = ".pt2"
 _SAME_MODEL = "the model that was trained, with the same sizes"
@@ -127,8 +123,6 @@ def _barrier() -> None:
 
 
 # ------------------------------------------------------------ a Hugging Face folder
-
-
 def _write_folder(
     source: nn.Module | str | Path, out: Path, config: Any, dtype: torch.dtype | None, section: str
 ) -> None:
@@ -161,8 +155,6 @@ def _config_file(config: Any, out: Path) -> Iterator[Path | None]:
 
 
 # ------------------------------------------------------------ a program
-
-
 def _weights(source: nn.Module | str | Path, section: str) -> dict[str, Tensor]:
     """Return the full weights on rank 0."""
     if isinstance(source, ParallelModule):

@@ -27,23 +27,11 @@ from shardwise.formatting import short_seconds, size
 from shardwise.training.config import LogConfig
 from shardwise.training.evaluation import FIGURES
 
-__all__ = [
-    "JsonlLog",
-    "Log",
-    "Terminal",
-    "check_logs",
-    "make_logs",
-    "make_terminal",
-    "summary",
-]
-
 LINE_INTERVAL_S = 10.0
 _HINT = "folder: a folder that you may write to"
 
 
 # ------------------------------------------------------------ files and services
-
-
 class Log(Protocol):
     """A destination for the figures of steps."""
 
@@ -200,8 +188,6 @@ class WandbLog:
 
 
 # ------------------------------------------------------------ the terminal
-
-
 def make_terminal(kind: str, total: int | None, first: int) -> Terminal:
     """Return the terminal that `logs.console` selects."""
     if kind == "auto":

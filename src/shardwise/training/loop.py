@@ -31,8 +31,6 @@ from shardwise.training.session import Session
 if TYPE_CHECKING:
     from shardwise.training.trainer import Trainer
 
-__all__ = ["Loop", "Outcome", "peak_flops_per_s"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:

@@ -1,7 +1,5 @@
 """Change the learning rate over time: one `torch.optim.lr_scheduler` class, or a chain of them."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,8 +14,6 @@ from shardwise.errors import ConfigError
 from shardwise.training.config import LrScheduleConfig
 from shardwise.training.planning import check_arguments, find_class, resolved
 from shardwise.training.state import NO_FORM, from_plain, to_plain
-
-__all__ = ["LrSchedule"]
 
 
 class LrSchedule:

@@ -1,7 +1,5 @@
 """Load the objects that a config names, and make the cluster and the plan that it asks for."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect
@@ -27,23 +25,7 @@ from shardwise.planner.strategies import find_strategy, strategy_names
 from shardwise.plans import Plan, Precision, used_devices
 from shardwise.training.config import Named, PlanConfig, TrainConfig
 
-__all__ = [
-    "Planned",
-    "build",
-    "check_plan_name",
-    "find_class",
-    "find_cluster",
-    "find_file",
-    "load_function",
-    "load_object",
-    "make",
-    "make_planned",
-    "module_is_missing",
-]
-
-
 # ------------------------------------------------------------ names in a config
-
 # A name is `package.module:function`, `file.py:function`, or the name of a class in torch. A file
 # is searched beside the config, then in the current folder; it is the user's own program and is
 # executed. A name without a colon is only looked up, never imported.
@@ -237,8 +219,6 @@ def _load_file(path: Path) -> ModuleType:
 
 
 # ------------------------------------------------------------ cluster and plan
-
-
 @dataclass(frozen=True, kw_only=True)
 class Planned:
     """A captured graph, its plan, and the cluster that the plan is for."""
@@ -250,11 +230,7 @@ class Planned:
 
 
 def find_cluster(
-    config: TrainConfig,
-    ranks: int | None,
-    device: str,
-    base: Path | None,
-    plan: Plan | None = None,
+    config: TrainConfig, ranks: int | None, device: str, base: Path | None, plan: Plan | None = None
 ) -> tuple[Cluster, bool]:
     """Return the cluster, and whether its rates are known rather than assumed.
 

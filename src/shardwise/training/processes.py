@@ -1,7 +1,5 @@
 """The processes of a training: joining and starting them, ending them, and printing errors once."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json
@@ -23,19 +21,6 @@ from shardwise.processes import handled_signals, run_until_exit
 from shardwise.runtime.failures import has_ended, report_of
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.rendezvous import host_store, init_process_group
-
-__all__ = [
-    "EXIT_STOPPED",
-    "Stop",
-    "StopRequests",
-    "WorkerStart",
-    "World",
-    "choose_device",
-    "print_error",
-    "print_errors_once",
-    "process_group",
-    "start_ranks",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +113,6 @@ def start_ranks(ranks: int, arguments: Sequence[str]) -> int:
 
 
 # ------------------------------------------------------------ printing an error once
-
 # All ranks usually raise the same error. Rank 0 prints it; another rank prints its own only if rank
 # 0 has raised none or a different one. A rank that leaves the message to rank 0 waits until rank 0
 # has ended: torchrun kills all others as soon as one has failed, and the message would be lost.
@@ -198,7 +182,6 @@ def _rank_0_prints(error: ShardwiseError, first_line: str) -> bool:
 
 
 # ------------------------------------------------------------ requests to stop
-
 # SIGTERM or the first SIGINT requests a stop after the current step; a second SIGINT ends at once.
 # All ranks follow a request on any rank, by a maximum over ranks in every step. The signal handler
 # acknowledges the request itself because a step may take minutes.

@@ -33,22 +33,7 @@ from shardwise.training.config import TrainConfig, config_to_json
 from shardwise.training.logs import JsonlLog, Log, make_logs, make_terminal
 from shardwise.training.session import Session
 
-__all__ = [
-    "FORMAT",
-    "LOCK_FILE",
-    "RUN_FILE",
-    "VERSION",
-    "RunFile",
-    "RunOutputs",
-    "StepRecorder",
-    "locked_folder",
-    "peak_memory_bytes",
-    "predicted_step_s",
-    "ranks_row",
-]
-
 # ------------------------------------------------------------ run.json
-
 FORMAT, VERSION, RUN_FILE = "shardwise-run", 1, "run.json"
 RESERVED_BYTES = 4096  # so that the end of a run can be recorded even if the disk is full
 
@@ -102,7 +87,6 @@ def predicted_step_s(plan: Plan) -> float | None:
 
 
 # ------------------------------------------------------------ one training at a time in a folder
-
 # Two of them would truncate each other's logs and delete each other's checkpoints. The lock is a
 # POSIX lock on a small file: it ends with the process, however that ends, so that a killed training
 # can be resumed at once, and forked children do not inherit it.
@@ -179,8 +163,6 @@ def _in_use(folder: Path, holder: dict[str, Any]) -> TrainingError:
 
 
 # ------------------------------------------------------------ all outputs of a run
-
-
 class RunOutputs:
     """The outputs of a run, closed when it ends; an error is recorded in `run.json`.
 
@@ -255,7 +237,6 @@ def _write_settings(session: Session, folder: Path) -> None:
 
 
 # ------------------------------------------------------------ recorded steps
-
 # In a synchronous training, every step takes as long as its slowest rank, which shows only in the
 # time that the others wait. So besides the steps of a trace, one step every few seconds is recorded
 # as cheaply as possible; each rank reduces its recording to a few numbers, which are gathered.

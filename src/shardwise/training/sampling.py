@@ -5,8 +5,6 @@ from the seed, so that a position means the same for any number of ranks and any
 sample is lost or repeated when they change. No list of all samples is ever built.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,16 +24,6 @@ from torch.utils.data.distributed import DistributedSampler
 from shardwise.errors import ConfigError, TrainingError
 from shardwise.training.config import DataConfig
 from shardwise.training.state import seeded
-
-__all__ = [
-    "BatchPositions",
-    "Loading",
-    "Permutation",
-    "Position",
-    "batch_positions",
-    "make_loading",
-    "sampled_batches",
-]
 
 ROUNDS = 6  # of the Feistel network; its permutations look random from four rounds on
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -169,7 +157,6 @@ def sampled_batches(
 
 
 # ------------------------------------------------------------ settings of a loader
-
 # A `torch.utils.data.DataLoader` contributes its dataset, batch size, `collate_fn`, `drop_last`,
 # sampler and worker settings, but is never iterated: ranks must read the same batches in the same
 # order, possibly only their own rows, and a position must mean the same in every process and after

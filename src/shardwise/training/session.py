@@ -4,8 +4,6 @@
 next step, from the start or from a checkpoint.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os
@@ -57,8 +55,6 @@ from shardwise.training.state import (
     seed_everything,
     to_plain,
 )
-
-__all__ = ["Ingredients", "Session", "check"]
 
 MAX_TRACED_STEPS = 100
 NO_EVALUATION_DATA = "there is no evaluation data"
@@ -118,9 +114,7 @@ def check(config: TrainConfig, base: Path | None) -> None:
     evaluates = evaluation.every_steps or evaluation.every_epochs or config.metrics
     if (evaluates or config.early_stop) and config.data.evaluation is None:
         raise ConfigError(
-            NO_EVALUATION_DATA,
-            where="data.evaluation",
-            hint="data: {evaluation: file.py:function}",
+            NO_EVALUATION_DATA, where="data.evaluation", hint="data: {evaluation: file.py:function}"
         )
     check_metrics(config)
     folder = Path(config.folder) if config.folder is not None else None
@@ -224,7 +218,6 @@ class Session:
         self.saved_step: int | None = None
 
     # ------------------------------------------------------------ construction
-
     def _optimizer(self) -> rt.ShardedOptimizer:
         config = self.config.optimizer
         cls = find_class(config.name, torch.optim, "optimizer", self.base)
@@ -291,7 +284,6 @@ class Session:
         return done or (epochs is not None and self.position.epoch >= epochs)
 
     # ------------------------------------------------------------ evaluating, saving, resuming
-
     def evaluate(self) -> dict[str, float]:
         """Return the loss and metrics over the evaluation data, by default of the average."""
         if self.evaluator is None:

@@ -3,8 +3,6 @@
 Also the conversion of states to JSON, for checkpoints.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math
@@ -21,18 +19,6 @@ from torch import Tensor
 from shardwise.errors import ConfigError
 from shardwise.runtime import ParallelModule
 from shardwise.training.config import EmaConfig
-
-__all__ = [
-    "NO_FORM",
-    "Ema",
-    "from_plain",
-    "load_random_state",
-    "random_state",
-    "seed_everything",
-    "seeded",
-    "to_plain",
-    "undisturbed",
-]
 
 
 class Ema:
@@ -82,7 +68,6 @@ class Ema:
 
 
 # ------------------------------------------------------------ random numbers outside of the model
-
 # Random numbers of a sample (augmentation) are seeded by its position in the data, so that they are
 # the same for any number of workers and ranks, and in a resumed run. Those of callbacks continue
 # from the saved state. The model's own come from `runtime.rng`, by step and node.
@@ -148,7 +133,6 @@ def load_random_state(state: Mapping[str, Any]) -> None:
 
 
 # ------------------------------------------------------------ states as JSON
-
 NO_FORM: Any = object()
 
 

@@ -35,8 +35,6 @@ from shardwise.training.processes import (
 from shardwise.training.run_files import RunOutputs, StepRecorder
 from shardwise.training.session import Ingredients, Session, check
 
-__all__ = ["DryRun", "FitResult", "Trainer"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitResult:
@@ -106,7 +104,6 @@ class Trainer:
         check(self.config, self._base)
 
     # ------------------------------------------------------------ actions
-
     def fit(self) -> FitResult:
         """Train until the end, starting from the newest checkpoint if there is one."""
         session = self._started()
@@ -190,7 +187,6 @@ class Trainer:
         return DryRun(plan=planned.plan, estimate=estimate)
 
     # ------------------------------------------------------------ state, for callbacks
-
     @property
     def module(self) -> ParallelModule:
         """Return this rank's part of the model."""
@@ -226,9 +222,7 @@ class Trainer:
             self.check()
             device, timeout_s = choose_device(self.config.device), self.config.timeout_s
             world = self._stack.enter_context(process_group(device, timeout_s))
-            with naming_failures(
-                timeout_s
-            ):  # for an error on one rank only, such as a missing file
+            with naming_failures(timeout_s):  # an error on one rank only, such as a missing file
                 session = Session(Ingredients(self.config, self._base), world)
                 self._resumed_from = session.resume()
             self._session = session

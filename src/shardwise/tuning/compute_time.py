@@ -6,8 +6,6 @@ each in its own process, and start every step together. The time spent on faking
 other ranks is subtracted.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 import zlib

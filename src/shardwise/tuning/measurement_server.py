@@ -4,8 +4,6 @@ On CPUs they run in forks of this process as it was before anything was computed
 of torch refuse autograd in forks of a process that has used it (`processes.fork_server`).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """`tune`: search for a plan with times measured on one of the machines it is for."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -112,10 +110,7 @@ class _Tuning:
     """Collect and compare candidate plans of one model on one cluster."""
 
     def __init__(
-        self,
-        server: MeasurementServer,
-        options: Mapping[str, Any],
-        report: Callable[[str], None],
+        self, server: MeasurementServer, options: Mapping[str, Any], report: Callable[[str], None]
     ) -> None:
         self.server, self.options, self.report = server, options, report
         self.graph, self.cluster = server.graph, server.cluster
@@ -169,7 +164,6 @@ class _Tuning:
         return best
 
     # ------------------------------------------------------------ run against each other
-
     def raced(self, table: OpTable) -> _Candidate | None:
         """Return the winner of a race here; None if plans cannot run here, or there is only one."""
         if not can_race(self.cluster):

@@ -1,7 +1,5 @@
 """`sw.collectives.tune`: measure the collectives of a plan on the ranks that will run them."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence

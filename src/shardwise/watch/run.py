@@ -5,6 +5,7 @@ A `Run` reads `metrics.jsonl` and, if present, `run.json` and `ranks.jsonl`; `po
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -19,9 +20,6 @@ from typing import Any
 from shardwise.errors import WatchError
 from shardwise.files import read_json
 from shardwise.formatting import counted
-
-__all__ = ["ENDED", "MAX_BUCKETS", "History", "Run", "Tail", "find_run"]
-
 
 # ------------------------------------------------------------ metrics in bounded memory
 #
@@ -39,23 +37,10 @@ class _Bucket:
 
     __slots__ = ("figures", "rows", "step")
 
-    def __init__(self, step: int) -> None:
-        self.step, self.rows = step, 0
-        self.figures: dict[str, list[float]] = {}  # sum, count, minimum, maximum
-
-    def add(self, step: int, row: Mapping[str, float]) -> None:
-        self.step, self.rows = step, self.rows + 1
-        for name, value in row.items():
-            figure = self.figures.get(name)
-            if figure is None:
-                self.figures[name] = [value, 1, value, value]
-            else:
-                figure[0] += value
-                figure[1] += 1
-                if value < figure[2]:
-                    figure[2] = value
-                elif value > figure[3]:
-                    figure[3] = value
+    def __init__(self, step: int, row: Mapping[str, float]) -> None:
+        self.step, self.rows = step, 1
+        # The sum, count, minimum and maximum of each metric.
+        self.figures = {name: [value, 1, value, value] for name, value in row.items()}
 
     def summary(self, name: str) -> tuple[float | None, float | None, float | None]:
         """Return the mean, minimum and maximum of a metric, or None for each."""
@@ -91,22 +76,20 @@ class History:
 
     def add(self, step: int, row: Mapping[str, Any]) -> None:
         """Add a row without the values that are not finite numbers."""
-        if not self._buckets or self._buckets[-1].rows >= self.width:
-            if len(self._buckets) >= self._max_buckets:
-                self._halve()
-            if not self._buckets or self._buckets[-1].rows >= self.width:
-                self._buckets.append(_Bucket(step))
         figures = {n: float(row[n]) for n in self.names if n in row and is_number(row[n])}
-        self._buckets[-1].add(step, figures)
+        bucket = _Bucket(step, figures)
+        if len(self._buckets) >= self._max_buckets and self._buckets[-1].rows >= self.width:
+            self._halve()
+        if self._buckets and self._buckets[-1].rows < self.width:
+            self._buckets[-1].join(bucket)
+        else:
+            self._buckets.append(bucket)
         self.rows += 1
 
     def _halve(self) -> None:
-        old, self._buckets = self._buckets, []
-        for place in range(0, len(old), 2):
-            bucket = old[place]
-            if place + 1 < len(old):
-                bucket.join(old[place + 1])
-            self._buckets.append(bucket)
+        for bucket, following in zip(self._buckets[::2], self._buckets[1::2], strict=False):
+            bucket.join(following)
+        self._buckets = self._buckets[::2]
         self.width *= 2
 
     def __len__(self) -> int:
@@ -144,8 +127,6 @@ def is_number(value: Any) -> bool:
 
 
 # ------------------------------------------------------------ growing files
-
-
 CHUNK = 1 << 20
 MAX_LINE = 1 << 20
 HEAD = 256  # bytes that identify a file
@@ -168,18 +149,12 @@ class Tail:
         """Return whether the file was replaced or truncated, which invalidates earlier rows."""
         if self._identity is None:
             return False
-        try:
-            with self.path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                inode, head = self._identity
-                same = status.st_ino == inode and status.st_size >= self._offset
-                if same and file.read(len(head)) == head:
-                    return False
-        except OSError:
-            return self._forget()
-        return self._forget()
-
-    def _forget(self) -> bool:
+        with contextlib.suppress(OSError), self.path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            inode, head = self._identity
+            same = status.st_ino == inode and status.st_size >= self._offset
+            if same and file.read(len(head)) == head:
+                return False
         self._identity, self._offset, self._lines, self.damaged = None, 0, 0, 0
         return True
 
@@ -227,11 +202,8 @@ class Tail:
         return None
 
     def _foreign(self, reason: str) -> WatchError:
-        return WatchError(
-            f"contains no training metrics: {reason}",
-            where=str(self.path),
-            hint="the folder of a run: shardwise train CONFIG.yaml writes runs/CONFIG",
-        )
+        message = f"contains no training metrics: {reason}"
+        return WatchError(message, where=str(self.path), hint=HINT)
 
 
 def _is_step(value: Any) -> bool:
@@ -239,8 +211,6 @@ def _is_step(value: Any) -> bool:
 
 
 # ------------------------------------------------------------ runs
-
-
 FIGURES = (
     "loss", "gradient_norm", "learning_rate", "step_s", "samples_per_s", "tokens_per_s", "mfu",
     "memory_bytes",
@@ -285,11 +255,9 @@ def _find_run(folder: Path) -> Path | None:
     inside = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
     if inside:
         shown = ", ".join(printable(name) for name in inside[:8]) + (", …" if inside[8:] else "")
-        raise WatchError(
-            f"is not a run but contains {len(inside)}: {shown}",
-            where=str(folder),
-            hint=f"shardwise watch {folder / inside[0]}",
-        )
+        message = f"is not a run but contains {len(inside)}: {shown}"
+        hint = f"shardwise watch {folder / inside[0]}"
+        raise WatchError(message, where=str(folder), hint=hint)
     return None
 
 
@@ -359,7 +327,6 @@ class Run:
         self.state = "gone" if state == "running" and _is_gone(about) else state
 
     # ------------------------------------------------------------ derived figures
-
     @property
     def ended(self) -> bool:
         return self.state in ENDED
@@ -495,6 +462,6 @@ def _is_gone(about: Mapping[str, Any]) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return True
-    except OSError:
-        return False
+    except OSError:  # it belongs to another user
+        pass
     return False

@@ -5,8 +5,6 @@ requests for known names; no part of a request becomes a path. The Host header m
 server, so that no page of another site can read the data through a DNS name that resolves here.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import platform
@@ -20,8 +18,6 @@ from urllib.parse import parse_qs, urlsplit
 
 from shardwise.errors import WatchError
 from shardwise.watch.run import Run
-
-__all__ = ["WatchServer", "is_loopback"]
 
 PAGES = {
     "/": ("watch.html", "text/html"),

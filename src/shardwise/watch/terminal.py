@@ -3,8 +3,6 @@
 Names are plain text and never interpreted as markup.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 
@@ -16,8 +14,6 @@ from rich.text import Text
 
 from shardwise.formatting import GIB, duration, short_seconds
 from shardwise.watch.run import Run
-
-__all__ = ["line", "panel", "sparkline", "summary"]
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 LABEL = 14  # columns
@@ -81,8 +77,7 @@ def _digits(loss: float | None) -> str | None:
 def _loss(run: Run, width: int) -> str | None:
     if "loss" not in run.latest:
         return None
-    value = run.latest["loss"]
-    text = _digits(value) or "not a number"
+    text = _digits(run.latest["loss"]) or "not a number"
     line = sparkline(run.history.means("loss"), max(0, min(60, width - len(text) - 2)))
     return f"{text}  {line}".rstrip()
 

@@ -63,7 +63,9 @@ def two_axes() -> list[float]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "size", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_every_redistribution(pool: Callable[[int], Pool], size: int) -> None:
     assert pool(size).run(every_case, size) == [len(FORWARD) * len(CUTS)] * size
 

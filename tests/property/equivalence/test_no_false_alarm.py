@@ -17,8 +17,7 @@ GRID = [(name, strategy) for name in (*QUICK, *MANY) for strategy in ("ddp", "te
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("name", "strategy"),
-    thinned(GRID, lambda i, case: case[0] in QUICK and i % 2 == i // 2 % 2),
+    ("name", "strategy"), thinned(GRID, lambda i, case: case[0] in QUICK and i % 2 == i // 2 % 2)
 )
 def test_two_ranks_equal_one(name: str, strategy: str) -> None:
     model, batch = zoo.build(name)

@@ -12,11 +12,7 @@ from shardwise.runtime.splits import Split, take_local
 from shardwise.runtime.transport.threads import ThreadTransport, run_threads
 
 SHAPE = (7, 6, 4)
-CUTS = {
-    0: ((1, 7, 1),),
-    1: ((1, 6, 1),),
-    2: ((2, 2, 1),),
-}
+CUTS = {0: ((1, 7, 1),), 1: ((1, 6, 1),), 2: ((2, 2, 1),)}
 
 
 @st.composite
@@ -52,15 +48,18 @@ def test_every_rank_gets_its_part(data: st.DataObject) -> None:
     world = max(*source.ranks, *target.ranks) + 1
 
     def run(rank: int, transport: ThreadTransport) -> torch.Tensor | None:
-        route, own = Route(rank, source, target), None
+        route, own, sends = Route(rank, source, target), None, []
         if rank in source.ranks:
             local = part(source, rank, full)
-            route.send(transport, local, 5)
+            sends = route.outgoing(local)
             if any(piece.peer == rank for piece in route.sends):
                 own = route.own(local)
         if rank not in target.ranks:
+            transport.exchange(sends, [])
             return None
-        return route.receive(transport, dtype, torch.device("cpu"), 5).wait(own)
+        arrival = route.incoming(dtype, torch.device("cpu"))
+        arrival.pending = transport.exchange(sends, arrival.expected)[1]
+        return arrival.wait(own)
 
     for rank, received in enumerate(run_threads(world, run, timeout_s=10)):
         if rank in target.ranks:

@@ -40,11 +40,7 @@ def test_a_subset_of_the_devices_of_a_node() -> None:
     part = cluster.subset([0, 1, 2, 3, 5, 7, 13])
     assert [(n.name, n.count) for n in part.machines()] == [("new0", 4), ("new1", 2), ("old", 1)]
     environments = [dict(node.start.environment) for node in part.machines()]
-    assert environments == [
-        {},
-        {"CUDA_VISIBLE_DEVICES": "1,3"},
-        {"CUDA_VISIBLE_DEVICES": "1"},
-    ]
+    assert environments == [{}, {"CUDA_VISIBLE_DEVICES": "1,3"}, {"CUDA_VISIBLE_DEVICES": "1"}]
     again = part.subset([4, 5])  # the second device of new1, and old
     assert [n.name for n in again.machines()] == ["new1"] or again.num_ranks == 2
     assert dict(part.subset([5]).nodes[0].start.environment) == {"CUDA_VISIBLE_DEVICES": "3"}

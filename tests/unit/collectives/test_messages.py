@@ -10,11 +10,7 @@ import numpy as np
 import pytest
 
 from shardwise.collectives import Network, solve
-from shardwise.collectives.messages import (
-    Chunk,
-    Instruction,
-    MessageProgram,
-)
+from shardwise.collectives.messages import Chunk, Instruction, MessageProgram
 from shardwise.collectives.messages.check import check, interpret
 from shardwise.collectives.messages.drawing import svg, trees_text
 from shardwise.errors import ProgramError
@@ -135,7 +131,7 @@ def test_results_are_bitwise_equal_on_all_ranks():
 
 
 def test_files_and_text(tmp_path: Path):
-    solved = solve(Network.of_cards([1e9] * 3), "all_to_all", 10).program
+    solved = solve(Network.of_cards([1e9] * 3), "all_gather", 10).program
     solved.save(tmp_path / "p.json")
     assert MessageProgram.load(tmp_path / "p.json") == solved
     assert "chunk 1: elements" in str(solved)
@@ -164,7 +160,6 @@ def test_files_and_text(tmp_path: Path):
         ({"operation": "allreduce"}, "did you mean 'all_reduce'", "p.json"),
         ({"counts": 4}, "4, must be a list", "p.json (counts)"),
         ({"windw": 3}, "unknown field 'windw'; did you mean 'window'?", "p.json"),
-        ({"chunks": [[0, 10, 1, 2, 0]]}, "[0, 10, 1, 2, 0]", "p.json"),
         ({"chunks": [[0, 10, 1]]}, "3 numbers", "p.json (chunks[0])"),
         ({"chunks": [[0, None]]}, "must be a whole number", "p.json (chunks[0][1])"),
         ({"chunks": []}, "0 chunks, 3 ranks", "p.json (rank 0, instruction 0)"),

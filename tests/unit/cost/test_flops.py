@@ -296,12 +296,7 @@ def test_a_python_function() -> None:
             return grads[0] * 2
 
     actual = call_cost(
-        "autograd_function.m.Twice",
-        (A,),
-        (),
-        types((3, 4)),
-        frozenset({0}),
-        function=Twice.apply,
+        "autograd_function.m.Twice", (A,), (), types((3, 4)), frozenset({0}), function=Twice.apply
     )
     assert [k.op for k in actual.forward] == ["exp", "mul"]
     assert [(s.operand, s.result, s.num_bytes) for s in actual.saved] == [(None, None, 48)]

@@ -43,12 +43,7 @@ CASES: list[tuple[str, tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = [
     ("rms_norm", (A, TP, 1, B), (X, V), {"eps": 1e-5, "count": 16}),
     ("weight_norm", (A, TP, B, 0), (X, (ROWS, 1)), {}),
     ("batch_norm", (A, B, C, None, None, 0.1, 1e-5), ((4, 8, 3), V, V), {}),
-    (
-        "batch_norm",
-        (A, B, C, None, None, 0.1, 1e-5),
-        ((4, 8, 3), V, V),
-        {"axis": TP, "count": 24},
-    ),
+    ("batch_norm", (A, B, C, None, None, 0.1, 1e-5), ((4, 8, 3), V, V), {"axis": TP, "count": 24}),
     ("cross_entropy", (A, B), (X, LABELS), {"reduction": "mean", "batch_axis": TP}),
     (
         "cross_entropy",
@@ -215,10 +210,8 @@ def test_random_numbers_and_factories_have_the_size_of_their_results() -> None:
 
 
 def test_rows_of_experts() -> None:
-    given = types(((12, 4), (2, 4, 5), ("int", 4)), FLOAT)
-    options = (("expert_axis", TP), ("experts", 4))
-    every = frozenset({0, 1})
-    actual = call_cost("rt.grouped_mm", (A, B, C), options, given, every)
+    given = types(((12, 4), (2, 5, 4), ("int", 2)), FLOAT)
+    actual = call_cost("rt.grouped_linear", (A, B, C), (), given, frozenset({0, 1}))
     assert not actual.note
-    assert [k.shape for k in actual.forward if k.flops] == [(1, 3, 5, 4)] * 2
-    assert len([k for k in actual.backward if k.flops]) == 4
+    assert [k.shape for k in actual.forward if k.flops] == [(2, 6, 5, 4)]
+    assert [k.shape for k in actual.backward if k.flops] == [(2, 6, 4, 5), (2, 5, 4, 6)]

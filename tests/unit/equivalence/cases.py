@@ -16,6 +16,7 @@ from shardwise.equivalence.reference import Reference, widen_graph
 from shardwise.equivalence.trial import Trial
 from shardwise.plans import resolve
 from shardwise.program import Program, lower
+from shardwise.routing import collect, dispatch, grouped_linear, route
 from tests.support import zoo
 
 
@@ -28,6 +29,23 @@ class BiasedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return nn.functional.mse_loss(self.down(torch.tanh(self.up(x))), y)
+
+
+class Routed(nn.Module):
+    """Three experts with biases, of which each of 7 tokens uses two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, 3)
+        self.up, self.down = nn.Parameter(torch.randn(3, 8, 6)), nn.Parameter(torch.randn(3, 5, 8))
+        self.bias = nn.Parameter(torch.randn(3, 5))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(2)
+        order, counts = route(ids, 3)
+        rows = torch.tanh(grouped_linear(dispatch(x, order, 2), self.up, counts))
+        rows = grouped_linear(rows, self.down, counts, self.bias)
+        return nn.functional.mse_loss((collect(rows, order, ids) * weights[..., None]).sum(1), y)
 
 
 @dataclass(frozen=True)
@@ -44,9 +62,9 @@ class Case:
 
 def build(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Build a model whose parameters are all nonzero, and its batch."""
-    if name == "biased_mlp":
+    if name in ("biased_mlp", "routed"):
         torch.manual_seed(0)
-        model: nn.Module = BiasedMLP().double()
+        model: nn.Module = (BiasedMLP() if name == "biased_mlp" else Routed()).double()
         generator = torch.Generator().manual_seed(1)
         batch = {
             "x": torch.randn(7, 6, generator=generator, dtype=torch.float64),
@@ -62,7 +80,7 @@ def build(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 @cache
-def case(name: str, strategy: str, **options: int) -> Case:
+def case(name: str, strategy: str, **options: Any) -> Case:
     model, batch = build(name)
     twin, wide = double(model, batch)
     graph = widen_graph(sw.capture(twin, wide))

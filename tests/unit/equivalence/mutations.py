@@ -34,6 +34,8 @@ OTHER_FORWARD = {
     "rt.reduce_scatter": "rt.shard",  # a partial sum treated as the full value
     "rt.as_partial": "rt.fanout",  # a bias added on every rank
     "rt.pad": "rt.gather",
+    "rt.to_experts": "rt.to_tokens",
+    "rt.to_tokens": "rt.to_experts",
 }
 
 

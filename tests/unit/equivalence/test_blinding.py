@@ -16,7 +16,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.api import verify as verifying
 from shardwise.collectives.solver.derive import verify as verify_trees
-from shardwise.equivalence.certificate import compare
+from shardwise.equivalence.certificate import Jitter, compare
 from shardwise.errors import PlanError, ProgramError, RuleError, ShardwiseError, VerifyError
 
 Batch = dict[str, torch.Tensor]
@@ -422,3 +422,44 @@ def test_training_stops_if_the_plan_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(VerifyError, match="DIFFERS FROM Centered"):
         verifying.verify_first(model, batch, planned(model, batch), folder=tmp_path)
     assert not (tmp_path / verifying.VERIFIED).exists()
+
+
+def test_one_measurement_of_noise_separates_equal_values() -> None:
+    equal = torch.full((5,), 0.1, dtype=torch.float64)
+    with Jitter(1):
+        assert len(set((equal * 3).tolist())) == 1
+    with Jitter(1, by_position=True) as jitter:
+        assert len(set((equal * 3).tolist())) == 5
+        assert jitter.decisions == []
+        equal.argmax()
+        assert len(jitter.decisions) == 1
+
+
+class NarrowExp(torch.autograd.Function):
+    """Computes in float32, whatever its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.float().exp().to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * x.float().exp().to(grad.dtype)
+
+
+class CallsNarrow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return NarrowExp.apply(self.line(x)).mean()  # type: ignore[no-untyped-call]
+
+
+def test_functions_that_compute_in_float32_are_widened_on_every_rank() -> None:
+    model, batch = CallsNarrow(), {"x": torch.randn(6, 4)}
+    plan = sw.strategies.ddp(sw.capture(model, batch), sw.Cluster.local(2))
+    certificate = sw.verify(model, batch, plan)
+    assert certificate.ok, str(certificate)

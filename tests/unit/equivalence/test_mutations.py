@@ -13,7 +13,7 @@ from tests.unit.equivalence import mutations as m
 from tests.unit.equivalence.cases import Case, case
 
 QUICK = (("biased_mlp", "tensor"), ("biased_mlp", "ddp"), ("mlp", "tensor"), ("resnet", "ddp"))
-LONG = (("fused_gpt", "tensor"), ("fused_gpt", "hybrid"), ("t5", "tensor"))
+LONG = (("fused_gpt", "tensor"), ("fused_gpt", "hybrid"), ("routed", "expert"), ("t5", "tensor"))
 ALL = [*QUICK, *(pytest.param(*spec, marks=pytest.mark.slow) for spec in LONG)]
 
 
@@ -44,7 +44,7 @@ def test_every_redistribution_is_needed(name: str, strategy: str) -> None:
     assert survived == []
 
 
-@pytest.mark.parametrize(("name", "strategy"), [*QUICK, *LONG[:2]])
+@pytest.mark.parametrize(("name", "strategy"), [*QUICK, *LONG[:3]])
 def test_the_structural_check_finds_a_missing_redistribution(name: str, strategy: str) -> None:
     program = make_case(name, strategy).program
     program.verify()

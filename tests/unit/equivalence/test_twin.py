@@ -171,3 +171,13 @@ def test_scaled_sizes_have_the_same_divisibility(size: int) -> None:
     assert 8 < small <= max(size, 8)
     assert (small % 8 == 0) == (size % 8 == 0)
     assert small % 2 == size % 2
+
+
+def test_a_twin_says_that_it_leaves_synchronization_out() -> None:
+    with torch.device("meta"):
+        model, batch = torch.nn.Linear(8, 8), (torch.zeros(4, 8),)
+    graph = sw.capture(model, batch, lambda out, _: out.square().mean())
+    plan = sw.strategies.parameter_server(graph, sw.Cluster.local(2))
+    certificate = sw.verify(model, batch, plan, lambda out, _: out.square().mean())
+    assert certificate.ok
+    assert any("synchronization" in line for line in certificate.scaled)

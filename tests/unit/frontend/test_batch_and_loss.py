@@ -88,12 +88,7 @@ def test_numbers_of_the_batch_become_constants():
 
     batch = {"x": data(), "flag": True, "mode": "sum", "nothing": None, "count": 3}
     graph = assert_captured(Model(function), batch)
-    assert dict(graph.input_constants) == {
-        "flag": True,
-        "mode": "sum",
-        "nothing": None,
-        "count": 3,
-    }
+    assert dict(graph.input_constants) == {"flag": True, "mode": "sum", "nothing": None, "count": 3}
 
 
 def test_integer_and_bool_tensors():

@@ -19,7 +19,7 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4)
+        self.layer, self.recurrent = nn.Linear(4, 4), nn.GRU(4, 4)
 
 
 def penalty(self: Any, x: Tensor, n: Tensor) -> Tensor:
@@ -43,6 +43,10 @@ def cond(self: Any, x: Tensor, n: Tensor) -> Tensor:
     return torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,)).sum()
 
 
+def cond_on_layers(self: Any, x: Tensor, n: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda x: self.layer(x).sum(), lambda x: x.sum(), (x,))
+
+
 def ctc(self: Any, x: Tensor, n: Tensor) -> Tensor:
     log = F.log_softmax(self.layer(x), -1)[:, None].expand(-1, 3, -1)
     return F.ctc_loss(log, n.view(3, 1), torch.full((3,), 6), torch.ones(3, dtype=torch.int64))
@@ -57,32 +61,47 @@ def masked(self: Any, x: Tensor, n: Tensor) -> Tensor:
 
 
 def asserted(self: Any, x: Tensor, n: Tensor) -> Tensor:
-    assert bool((x > 0).all()), "x must be positive"
-    return self.layer(x).sum()
+    y = self.layer(x)
+    assert bool((y > 0).all()), "y must be positive"
+    return y.sum()
 
 
 def raised(self: Any, x: Tensor, n: Tensor) -> Tensor:
-    if torch.isnan(x).any(): raise ValueError("no number")  # noqa: E701  # fmt: skip
+    if torch.isnan(self.layer(x)).any(): raise ValueError("no number")  # noqa: E701  # fmt: skip
     return self.layer(x).sum()
 
 
 def branched(self: Any, x: Tensor, n: Tensor) -> Tensor:
-    return self.layer(x).sum() if x.sum() > 0 else self.layer(x).mean()
+    y = self.layer(x)
+    return y.sum() if y.sum() > 0 else y.mean()
+
+
+def packed(self: Any, x: Tensor, n: Tensor) -> Tensor:
+    packed = nn.utils.rnn.pack_padded_sequence(x.view(3, 2, 4), n, True, False)
+    return self.recurrent(packed)[0].data.sum()
+
+
+def jagged(self: Any, x: Tensor, n: Tensor) -> Tensor:
+    rows = [self.layer(x)[:k] for k in n.tolist()]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged).values().sum()
 
 
 @pytest.mark.parametrize(
     ("function", "line", "hint"),
     [
+        (packed, "self.recurrent(packed)", "lengths - 1"),
+        (jagged, "torch.nested", "pad_sequence"),
         (penalty, "torch.autograd.grad(", "on differences"),
         (own_backward, "loss.backward()", "write the derivative out"),
         (functional, "torch.func.grad(", "write the derivative out"),
         (cond, "torch.cond(", "torch.where(condition, a, b)"),
+        (cond_on_layers, "torch.cond(", "torch.where(condition, a, b)"),
         (ctc, "F.ctc_loss(", "torch.library.custom_op"),
         (unique, "torch.unique(n)", "F.one_hot(ids, n)"),
         (masked, "[x > 0]", "torch.where(mask, x, 0).sum() / mask.sum()"),
         (asserted, "assert bool(", "torch.compiler.is_compiling()"),
         (raised, "raise ValueError", "torch.compiler.is_compiling()"),
-        (branched, "if x.sum() > 0", "torch.where(condition, a, b)"),
+        (branched, "if y.sum() > 0", "torch.where(condition, a, b)"),
     ],
 )
 def test_the_hint_matches_the_cause(function: Any, line: str, hint: str) -> None:

@@ -216,3 +216,40 @@ def test_a_function_that_returns_a_tuple_of_one_is_refused():
 
     with pytest.raises(CaptureError, match="OneTuple"):
         capture(Uses(), batch())
+
+
+class Configured(torch.autograd.Function):
+    """Takes a dict with a tensor, a nested tuple and None; its backward is not the derivative."""
+
+    @staticmethod
+    def forward(ctx, x, options, missing, pair):
+        assert missing is None
+        ctx.save_for_backward(options["weight"])
+        ctx.scale = options["scale"]
+        return x * options["weight"] * options["scale"] + pair[0]["shift"]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (weight,) = ctx.saved_tensors
+        return 2 * grad * weight * ctx.scale, None, None, None
+
+
+def test_functions_take_dicts():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+        def forward(self, x):
+            y = Configured.apply(
+                self.linear(x), {"weight": x, "scale": 3.0}, None, ({"shift": 1.0}, 2)
+            )
+            return Configured.apply(y, {"scale": 0.5, "weight": x}, None, ({"shift": 2.0},)).sum()
+
+    graph = assert_captured(Both(), batch())
+    functions = [op for op in graph.functions if "Configured" in op]
+    assert len(functions) == 2  # of different structures
+    plan = sw.strategies.ddp(graph, sw.Cluster.local(2))
+    torch.manual_seed(0)
+    model = Both()
+    assert sw.verify(model, batch(), plan).ok

@@ -402,9 +402,19 @@ def test_a_module_added_after_parallelize_is_refused() -> None:
     assert error.value.where == "1"
 
 
+def test_an_optimizer_of_the_original_is_refused() -> None:
+    model, pm = parallel_sequential()
+    optimizer = torch.optim.AdamW(model.parameters())
+    pm.train_step(BATCH)
+    with pytest.raises(ProgramError) as error:
+        optimizer.step()
+    assert error.value.where == "0.weight"
+
+
 @pytest.mark.parametrize("how", ["data", "in place", "buffer"])
-def test_the_original_warns_once_when_its_weights_change(how: str) -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+def test_changed_weights_of_the_original_are_refused(how: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[3].weight = model[2].weight  # tied
 
     def loss(y: Tensor, batch: Any) -> Tensor:
         return y.square().sum()
@@ -424,13 +434,14 @@ def test_the_original_warns_once_when_its_weights_change(how: str) -> None:
             model[0].weight.mul_(2.0)
         else:
             model[1].running_mean = torch.ones(4)
-    with pytest.warns(UserWarning, match=r"(0.weight|1.running_mean) of the Sequential") as caught:
-        pm.train_step(BATCH)
-    assert caught[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(8):
+    for _ in range(2):
+        with pytest.raises(ProgramError, match=r"of the Sequential that was given") as error:
             pm.train_step(BATCH)
+        assert error.value.where == ("1.running_mean" if how == "buffer" else "0.weight")
+    pm.load_state_dict(model.state_dict())
+    pm.train_step(BATCH)
+    model.load_state_dict(pm.gather_state_dict())  # to evaluate it
+    pm.train_step(BATCH)
 
 
 class CountsInClass(Base):

@@ -179,14 +179,14 @@ def test_items_used_only_in_assertions_are_dropped():
 
 
 DATA_DEPENDENT = {
-    "if": (lambda f, x: f(x).sum() if x.sum() > 0 else f(x).mean(), "torch.where"),
-    "item": (lambda f, x: f(x).sum() * x.max().item(), "keep it a tensor"),
-    "int": (lambda f, x: f(x)[: int(x.abs().max())].sum(), "torch.where"),
+    "if": (lambda f, x: f(x).sum() if f(x).sum() > 0 else f(x).mean(), "torch.where"),
+    "item": (lambda f, x: f(x).sum() * f(x).max().item(), "keep it a tensor"),
+    "int": (lambda f, x: f(x)[: int(f(x).abs().max())].sum(), "torch.where"),
     "nonzero": (lambda f, x: f(x)[(x > 0).nonzero()[:, 0]].sum(), "torch.where"),
     "mask": (lambda f, x: f(x)[x > 0].sum(), "torch.where"),
     "unique": (lambda f, x: f(x).sum() + x.unique().sum(), "F.one_hot"),
-    "tolist": (lambda f, x: f(x).sum() * x[0].tolist()[0], "keep it a tensor"),
-    "numpy": (lambda f, x: f(x).sum() * float(x.numpy()[0, 0]), "torch"),
+    "tolist": (lambda f, x: f(x).sum() * f(x)[0].tolist()[0], "keep it a tensor"),
+    "numpy": (lambda f, x: f(x).sum() * float(f(x).detach().numpy()[0, 0]), "torch"),
 }
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import os
 import weakref
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,7 +92,15 @@ def test_mutable_values_have_no_guards() -> None:
     class Slots:
         __slots__ = ("value",)
 
-    mutable = [torch.zeros(1), iter([1]), Slots(), {1}, nn.ReLU(), [Config()]]
+    mutable = [
+        torch.zeros(1),
+        iter([1]),
+        Slots(),
+        {1},
+        nn.ReLU(),
+        [Config()],
+        partial(print, end=""),
+    ]
     assert all(item_guards(value, frozenset()) is None for value in mutable)
     assert item_guards({"a": [1, (2.0, None)]}, frozenset())
 
@@ -138,6 +150,57 @@ def test_user_hooks_are_detected_although_steps_register_their_own(place: str) -
         shown.register_post_accumulate_grad_hook(print)
         with pytest.raises(ShardwiseError, match="hook"):
             pm.train_step(BATCH)
+
+
+@lru_cache
+def table(size: int) -> Tensor:
+    return torch.ones(size)
+
+
+class ReadsOutside(nn.Module):
+    """Reads files, settings of torch, and a cached function."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.line, self.flag, self.rate = nn.Linear(3, 2), folder / "flag", folder / "rate"
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 2.0 if self.flag.exists() else 1.0
+        scale *= 3.0 if os.path.isdir(self.flag) else 1.0
+        scale *= float(self.rate.read_text())
+        scale *= 5.0 if torch.are_deterministic_algorithms_enabled() else 1.0
+        scale *= 7.0 if torch.backends.cudnn.benchmark else 1.0
+        return (self.line(x) * table(2)).sum() * scale
+
+
+def test_files_and_settings_that_forward_reads_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ReadsOutside(tmp_path)
+    model.rate.write_text("1.5")
+    pm = parallel(model)
+    assert table(2).tolist() == [1.0, 1.0]  # no tensor of the capture stays in the cache
+
+    def compare() -> None:
+        expected = copy.deepcopy(model)(**BATCH)
+        assert pm.train_step(BATCH).item() == pytest.approx(expected.item(), rel=1e-6)
+
+    compare()
+    model.flag.touch()
+    compare()
+    model.flag.unlink()
+    model.flag.mkdir()
+    compare()
+    model.rate.write_text("-0.25")
+    compare()
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    compare()
+    torch.use_deterministic_algorithms(True)
+    try:
+        compare()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    compare()
 
 
 class ReadsForLongBatches(nn.Module):

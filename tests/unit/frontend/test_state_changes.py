@@ -23,6 +23,7 @@ class Writing(nn.Module):
         hidden = self.linear(x).tanh()
         self.last = hidden.detach().mean()
         self.length = x.shape[0]
+        self.mean = hidden.mean()  # a new attribute
         if not hasattr(self, "table"):
             self.table = torch.arange(4.0)
         return (hidden + self.table).square().mean()
@@ -53,6 +54,8 @@ def test_attributes_that_steps_do_not_assign_are_refused_when_used() -> None:
     with pytest.raises(sw.errors.ProgramError, match="the attribute length"):
         print(model.length + 1)
 
+    with pytest.raises(sw.errors.ProgramError, match="the attribute mean"):
+        print(model.mean + 1)
     assert not hasattr(model, "table")
     with pytest.warns(UserWarning, match="trains a copy of it"):
         model(**batch)

@@ -113,10 +113,7 @@ def test_the_training_flag_decides_about_dropout_and_statistics():
 
 def train(model, batch):
     pm = sw.parallelize(
-        model,
-        batch,
-        lambda graph: sw.strategies.ddp(graph, sw.Cluster.local(1)),
-        loss_fn=loss_fn,
+        model, batch, lambda graph: sw.strategies.ddp(graph, sw.Cluster.local(1)), loss_fn=loss_fn
     )
     return pm, sw.optimizer(pm, torch.optim.SGD, lr=0.1)
 

@@ -64,10 +64,7 @@ def test_dry_run_prints_commands_that_a_shell_can_run(two: Path) -> None:
 
 @pytest.mark.parametrize(
     ("failure", "expected"),
-    [
-        ("sys.exit(3)", 3),
-        pytest.param("os.kill(os.getpid(), 9)", 137, marks=pytest.mark.slow),
-    ],
+    [("sys.exit(3)", 3), pytest.param("os.kill(os.getpid(), 9)", 137, marks=pytest.mark.slow)],
 )
 def test_a_failing_node_stops_all_nodes(two: Path, failure: str, expected: int) -> None:
     write(

@@ -81,8 +81,7 @@ def test_if_one_stage_is_longest_the_others_are_level() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    thinned(["llama", "vit", "t5", "bert", "mamba"], lambda i, _: i == 0),
+    "name", thinned(["llama", "vit", "t5", "bert", "mamba"], lambda i, _: i == 0)
 )
 def test_no_stage_begins_at_random_or_free_nodes(name: str) -> None:
     graph, facts = captured(name, 0.1)

@@ -30,7 +30,7 @@ def test_a_signature_shows_every_option(name: str) -> None:
 @pytest.mark.parametrize("name", NAMED)
 def test_defaults_are_those_of_make_plan(name: str) -> None:
     shared = inspect.signature(make_plan).parameters
-    own = ("pp", "num_microbatches", "schedule") if name == "pipeline" else ()
+    own = {"pipeline": ("pp", "num_microbatches", "schedule"), "expert": ("ep",)}.get(name, ())
     for parameter in inspect.signature(getattr(sw.strategies, name)).parameters.values():
         if parameter.name in shared and parameter.name not in own:
             assert parameter.default == shared[parameter.name].default

@@ -170,10 +170,7 @@ def test_deviations_from_a_row_are_noted(
         ("", {}),
         ("", {"interconnect": "NVLink; 4x100Gb RoCE per machine"}),
         ("", {"interconnect": "none", "gpus_per_node": "32"}),
-        (
-            "'carrier pigeon' has no known rate",
-            {"interconnect": "NVLink; carrier pigeon"},
-        ),
+        ("'carrier pigeon' has no known rate", {"interconnect": "NVLink; carrier pigeon"}),
         ("16 gpus do not fill nodes of 3: nodes of 2 are used", {"gpus_per_node": "3"}),
         ("params_b is 'seven', not a number above 0", {"params_b": "seven"}),
         ("params_b is 70, but the dims give 0.", {"params_b": "70"}),

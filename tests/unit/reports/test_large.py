@@ -8,13 +8,7 @@ import pytest
 
 import shardwise as sw
 from shardwise.planner.module_tree import FIGURES, Folder, Module
-from shardwise.plans.search_result import (
-    GroupTimes,
-    PassTimes,
-    PlanDetails,
-    StageTimes,
-    StepTimes,
-)
+from shardwise.plans.search_result import GroupTimes, PassTimes, PlanDetails, StageTimes, StepTimes
 from shardwise.reports import timeline
 from shardwise.reports.timeline import MAX_CLASSES, Step, classes_of
 from shardwise.simulation import stored_estimate

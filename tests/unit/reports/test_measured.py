@@ -21,13 +21,7 @@ from shardwise.api.parallelize import trace_labels
 from shardwise.cluster import Cluster
 from shardwise.errors import TraceError
 from shardwise.reports import recorded
-from shardwise.reports.measured import (
-    MAX_ROWS,
-    Measured,
-    both_traces,
-    compare,
-    predicted_causes,
-)
+from shardwise.reports.measured import MAX_ROWS, Measured, both_traces, compare, predicted_causes
 from shardwise.reports.recorded import read_trace
 from shardwise.runtime.tracing import Event, merge, write_trace
 from shardwise.simulation import Estimate

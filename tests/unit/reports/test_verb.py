@@ -119,6 +119,32 @@ def test_an_error_about_corrupt_figures_names_the_file(
     assert not (tmp_path / "r.html").exists()
 
 
+@pytest.mark.parametrize("verb", ["report", "explain"])
+@pytest.mark.parametrize("change", ["cause", "layout", "source", "long key"])
+def test_corrupt_figures_are_refused_by_every_verb(
+    verb: str, change: str, staged: sw.Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p.json"
+    staged.save(path)
+    data = json.loads(path.read_text())
+    search = data["search"]
+    modules = search["details"]["modules"]
+    if change == "cause":
+        search["best"]["causes"]["other"] = search["best"]["causes"].pop("bubble")
+    elif change == "layout":
+        modules["parameters"][0][4] = "dp:0"
+    elif change == "source":
+        modules["sources"][0] = modules["sources"][0][:1]
+    else:
+        data["parameters"]["[" * 50_000] = data["parameters"].popitem()[1]
+    path.write_text(json.dumps(data))
+    words = ("-o", tmp_path / "r.html") if verb == "report" else ()
+    code, _, err = run(capsys, verb, path, *words)
+    assert code == 1
+    assert "PlanError" in err
+    assert str(path) in unwrapped(err).replace(" ", "")
+
+
 def test_a_foreign_trace_leaves_no_page(
     staged: sw.Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,7 +29,7 @@ OPERATIONS: dict[str, Callable[[Transport, Group], Pending]] = {
         torch.ones(4), [2 - g.index, 2 + g.index], [2 - g.index, 2 - g.index], g
     ),
     "broadcast": lambda t, g: t.broadcast(torch.ones(4), 0, g),
-    "send": lambda t, g: t.send(torch.ones(4), 1 - g.index, 0),
+    "send": lambda t, g: t.exchange([(torch.ones(4), 1 - g.index)], [])[0][0],
 }
 
 
@@ -56,7 +56,7 @@ def test_fake_transport_accepts_fake_tensors() -> None:
     with FakeTensorMode():
         gathered = transport.all_gather(torch.empty(3), [3, 2], group).wait()
         scattered = transport.reduce_scatter(torch.empty(5), [3, 2], group).wait()
-        received = transport.receive(torch.empty(7), 1, 0).wait()
+        received = transport.exchange([], [(torch.empty(7), 1)])[1][0].wait()
     assert [t.numel() for t in (gathered, scattered, received)] == [5, 3, 7]
 
 
@@ -67,11 +67,11 @@ def test_a_sent_message_stays_until_the_next_one_or_an_answer() -> None:
         return dict(transport._sent)
 
     first, second = torch.empty(3), torch.empty(4)
-    transport.send(first, 1, 0)
+    transport.exchange([(first, 1)], [])
     assert waiting()[1] is first
-    transport.send(second, 1, 1)
+    transport.exchange([(second, 1)], [])
     assert waiting()[1] is second
-    answer = transport.receive(torch.empty(2), 1, 0)
+    answer = transport.exchange([], [(torch.empty(2), 1)])[1][0]
     assert waiting()
     answer.wait()
     assert not waiting()
@@ -87,9 +87,9 @@ def test_received_values_are_ordinary_and_their_time_is_counted() -> None:
     assert transport.all_gather(torch.empty(0), [1, 0, 1], group).wait().tolist() == [0, 0]
     exchanged = transport.all_to_all(data, [1, 1, 0], [2, 1, 0], group).wait()
     assert exchanged.tolist() == [2, 3, 2]
-    received = transport.receive(torch.full((4,), nan), 0, 0).wait()
+    received = transport.exchange([], [(torch.full((4,), nan), 0)])[1][0].wait()
     assert received.isfinite().all()
-    indices = transport.receive(torch.full((4,), 10**9), 0, 0).wait()
+    indices = transport.exchange([], [(torch.full((4,), 10**9), 0)])[1][0].wait()
     assert not indices.any()
     before = transport.seconds
     scattered = transport.reduce_scatter(torch.ones(1 << 20), [1 << 20, 0, 0], Group((0, 1, 2), 0))

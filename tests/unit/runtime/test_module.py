@@ -17,6 +17,7 @@ from tests.support import toy
 
 class Program:
     hooks = ()
+    is_guarded = False
 
     def __init__(self, module: toy.Toy) -> None:
         self.module = module
@@ -70,9 +71,7 @@ def on_two(fn):  # type: ignore[no-untyped-def]
     return run_threads(2, run, timeout_s=30)
 
 
-def test_a_repeated_step_draws_the_same_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_repeated_step_draws_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     pm, _ = make(ProcessMesh({"dp": 1, "tp": 1}))
     drawn: list[torch.Tensor] = []
     failing = [False, True, False]
@@ -160,6 +159,8 @@ def test_signatures_contain_shapes_dtypes_and_values() -> None:
         lambda loss: sum([loss, loss]).backward(),
         lambda loss: torch.stack([loss, loss]).mean().backward(),
         lambda loss: torch.amp.GradScaler("cpu").scale(loss).backward(),
+        lambda loss: torch.autograd.backward(loss),
+        lambda loss: torch.autograd.backward([torch.ones((), requires_grad=True), loss / 2]),
         lambda loss: torch.autograd.grad(loss, [torch.ones(1, requires_grad=True)]),
     ],
 )

@@ -12,10 +12,7 @@ from shardwise.runtime.splits import Split, assemble
 from shardwise.runtime.transport.threads import ThreadTransport, run_threads
 
 SHAPE = (7, 6)
-SPLITS = (
-    Split(axis="dp", dim=0, of=((1, 7, 1),)),
-    Split(axis="tp", dim=1, of=((3, 2, 1),)),
-)
+SPLITS = (Split(axis="dp", dim=0, of=((1, 7, 1),)), Split(axis="tp", dim=1, of=((3, 2, 1),)))
 
 
 def on_mesh(axes, fn):  # type: ignore[no-untyped-def]

@@ -131,11 +131,7 @@ def test_product_leaves_a_partial_sum() -> None:
 
 def test_permutation_and_equal_sizes() -> None:
     rule = discovered_rule("discovery_test.turn.default", f(4, 4, 4))
-    assert placements(rule) == [
-        (["S(0)"], ["S(1)"]),
-        (["S(1)"], ["S(2)"]),
-        (["S(2)"], ["S(0)"]),
-    ]
+    assert placements(rule) == [(["S(0)"], ["S(1)"]), (["S(1)"], ["S(2)"]), (["S(2)"], ["S(0)"])]
 
 
 @pytest.mark.parametrize("op", ["tangled", "clipped"])

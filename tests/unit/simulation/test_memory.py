@@ -32,8 +32,7 @@ def model() -> tuple[Any, Any, sw.Graph]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "options"),
-    thinned(PLANS, lambda _, plan: plan[0] == "fsdp"),
+    ("strategy", "ranks", "options"), thinned(PLANS, lambda _, plan: plan[0] == "fsdp")
 )
 def test_predicted_peak_matches_the_program(
     strategy: str, ranks: int, options: dict[str, Any]

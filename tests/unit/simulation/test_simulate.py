@@ -10,10 +10,20 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.cost.kernels import CallCost
+from shardwise.cost.meta_run import cost_of, guess
+from shardwise.cost.signature import Signature
 from shardwise.errors import PlanError
 from shardwise.plans import resolve
 from shardwise.sharding.factors import analyze
-from shardwise.simulation import Evaluator, ExecutionConfig, FoldedGraph, Group, WorkloadModel
+from shardwise.simulation import (
+    Evaluator,
+    ExecutionConfig,
+    FoldedGraph,
+    Group,
+    WorkloadModel,
+    workload,
+)
 from tests.support import zoo
 from tests.support.clusters import cards
 from tests.support.searches import unpolished
@@ -97,8 +107,7 @@ def test_half_the_speed_takes_at_least_as_long() -> None:
         cluster,
         nodes=(
             dataclasses.replace(
-                node,
-                devices=(node.devices[0], dataclasses.replace(node.devices[1], speed=0.5)),
+                node, devices=(node.devices[0], dataclasses.replace(node.devices[1], speed=0.5))
             ),
         ),
     )
@@ -238,3 +247,14 @@ def test_generated_code_says_which_collectives_are_solved() -> None:
     assert "- all_reduce on ranks 0-3: solved from" in head
     assert "all_reduce on ranks 0-3: solved" in sw.explain(graph, solved)
     assert sw.compile(graph, solved).fingerprint != sw.compile(graph, plan).fingerprint
+
+
+def test_guessed_costs_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def guessed(call: Signature) -> CallCost:
+        return guess(call, "gelu was not run") if "gelu" in call.op else cost_of(call)
+
+    monkeypatch.setattr(workload, "cost_of", guessed)
+    graph, cluster = deep(3), cards(2)
+    assert sw.simulate(graph, sw.strategies.ddp(graph, cluster), cluster).notes == (
+        "gelu was not run",
+    )

@@ -42,6 +42,7 @@ def test_every_plan_runs() -> None:
     assert all(s > 0 for s in seconds)
 
 
+@pytest.mark.slow
 def test_plans_run_with_their_collective_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = sw.capture(*training.make("odd"))
     plan = sw.strategies.ddp(graph, Cluster.local(2))
@@ -159,6 +160,7 @@ def test_a_dead_fork_server_raises_every_time() -> None:
                 ask("anything")
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_the_fork_server(tmp_path: Path) -> None:
     def work(rank: int, meet: Callable[[], object]) -> None:
         (tmp_path / f"{rank}.part").write_text(str(os.getpid()))

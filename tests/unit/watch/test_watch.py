@@ -57,9 +57,7 @@ def test_a_replaced_or_truncated_file_is_read_again(tmp_path: Path) -> None:
     assert (run.step, run.history.rows, run.generation) == (1, 1, 2)
 
 
-def test_truncated_lines_and_losses_that_are_not_finite_are_tolerated(
-    tmp_path: Path,
-) -> None:
+def test_truncated_lines_and_losses_that_are_not_finite_are_tolerated(tmp_path: Path) -> None:
     make_run(tmp_path, 2)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "loss"\n{"step": 4, "loss": null, "skipped": 1.0}\n')
@@ -106,10 +104,7 @@ def test_folders_of_runs_are_distinguished_from_runs(tmp_path: Path) -> None:
         find_run(file)
 
 
-@given(
-    st.lists(st.none() | st.floats(-1e6, 1e6), min_size=1, max_size=200),
-    st.integers(2, 9),
-)
+@given(st.lists(st.none() | st.floats(-1e6, 1e6), min_size=1, max_size=200), st.integers(2, 9))
 def test_history_has_means_and_extremes_in_few_buckets(
     values: list[float | None], max_buckets: int
 ) -> None:

@@ -1,7 +1,5 @@
 """Time solved collectives next to the library's."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -27,6 +25,7 @@ from shardwise.processes import is_abandoned, owned, run_commands, terminated_as
 PREFIX = "shardwise-bench-"  # of folders
 TIMEOUT_S = 300.0
 SOLVED, LIBRARY = "solved", "library"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # of each process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,17 +81,12 @@ class Bench:
 
     def solutions(self) -> list[Solution]:
         """Solve for every size; the library requires equal parts of sharded operations."""
-        solutions = []
-        for num_bytes in self.sizes:
-            numel = num_bytes // self.item_bytes
-            if self.operation in SHARDED:
-                numel -= numel % self.network.num_ranks
-            solutions.append(
-                solve(
-                    self.network, self.operation, numel, item_bytes=self.item_bytes, root=self.root
-                )
-            )
-        return solutions
+        multiple = self.network.num_ranks if self.operation in SHARDED else 1
+        counts = [num_bytes // self.item_bytes // multiple * multiple for num_bytes in self.sizes]
+        return [
+            solve(self.network, self.operation, numel, item_bytes=self.item_bytes, root=self.root)
+            for numel in counts
+        ]
 
     def rows(self, solutions: Sequence[Solution], times: Sequence[Times]) -> list[Row]:
         """Return the times of each solution with its prediction and bound."""
@@ -131,8 +125,8 @@ def on_emulated_hosts(bench: Bench) -> list[Row]:
     with emulated(bench.network) as layout:
         return _in_processes(
             bench,
-            lambda commands, environment: run_on_hosts(
-                layout, commands, timeout_s=bench.timeout_s, environment=environment
+            lambda commands: run_on_hosts(
+                layout, commands, timeout_s=bench.timeout_s, environment=ENVIRONMENT
             ),
         )
 
@@ -141,11 +135,8 @@ def on_this_machine(bench: Bench) -> list[Row]:
     """Run the benchmark in processes of this machine, without the network's rates."""
     return _in_processes(
         bench,
-        lambda commands, environment: run_commands(
-            commands,
-            what="this machine",
-            timeout_s=bench.timeout_s,
-            environment=environment,
+        lambda commands: run_commands(
+            commands, what="this machine", timeout_s=bench.timeout_s, environment=ENVIRONMENT
         ),
     )
 
@@ -189,9 +180,7 @@ def in_this_group(bench: Bench) -> list[Row] | None:
         dist.destroy_process_group()
 
 
-def _in_processes(
-    bench: Bench, run: Callable[[Sequence[Sequence[str]], dict[str, str]], None]
-) -> list[Row]:
+def _in_processes(bench: Bench, run: Callable[[Sequence[Sequence[str]]], None]) -> list[Row]:
     solutions = bench.solutions()
     _remove_abandoned()
     temporary = tempfile.TemporaryDirectory(prefix=owned(PREFIX))
@@ -213,10 +202,7 @@ def _in_processes(
         task_file = folder / "task.json"
         task_file.write_text(json.dumps(asdict(task)), encoding="utf-8")
         command = [sys.executable, "-m", compare.__module__, str(task_file)]
-        run(
-            [[*command, str(rank)] for rank in range(bench.network.num_ranks)],
-            {"OMP_NUM_THREADS": "1"},
-        )
+        run([[*command, str(rank)] for rank in range(bench.network.num_ranks)])
         results = json.loads(Path(task.result).read_text(encoding="utf-8"))
     return bench.rows(solutions, [Times(**result) for result in results])
 

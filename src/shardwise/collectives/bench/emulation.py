@@ -8,8 +8,6 @@ hosts would route. Both ends of a pair of cards have the same hardware address a
 that only data travel.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -145,7 +143,6 @@ def _rates(network: Network) -> Iterator[str]:
 
 
 # ------------------------------------------------------------ namespaces
-
 PREFIX = "sw"  # of namespaces
 COMMAND_S = 30.0  # limit of one call of ip or tc
 SETTINGS = {"ip_forward": "1", "conf/all/rp_filter": "0", "conf/default/rp_filter": "0"}

@@ -7,8 +7,6 @@ bitwise equal. No rank may wait forever with `window` messages in flight on each
 that messages need besides the data. `interpret` runs a program on arrays, as a reference in tests.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,10 +35,6 @@ class _Executor(Generic[V]):
         self.program, self.values, self.add = program, values, add
         self.position = [0] * program.num_ranks  # index of each rank's next instruction
         self.in_flight: dict[tuple[int, int], deque[tuple[Instruction, list[V]]]] = {}
-        self.outputs = [set(program.ends_with(r)) for r in range(program.num_ranks)]
-        self.inputs = [set(program.begins_with(r)) for r in range(program.num_ranks)]
-        self.relayed = [0] * program.num_ranks  # elements that a rank stores only to forward them
-        self.max_relayed = 0
 
     def run(self) -> None:
         """Run until all lists are done or no rank can continue."""
@@ -95,8 +89,6 @@ class _Executor(Generic[V]):
                 if chunk not in local:
                     raise ProgramError(f"chunk {chunk} is sent before it arrives", where=where)
             queue.append((step, [local[chunk] for chunk in chunks]))
-            if self.program.operation == "all_to_all":
-                self._drop_relayed(rank, chunks)
             return True
         if not queue:
             return False
@@ -113,18 +105,8 @@ class _Executor(Generic[V]):
                     value = self.add(local[chunk], value)
                 except ValueError as error:
                     raise ProgramError(f"chunk {chunk}: {error}", where=where) from None
-            elif chunk not in self.inputs[rank] | self.outputs[rank]:
-                self.relayed[rank] += self.program.chunks[chunk].size
-                self.max_relayed = max(self.max_relayed, self.relayed[rank])
             local[chunk] = value
         return True
-
-    def _drop_relayed(self, rank: int, chunks: range) -> None:
-        """Drop chunks that a rank neither contributed nor needs in the end."""
-        for chunk in chunks:
-            if chunk not in self.inputs[rank] and chunk not in self.outputs[rank]:
-                self.relayed[rank] -= self.program.chunks[chunk].size
-                del self.values[rank][chunk]
 
 
 Term = tuple[int, int]  # contributing ranks as bits; an id of the order of summation
@@ -132,13 +114,12 @@ Term = tuple[int, int]  # contributing ranks as bits; an id of the order of summ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """The traffic and memory of a correct program.
+    """The messages and memory of a correct program.
 
-    `scratch_elements` is the buffer for received messages that are not yet added or forwarded.
+    `scratch_elements` is the buffer for received messages that are not yet added.
     """
 
     num_messages: int
-    sent_elements: tuple[int, ...]
     largest_message: int
     scratch_elements: int
 
@@ -165,38 +146,26 @@ def check(program: MessageProgram) -> Facts:
     executor = _Executor(program, start, add)
     executor.run()
     _check_results(program, executor.values)
-    return _facts(program, executor.max_relayed)
+    return _facts(program)
 
 
 def _check_cover(program: MessageProgram) -> None:
     """Raise unless every element of every input and output is in exactly one chunk."""
-    if program.operation == "all_to_all":
-        for a in range(program.num_ranks):
-            ranges = [chunk[:2] for chunk in program.chunks if chunk.source == a]
-            _tile(ranges, program.numel, f"the input of rank {a}")
-        for b in range(program.num_ranks):
-            ranges = [(c.place, c.place + c.size) for c in program.chunks if c.target == b]
-            _tile(ranges, program.counts[b] * program.num_ranks, f"the output of rank {b}")
-        return
-    _tile([chunk[:2] for chunk in program.chunks], program.numel, "the data")
+    end = 0
+    for start, stop in sorted(chunk for chunk in program.chunks if chunk.size > 0):
+        if start != end:
+            raise ProgramError(
+                f"a chunk ends at element {end}, the next one starts at {start}",
+                hint="each element in one chunk",
+            )
+        end = stop
+    if end != program.numel:
+        raise ProgramError(f"chunks cover {end} of {program.numel} elements")
     if program.counts:
         ends = {0, *(first + n for first, n in zip(program.offsets, program.counts, strict=True))}
         for chunk in program.chunks:
             if any(chunk.start < end < chunk.stop for end in ends):
                 raise ProgramError(f"a chunk {chunk.start}:{chunk.stop} belongs to two ranks")
-
-
-def _tile(ranges: list[tuple[int, int]], numel: int, what: str) -> None:
-    end = 0
-    for start, stop in sorted(r for r in ranges if r[0] < r[1]):
-        if start != end:
-            raise ProgramError(
-                f"{what}: a chunk ends at element {end}, the next one starts at {start}",
-                hint="each element in one chunk",
-            )
-        end = stop
-    if end != numel:
-        raise ProgramError(f"{what}: chunks cover {end} of {numel} elements")
 
 
 def _check_results(program: MessageProgram, values: list[dict[int, Term]]) -> None:
@@ -224,25 +193,19 @@ def _check_results(program: MessageProgram, values: list[dict[int, Term]]) -> No
                 )
 
 
-def _facts(program: MessageProgram, max_relayed: int) -> Facts:
-    sent, scratch, largest = [], 0, 0
+def _facts(program: MessageProgram) -> Facts:
+    scratch, largest = 0, 0
     for steps in program.instructions:
         sizes: dict[int, int] = {}
-        total = 0
         for step in steps:
-            size = sum(program.chunks[c].size for c in range(step.first, step.stop))
+            size = sum(chunk.size for chunk in program.chunks[step.first : step.stop])
             if step.kind == "send":
-                total += size
                 largest = max(largest, size)
             elif step.kind == "reduce":
                 sizes[step.peer] = max(sizes.get(step.peer, 0), size)
-        sent.append(total)
         scratch = max(scratch, program.window * sum(sizes.values()))
     return Facts(
-        num_messages=program.num_messages,
-        sent_elements=tuple(sent),
-        largest_message=largest,
-        scratch_elements=scratch + max_relayed,
+        num_messages=program.num_messages, largest_message=largest, scratch_elements=scratch
     )
 
 
@@ -286,12 +249,10 @@ def _join_output(
     size, first = program.numel, 0
     if program.operation == "reduce_scatter":
         size, first = program.counts[rank], program.offsets[rank]
-    elif program.operation == "all_to_all":
-        size = program.counts[rank] * program.num_ranks
     output = np.zeros(size, dtype=dtype)
     for number in program.ends_with(rank):
         chunk = program.chunks[number]
-        start = (chunk.place if program.operation == "all_to_all" else chunk.start) - first
+        start = chunk.start - first
         if chunk.size:
             output[start : start + chunk.size] = values[number]
     return output

@@ -216,7 +216,6 @@ class CollectiveChoice:
         return self.forests[0 if len(self.forests) == 1 else self.groups.index(ranks)]
 
     # ------------------------------------------------------------ files and text
-
     def to_json(self) -> dict[str, Any]:
         omitted = set() if self.has_trees else {"chunk_bytes", "forests"}
         if self.is_library:

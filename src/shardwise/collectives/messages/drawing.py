@@ -4,8 +4,6 @@ Chunks that take the same path share a picture: `reduce` arrows carry sums inwar
 copies outward.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,15 +41,10 @@ def paths_of(program: MessageProgram) -> list[Path]:
         key = (tuple(sorted(sums.get(chunk, ()))), tuple(sorted(copies.get(chunk, ()))))
         if key != ((), ()):
             same_path.setdefault(key, []).append(chunk)
-    paths = [
-        Path(
-            chunks=tuple(chunks),
-            elements=sum(program.chunks[c].size for c in chunks),
-            sums=inward,
-            copies=outward,
-        )
-        for (inward, outward), chunks in same_path.items()
-    ]
+    paths = []
+    for (inward, outward), chunks in same_path.items():
+        elements = sum(program.chunks[c].size for c in chunks)
+        paths.append(Path(chunks=tuple(chunks), elements=elements, sums=inward, copies=outward))
     return sorted(paths, key=lambda path: -path.elements)
 
 

@@ -25,26 +25,19 @@ from shardwise.files import read_json, write_text
 from shardwise.schema import Form, OneOf, Reader, Stored, Writer, check_fields
 
 FORMAT_VERSION = 1
-OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all")
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
 SUMMING = ("all_reduce", "reduce_scatter", "reduce")
 ROOTED = ("broadcast", "reduce")
-SHARDED = ("reduce_scatter", "all_gather", "all_to_all")  # each rank has its own elements
+SHARDED = ("reduce_scatter", "all_gather")  # each rank has its own elements
 KINDS = ("send", "receive", "reduce")
 _INSTRUCTION = re.compile(r"(send|receive|reduce) (\d+)(?::(\d+))? (->|<-) (\d+)")
 
 
 class Chunk(NamedTuple):
-    """Elements `start` to `stop` of every rank's buffer.
-
-    In an all-to-all they are elements of rank `source`'s input, which go to rank `target`'s output
-    from element `place` on.
-    """
+    """Elements `start` to `stop` of every rank's buffer."""
 
     start: int
     stop: int
-    source: int = -1
-    target: int = -1
-    place: int = -1
 
     @property
     def size(self) -> int:
@@ -77,21 +70,17 @@ class Instruction(NamedTuple):
 
 
 def _read_chunk(numbers: tuple[int, ...]) -> Chunk:
-    if len(numbers) not in (2, len(Chunk._fields)):
+    if len(numbers) != 2:
         raise ProgramError(f"a chunk has {len(numbers)} numbers", hint="[start, stop]")
     return Chunk(*numbers)
-
-
-def _write_chunk(chunk: Chunk) -> list[int]:
-    return list(chunk[:2] if chunk.source < 0 else chunk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageProgram:
     """The instructions of all ranks.
 
-    `counts` are the elements of each rank: its result of a reduce-scatter, its input of an
-    all-gather, or its part of each rank's input of an all-to-all; empty for other operations.
+    `counts` are the elements of each rank: its result of a reduce-scatter, or its input of an
+    all-gather; empty for other operations.
     """
 
     operation: Annotated[str, OneOf(OPERATIONS)]
@@ -100,7 +89,7 @@ class MessageProgram:
     counts: Annotated[tuple[int, ...], Stored(always=True)] = ()
     root: Annotated[int, Stored(always=True)] = -1
     window: Annotated[int, Stored(always=True)] = 1
-    chunks: tuple[Annotated[Chunk, Form(_read_chunk, _write_chunk, tuple[int, ...])], ...]
+    chunks: tuple[Annotated[Chunk, Form(_read_chunk, list, tuple[int, ...])], ...]
     instructions: Annotated[
         tuple[tuple[Annotated[Instruction, Form(Instruction.parse, str)], ...], ...],
         Stored("ranks"),
@@ -134,14 +123,7 @@ class MessageProgram:
             raise ProgramError(f"{len(self.counts)} counts for {self.operation}")
         if sharded and (min(self.counts) < 0 or sum(self.counts) != self.numel):
             raise ProgramError(f"counts {self.counts} do not add up to {self.numel} elements")
-        directed = self.operation == "all_to_all"
         for number, chunk in enumerate(self.chunks):
-            if (chunk.source >= 0) != directed:
-                names = Chunk._fields if directed else Chunk._fields[:2]
-                raise ProgramError(
-                    f"chunk {number} of {self.operation} is {list(chunk)}",
-                    hint=f"[{', '.join(names)}]",
-                )
             if not 0 <= chunk.start <= chunk.stop <= self.numel:
                 raise ProgramError(
                     f"chunk {number} is {chunk.start}:{chunk.stop} of {self.numel} elements"
@@ -157,7 +139,6 @@ class MessageProgram:
         )
 
     # ------------------------------------------------------------ derived facts
-
     @property
     def offsets(self) -> tuple[int, ...]:
         """The first element of each rank."""
@@ -176,15 +157,11 @@ class MessageProgram:
         return [c for c, chunk in enumerate(self.chunks) if self._is_output(rank, chunk)]
 
     def _is_input(self, rank: int, chunk: Chunk) -> bool:
-        if self.operation == "all_to_all":
-            return chunk.source == rank
         if self.operation == "broadcast":
             return rank == self.root
         return self.operation != "all_gather" or self._owns(rank, chunk)
 
     def _is_output(self, rank: int, chunk: Chunk) -> bool:
-        if self.operation == "all_to_all":
-            return chunk.target == rank
         if self.operation == "reduce":
             return rank == self.root
         return self.operation != "reduce_scatter" or self._owns(rank, chunk)
@@ -194,7 +171,6 @@ class MessageProgram:
         return first <= chunk.start and chunk.stop <= first + self.counts[rank]
 
     # ------------------------------------------------------------ files and text
-
     def to_json(self) -> dict[str, Any]:
         """Return plain data with a version."""
         return {"version": FORMAT_VERSION, **Writer().fields(self)}
@@ -231,8 +207,7 @@ class MessageProgram:
             f"{len(self.chunks)} chunks, {self.num_messages} messages"
         ]
         for number, chunk in enumerate(self.chunks):
-            ends = f" of rank {chunk.source} -> {chunk.target}" if chunk.source >= 0 else ""
-            lines.append(f"chunk {number}: elements {chunk.start}:{chunk.stop}{ends}")
+            lines.append(f"chunk {number}: elements {chunk.start}:{chunk.stop}")
         for rank in range(self.num_ranks) if ranks is None else ranks:
             lines.append(f"rank {rank}:")
             lines += [f"  {step}" for step in self.instructions[rank]]
@@ -284,10 +259,7 @@ def parse_ranks(text: str, where: str | None = None) -> Ranks:
         first, last, step = match.groups() if match is not None else ("1", "0", "1")
         span = range(int(first), int(last or first) + 1, int(step or 1))
         if not span or len(ranks) + len(span) > MAX_RANKS:
-            raise PlanError(
-                f"ranks {text[:80]!r} are not ranges of at most {MAX_RANKS:,} ranks",
-                where=where,
-                hint='"0-3", "0,2" or "0-12/4"',
-            )
+            message = f"ranks {text[:80]!r} are not ranges of at most {MAX_RANKS:,} ranks"
+            raise PlanError(message, where=where, hint='"0-3", "0,2" or "0-12/4"')
         ranks += span
     return tuple(ranks)

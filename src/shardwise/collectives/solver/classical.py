@@ -5,8 +5,6 @@ doubling, are rounds of messages. A function returns None if the algorithm does 
 an edge that the network does not have.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,8 +23,6 @@ ALL_ORDERS = 6  # with at most this many ranks, try all rings
 
 
 # ------------------------------------------------------------ trees
-
-
 def ring(network: Network, demand: Demand, order: Sequence[int]) -> tuple[Tree, ...] | None:
     """Return the ring over `order`, which data pass once to be summed and once to be copied."""
     count = len(order)
@@ -73,17 +69,8 @@ def binomial(network: Network, demand: Demand) -> tuple[Tree, ...] | None:
     for position in range(1, count):
         lowest_bit = position & -position
         parents[(position + root) % count] = (position - lowest_bit + root) % count
-    return _possible_trees(
-        network,
-        [
-            Tree(
-                weight=1.0,
-                root=root,
-                inward=tuple(parents) if demand.inward else (),
-                outward=tuple(parents) if demand.outward else (),
-            )
-        ],
-    )
+    inward, outward = (tuple(parents) if used else () for used in (demand.inward, demand.outward))
+    return _possible_trees(network, [Tree(weight=1.0, root=root, inward=inward, outward=outward)])
 
 
 def hierarchical(network: Network, demand: Demand) -> tuple[Tree, ...] | None:
@@ -97,20 +84,18 @@ def hierarchical(network: Network, demand: Demand) -> tuple[Tree, ...] | None:
         return None
     count = network.num_ranks
     shares = demand.shares or (1 / count,) * count
-    return _possible_trees(
-        network,
-        [
-            Tree(
-                weight=shares[root],
-                root=root,
-                inward=_over_nodes(nodes, home, place, count, 1) if demand.inward else (),
-                outward=_over_nodes(nodes, home, place, count, -1) if demand.outward else (),
-            )
-            for home, node in enumerate(nodes)
-            for place, root in enumerate(node)
-            if shares[root] > 0
-        ],
-    )
+    trees = [
+        Tree(
+            weight=shares[root],
+            root=root,
+            inward=_over_nodes(nodes, home, place, count, 1) if demand.inward else (),
+            outward=_over_nodes(nodes, home, place, count, -1) if demand.outward else (),
+        )
+        for home, node in enumerate(nodes)
+        for place, root in enumerate(node)
+        if shares[root] > 0
+    ]
+    return _possible_trees(network, trees)
 
 
 def _over_nodes(
@@ -135,8 +120,6 @@ def _possible_trees(network: Network, trees: Sequence[Tree]) -> tuple[Tree, ...]
 
 
 # ------------------------------------------------------------ rounds
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
     """Messages in rounds; all messages of a round leave before any of them is used."""
@@ -149,12 +132,9 @@ class Rounds:
     def lowered(self, network: Network, item_bytes: int) -> Lowered:
         """Return the messages in order; within a round a rank sends before it receives."""
         events: list[int] = []
-        first = 0
         for messages in self.rounds:
-            numbers = range(first, first + len(messages))
-            events += [2 * i for i in numbers]
-            events += [2 * i + 1 for i in numbers]
-            first += len(messages)
+            first, stop = len(events), len(events) + 2 * len(messages)
+            events += [*range(first, stop, 2), *range(first + 1, stop, 2)]
         return Lowered(
             demand=self.demand,
             num_ranks=network.num_ranks,
@@ -206,9 +186,7 @@ class Rounds:
             for a, b, _, first, stop in messages:
                 elements = sum(chunk.size for chunk in self.chunks[first:stop])
                 load += elements * network.loads(network.edge[[a], [b]])
-        if not len(load):
-            return 0.0
-        return float((load / network.capacity).max()) / max(self.chunks[-1].stop, 1)
+        return float((load / network.capacity).max(initial=0.0)) / max(self.chunks[-1].stop, 1)
 
 
 def recursive_doubling(network: Network, demand: Demand, numel: int) -> Rounds | None:

@@ -4,8 +4,6 @@ Every rank derives its program from the plan alone, for any number of elements, 
 or the solver.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +20,7 @@ from shardwise.collectives.messages.choice import (
     format_groups,
 )
 from shardwise.collectives.solver.lower import SMALLEST_CHUNK_BYTES, Lowered, Size, lower_trees
-from shardwise.collectives.solver.network import NONE, Network
+from shardwise.collectives.solver.network import NONE, Network, padded
 from shardwise.collectives.solver.spec import Demand
 from shardwise.collectives.solver.trees import load_time
 from shardwise.errors import PlanError, ProgramError
@@ -115,14 +113,9 @@ def verify(choice: CollectiveChoice) -> None:
     for number, forest in enumerate(choice.forests):
         try:
             _check_forest(forest, choice.operation)
-            for numel, counts, chunk_bytes in _sizes(forest, choice.operation):
+            for numel, counts, chunk in _sizes(forest, choice.operation):
                 messages = lowered(
-                    forest,
-                    choice.operation,
-                    numel,
-                    item_bytes=1,
-                    chunk_bytes=chunk_bytes,
-                    counts=counts,
+                    forest, choice.operation, numel, item_bytes=1, chunk_bytes=chunk, counts=counts
                 )
                 check(messages.program(numel))
         except (ProgramError, ValueError, IndexError) as error:
@@ -190,15 +183,13 @@ def chunk_of(num_bytes: int, chunk_bytes: int) -> int:
 def _network(forest: Forest) -> Network:
     """Return the edges of a forest as a `Network`."""
     edges = forest.edges
-    width = max((len(edge.uses) for edge in edges), default=0)
-    uses = [[*edge.uses, *[NONE] * (width - len(edge.uses))] for edge in edges]
     return Network(
         names=tuple(str(rank) for rank in range(forest.num_ranks)),
         resources=tuple(str(i) for i in range(len(forest.capacity))),
         capacity=np.array(forest.capacity, dtype=np.float64),
         source=np.array([edge.source for edge in edges], dtype=np.int64),
         target=np.array([edge.target for edge in edges], dtype=np.int64),
-        uses=np.array(uses, dtype=np.int64).reshape(len(edges), width),
+        uses=padded([edge.uses for edge in edges]),
         latency_s=np.array([edge.latency_s for edge in edges], dtype=np.float64),
         message_s=forest.message_s,
     )

@@ -1,4 +1,4 @@
-"""Lower trees and routes to messages, ordered by a simulation of when each leaves and arrives.
+"""Lower trees to messages, ordered by a simulation of when each leaves and arrives.
 
 In the simulation, each resource serves messages first come, first served, with at most `WINDOW`
 messages in flight on an edge. A chunk may start when its tree would have sent the chunks before it
@@ -7,12 +7,10 @@ Ranks that list their instructions in this one order cannot deadlock, since the 
 execution of all of them.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -21,9 +19,9 @@ import numpy as np
 
 from shardwise.collectives.messages import Chunk, Instruction, MessageProgram
 from shardwise.collectives.messages.choice import Tree
+from shardwise.collectives.messages.program import SHARDED
 from shardwise.collectives.solver.network import Network
 from shardwise.collectives.solver.spec import Demand
-from shardwise.collectives.solver.trees import Route
 
 WINDOW = 4  # messages in flight on an edge: enough to keep it busy while a rank sums
 
@@ -70,16 +68,6 @@ def tree_path(tree: Tree) -> MessagePath:
             opens[gate].append(len(sends))
             sends.append((parent, rank, "receive", count + rank))
     return MessagePath(sends=tuple(sends), waits=tuple(waits), opens=tuple(map(tuple, opens)))
-
-
-def route_path(ranks: Sequence[int]) -> MessagePath:
-    """Return the sends along a route, one after the other."""
-    hops = range(len(ranks) - 1)
-    return MessagePath(
-        sends=tuple((ranks[i], ranks[i + 1], "receive", i + 1) for i in hops),
-        waits=(0, *(1 for _ in hops)),
-        opens=(*((i,) for i in hops), ()),
-    )
 
 
 class _Simulation:
@@ -228,84 +216,43 @@ class Size:
         return [elements * i // count for i in range(count + 1)]
 
 
-class _Builder:
-    """Chunks and the paths they take."""
-
-    def __init__(self, network: Network, demand: Demand, size: Size) -> None:
-        self.network, self.demand, self.size = network, demand, size
-        self.chunks: list[Chunk] = []
-        self.released: list[Released] = []
-
-    def add(self, path: MessagePath, start: int, stop: int, *placed: int) -> None:
-        """Add the elements `start` to `stop` along a path, in chunks.
-
-        For an all-to-all, `placed` is their source, target, and first element in the output.
-        """
-        bounds = self.size.bounds(stop - start)
-        for turn, (low, high) in enumerate(pairwise(bounds)):
-            place = (*placed[:2], placed[2] + low) if placed else ()
-            start_s = self.size.span_s * turn / (len(bounds) - 1)
-            num_bytes = (high - low) * self.size.item_bytes
-            self.released.append(Released(start_s, path, len(self.chunks), num_bytes))
-            self.chunks.append(Chunk(start + low, start + high, *place))
-
-    def add_trees(self, trees: Sequence[Tree], first: int, count: int) -> None:
-        """Divide `count` elements among trees by weight."""
-        if not trees and count:  # elements of a rank whose share was zero
-            raise ValueError(f"no tree for {count} elements")
-        for tree, (low, high) in zip(trees, pairwise(_bounds(trees, count)), strict=True):
-            if high > low:
-                self.add(tree_path(tree), first + low, first + high)
-
-    def lowered(self, counts: tuple[int, ...]) -> Lowered:
-        """Simulate the messages; return them in order of time."""
-        simulation = _Simulation(self.network, self.released)
-        simulation.run()
-        return Lowered(
-            demand=self.demand,
-            num_ranks=self.network.num_ranks,
-            counts=counts,
-            chunks=tuple(self.chunks),
-            messages=tuple(simulation.messages),
-            events=tuple(np.argsort(np.array(simulation.times), kind="stable").tolist()),
-            seconds=max(simulation.times, default=0.0),
-        )
-
-
 def lower_trees(
     network: Network, demand: Demand, size: Size, trees: Sequence[Tree], counts: tuple[int, ...]
 ) -> Lowered:
     """Return the program of trees; each rank's elements are divided among the trees of its root."""
-    builder = _Builder(network, demand, size)
-    if demand.operation in ("reduce_scatter", "all_gather"):
-        for root, (first, count) in enumerate(zip(_starts(counts), counts, strict=True)):
-            builder.add_trees([tree for tree in trees if tree.root == root], first, count)
-    else:
-        builder.add_trees(trees, 0, size.numel)
-    return builder.lowered(counts)
+    shares = [(trees, 0, size.numel)]
+    if demand.operation in SHARDED:
+        ends = enumerate(pairwise(accumulate(counts, initial=0)))
+        shares = [([t for t in trees if t.root == root], *own) for root, own in ends]
+    chunks: list[Chunk] = []
+    released: list[Released] = []
+    for tree, start, stop in (part for share in shares for part in _divided(*share)):
+        path, bounds = tree_path(tree), size.bounds(stop - start)
+        for turn, (low, high) in enumerate(pairwise(bounds)):
+            start_s = size.span_s * turn / (len(bounds) - 1)
+            num_bytes = (high - low) * size.item_bytes
+            released.append(Released(start_s, path, len(chunks), num_bytes))
+            chunks.append(Chunk(start + low, start + high))
+    simulation = _Simulation(network, released)
+    simulation.run()
+    return Lowered(
+        demand=demand,
+        num_ranks=network.num_ranks,
+        counts=counts,
+        chunks=tuple(chunks),
+        messages=tuple(simulation.messages),
+        events=tuple(np.argsort(np.array(simulation.times), kind="stable").tolist()),
+        seconds=max(simulation.times, default=0.0),
+    )
 
 
-def lower_routes(
-    network: Network, demand: Demand, size: Size, routes: Sequence[Route], counts: tuple[int, ...]
-) -> Lowered:
-    """Return the program of routes, including what each rank keeps for itself."""
-    builder = _Builder(network, demand, size)
-    of_pair: dict[tuple[int, int], list[Route]] = {}
-    for route in routes:
-        of_pair.setdefault((route.ranks[0], route.ranks[-1]), []).append(route)
-    for b, (first, count) in enumerate(zip(_starts(counts), counts, strict=True)):
-        for a in range(network.num_ranks):
-            if a == b:
-                builder.chunks.append(Chunk(first, first + count, a, a, a * count))
-                continue
-            routes_of_pair = of_pair.get((a, b), [])
-            for route, (low, high) in zip(
-                routes_of_pair, pairwise(_bounds(routes_of_pair, count)), strict=True
-            ):
-                if high > low:
-                    path = route_path(route.ranks)
-                    builder.add(path, first + low, first + high, a, b, a * count + low)
-    return builder.lowered(counts)
+def _divided(trees: Sequence[Tree], first: int, end: int) -> Iterator[tuple[Tree, int, int]]:
+    """Divide the elements `first` to `end` among trees by weight."""
+    if not trees and end > first:  # elements of a rank whose share was zero
+        raise ValueError(f"no tree for {end - first} elements")
+    for tree, (low, high) in zip(trees, pairwise(_bounds(trees, end - first)), strict=True):
+        if high > low:
+            yield tree, first + low, first + high
 
 
 def even_counts(numel: int, shares: Sequence[float]) -> tuple[int, ...]:
@@ -315,19 +262,14 @@ def even_counts(numel: int, shares: Sequence[float]) -> tuple[int, ...]:
     return tuple(high - low for low, high in pairwise(ends))
 
 
-def _bounds(items: Sequence[Tree] | Sequence[Route], count: int) -> list[int]:
+def _bounds(items: Sequence[Tree], count: int) -> list[int]:
     total = sum(item.weight for item in items) or 1.0
     weights = (item.weight for item in items)
     ends = [round(count * end / total) for end in accumulate(weights, initial=0.0)]
     return [*ends[:-1], count] if items else [0]
 
 
-def _starts(counts: Sequence[int]) -> list[int]:
-    return list(accumulate(counts, initial=0))[:-1]
-
-
 # ------------------------------------------------------------ chunking
-
 SMALLEST_CHUNK_BYTES = 32 * 1024
 # A window of chunks of 380 KB on three edges to one slow card overflows its queue (measured: 13 to
 # 30% lost to TCP, 2% with 97 KB); a chunk should still take as long as this many messages cost.
@@ -356,7 +298,7 @@ class Pace:
 class Load:
     """The traffic of a candidate.
 
-    `bytes_s` is the time of its bytes alone. With one chunk for each tree or route, there are
+    `bytes_s` is the time of its bytes alone. With one chunk for each tree, there are
     `per_turn` messages, and the largest chunk has `largest_bytes`.
     """
 

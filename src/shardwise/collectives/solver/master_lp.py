@@ -1,8 +1,8 @@
 """The master problem: a linear program over the columns generated so far, and the generation loop.
 
-A *column* is one path for data: a tree into a root, a tree out of one, or a route. A *flow* is what
-columns compete for: the trees into rank v, the trees out of rank v, or the routes from i to j. With
-a_k the fraction of the data on column k, and l_rk how often that column uses resource r,
+A *column* is one path for data: a tree into a root, or a tree out of one. A *flow* is what columns
+compete for: the trees into rank v, or the trees out of rank v. With a_k the fraction of the data on
+column k, and l_rk how often that column uses resource r,
 
     minimize  t
     such that Σ_k l_rk a_k <= c_r t          for each resource r       (price y_r)
@@ -13,8 +13,6 @@ t is seconds per byte. Everything is per orbit of a symmetry: loads and capaciti
 the resources of an orbit, x over its ranks. An `Answer` holds the optimal weights and prices with
 Σ_r c_r y_r = 1.
 """
-
-from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +31,7 @@ NEGLIGIBLE = 1e-6  # fraction of a flow; smaller weights are rounding of the sol
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Column:
-    """A tree or route of one flow: parents or a list of ranks, and its load on each resource."""
+    """A tree of one flow: the parents of all ranks, and its load on each resource."""
 
     flow: int
     path: Ints
@@ -158,7 +156,7 @@ class Master:
         return float((costs[0::2] + costs[1::2]).min(initial=np.inf))
 
 
-# Column generation: add trees and routes as long as they are cheaper than those in use.
+# Column generation: add trees as long as they are cheaper than those in use.
 #
 # At any prices y with Σ c y = 1, the cost of the cheapest columns is a lower bound on the optimum,
 # which does not depend on the accuracy of the linear solver. The solver's prices oscillate, so new
@@ -214,11 +212,9 @@ def generate(
         smoothing = SMOOTHING if answer.time < before else smoothing / 2
         if time.process_time() - began > limit_s:
             break
+    bound = min(bound, answer.time)
     return Generated(
-        columns=tuple(columns.values()),
-        answer=answer,
-        bound=min(bound, answer.time),
-        prices=best_prices,
+        columns=tuple(columns.values()), answer=answer, bound=bound, prices=best_prices
     )
 
 

@@ -61,7 +61,6 @@ class Network:
     groups: tuple[tuple[int, ...], ...] = ()
 
     # ------------------------------------------------------------ constructors
-
     @classmethod
     def of_cluster(cls, cluster: Cluster, ranks: Sequence[int] | None = None) -> Network:
         """Return the network between `ranks` of a cluster, by default all; rank i is `ranks[i]`."""
@@ -126,11 +125,8 @@ class Network:
             where = f"send {a} -> {b}"
             for name in (a, b):
                 if name not in place:
-                    raise ClusterError(
-                        f"no rank {name!r}{did_you_mean(name, ranks)}",
-                        where=where,
-                        hint=f"ranks: {', '.join(ranks)}",
-                    )
+                    message = f"no rank {name!r}{did_you_mean(name, ranks)}"
+                    raise ClusterError(message, where=where, hint=f"ranks: {', '.join(ranks)}")
             if a == b:
                 raise ClusterError("a rank cannot send to itself", where=where)
             latencies.append(_seconds("latency", send.latency_s, where))
@@ -141,16 +137,13 @@ class Network:
                     )
             ends.append((place[a], place[b]))
             used.append(sorted({index[name] for name in send.resources if name in index}))
-        width = max((len(row) for row in used), default=0)
         return cls(
             names=tuple(ranks),
             resources=tuple(finite),
             capacity=np.array([rates[name] for name in finite], dtype=np.float64),
             source=np.array([a for a, _ in ends], dtype=np.int64),
             target=np.array([b for _, b in ends], dtype=np.int64),
-            uses=np.array(
-                [row + [NONE] * (width - len(row)) for row in used], dtype=np.int64
-            ).reshape(len(used), width),
+            uses=padded(used),
             latency_s=np.array(latencies, dtype=np.float64),
             message_s=_seconds("message_s", message_s),
         )
@@ -203,7 +196,6 @@ class Network:
         return cls.of(names, capacities, sends, message_s=message_s)
 
     # ------------------------------------------------------------ derived values
-
     @property
     def num_ranks(self) -> int:
         return len(self.names)
@@ -223,9 +215,7 @@ class Network:
     def bandwidth(self) -> Floats:
         """The bytes per second of each edge when no other is active."""
         padded = np.append(self.capacity, math.inf)
-        if not self.uses.shape[1]:
-            return np.full(self.num_edges, math.inf)
-        return np.asarray(padded[self.uses].min(axis=1))
+        return np.asarray(padded[self.uses].min(axis=1, initial=math.inf))
 
     def loads(self, edges: Ints) -> Floats:
         """Return how often each resource is used by `edges`, counting repetitions."""
@@ -243,34 +233,34 @@ class Network:
         values[self.source, self.target] = of_edge
         return values
 
-    def check_reach(self, *, outward: Sequence[int], inward: Sequence[int]) -> None:
-        """Raise if a rank cannot be reached from `outward` or cannot reach `inward`."""
-        for roots, source, target in (
-            (outward, self.source, self.target),
-            (inward, self.target, self.source),
-        ):
-            for root in roots:
-                unreached = _unreached(source, target, root, self.num_ranks)
-                if unreached:
-                    pair = (root, unreached[0]) if roots is outward else (unreached[0], root)
-                    a, b = (self.names[rank] for rank in pair)
-                    raise ClusterError(
-                        f"rank {b} cannot be reached from rank {a}, directly or through others: "
-                        f"{self.num_edges} sends between {self.num_ranks} ranks are possible",
-                        hint=f"a link that leads to {b}",
-                    )
+    def check_reach(self, root: int, *, outward: bool, inward: bool) -> None:
+        """Raise if a rank cannot be reached from the root, or cannot reach it."""
+        pairs = []
+        if outward:
+            pairs += [(root, r) for r in self._unreached(self.source, self.target, root)]
+        if inward:
+            pairs += [(r, root) for r in self._unreached(self.target, self.source, root)]
+        if pairs:
+            a, b = (self.names[rank] for rank in pairs[0])
+            raise ClusterError(
+                f"rank {b} cannot be reached from rank {a}, directly or through others: "
+                f"{self.num_edges} sends between {self.num_ranks} ranks are possible",
+                hint=f"a link that leads to {b}",
+            )
+
+    def _unreached(self, source: Ints, target: Ints, start: int) -> list[int]:
+        """Return the ranks that cannot be reached from `start` over any number of edges."""
+        reached = np.arange(self.num_ranks) == start
+        while not reached[target[reached[source]]].all():
+            reached[target[reached[source]]] = True
+        return np.flatnonzero(~reached).tolist()
 
 
-def _unreached(source: Ints, target: Ints, start: int, count: int) -> list[int]:
-    """Return the ranks that cannot be reached from `start` over any number of edges."""
-    reached = np.zeros(count, dtype=bool)
-    reached[start] = True
-    while True:
-        following = reached.copy()
-        following[target[reached[source]]] = True
-        if (following == reached).all():
-            return [int(r) for r in np.flatnonzero(~reached)]
-        reached = following
+def padded(rows: Sequence[Sequence[int]]) -> Ints:
+    """Return rows of resources as a matrix, filled up with `NONE`."""
+    width = max(map(len, rows), default=0)
+    filled = [[*row, *[NONE] * (width - len(row))] for row in rows]
+    return np.array(filled, dtype=np.int64).reshape(len(rows), width)
 
 
 def _message_s(cluster: Cluster, ranks: Sequence[int]) -> float:

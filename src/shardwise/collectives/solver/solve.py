@@ -6,8 +6,6 @@ are simulated on the network; the shortest time wins. The resulting `Solution` i
 that no program can beat.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -32,21 +30,12 @@ from shardwise.collectives.solver.lower import (
     Pace,
     Size,
     even_counts,
-    lower_routes,
     lower_trees,
     max_chunks,
 )
 from shardwise.collectives.solver.network import Network, find_symmetry
 from shardwise.collectives.solver.spec import Demand, cut_bound, demand_of, whole_number
-from shardwise.collectives.solver.trees import (
-    SLACK,
-    Packing,
-    RouteProblem,
-    Routing,
-    TreeProblem,
-    load_time,
-    max_depth_of,
-)
+from shardwise.collectives.solver.trees import SLACK, Packing, TreeProblem, load_time, max_depth_of
 from shardwise.errors import ClusterError
 
 PROVED = 1e-4  # a time within this gap of the bound counts as optimal
@@ -61,8 +50,8 @@ MAX_TUNED = 3  # candidates whose full program is built
 class Solution:
     """A program with its times, for `numel` elements of `item_bytes`.
 
-    `bandwidth_s` is the time of the busiest resource. `lp_bound_s` is a lower bound for any trees
-    or routes, `cut_bound_s` for any algorithm that moves sums and copies; neither includes latency.
+    `bandwidth_s` is the time of the busiest resource. `lp_bound_s` is a lower bound for any
+    trees, `cut_bound_s` for any algorithm that moves sums and copies; neither includes latency.
     `predicted_s` is the total time with latencies and pipeline fill.
     """
 
@@ -77,7 +66,7 @@ class Solution:
     depth: int
     symmetry: int
     others: tuple[tuple[str, float], ...]
-    trees: tuple[Tree, ...] = field(default=(), compare=False)  # empty for rounds and routes
+    trees: tuple[Tree, ...] = field(default=(), compare=False)  # empty for rounds
 
     @property
     def num_bytes(self) -> int:
@@ -121,7 +110,7 @@ class Solution:
         if self.cut_bound_s >= self.lp_bound_s * (1 - 1e-4):
             return "proved: no algorithm uses the network better"
         apart = self.lp_bound_s / self.cut_bound_s - 1 if self.cut_bound_s else 1.0
-        return f"proved for trees and routes; the bound by cuts is {apart:.2%} lower"
+        return f"proved for trees; the bound by cuts is {apart:.2%} lower"
 
     def __str__(self) -> str:
         program = self.program
@@ -130,7 +119,7 @@ class Solution:
             f"{self.name}",
             f"  predicted      {_ms(self.predicted_s)}",
             f"  busiest        {_ms(self.bandwidth_s)}   time of the busiest resource",
-            f"  trees' bound   {_ms(self.lp_bound_s)}   lower bound for any trees or routes",
+            f"  trees' bound   {_ms(self.lp_bound_s)}   lower bound for any trees",
             f"  cuts' bound    {_ms(self.cut_bound_s)}   lower bound for any algorithm",
             f"  {self.proof()}",
         ]
@@ -188,8 +177,8 @@ def solve(
 ) -> Solution:
     """Return the fastest program.
 
-    `counts` are the elements of each rank for reduce-scatter, all-gather and all-to-all, by default
-    as equal as possible.
+    `counts` are the elements of each rank for reduce-scatter and all-gather, by default as equal as
+    possible.
 
     >>> solution = solve(Network.of_cards([8e8, 8e8, 8e8, 2e8]), "all_reduce", 1_000_000)
     >>> round(solution.bandwidth_s * 1e3, 2), round(solution.cut_bound_s * 1e3, 2)
@@ -265,12 +254,8 @@ class _Solver:
         lowered = candidate.lower(pace)
         filling = 0.0 if load is None else load.filling_s(pace.turns, lowered.seconds)
         expected = lowered.seconds if load is None else load.expected_s(filling)
-        return _Trial(
-            candidate=candidate,
-            lowered=lowered,
-            filling_s=filling,
-            expected_s=min(expected, lowered.seconds),
-        )
+        expected = min(expected, lowered.seconds)
+        return _Trial(candidate=candidate, lowered=lowered, filling_s=filling, expected_s=expected)
 
     def tuned(self, trial: _Trial) -> Lowered:
         """Lower the candidate with as many chunks as pay off."""
@@ -282,9 +267,6 @@ class _Solver:
         return finer if worth else trial.lowered
 
     def candidates(self) -> Iterator[_Candidate]:
-        if self.demand.operation == "all_to_all":
-            yield self.routes()
-            return
         if self.network.num_ranks == 1:
             tree = Tree(weight=1.0, root=0, inward=(-1,), outward=(-1,))
             yield self.trees("nothing to send", (tree,), 0.0, 0)
@@ -296,28 +278,21 @@ class _Solver:
         ):
             if trees is not None:
                 yield self.trees(name, trees, load_time(self.network, trees), max_depth_of(trees))
+        halving = halving_doubling(self.network, self.demand, self.numel, self.counts)
         for name, rounds in (
             ("recursive doubling", recursive_doubling(self.network, self.demand, self.numel)),
-            (
-                "halving and doubling",
-                halving_doubling(self.network, self.demand, self.numel, self.counts),
-            ),
+            ("halving and doubling", halving),
         ):
             if rounds is not None:
                 yield self.in_rounds(name, rounds)
 
     # ------------------------------------------------------------ kinds of candidates
-
     def packings(self) -> Iterator[_Candidate]:
         """Yield packings, from few hops up to those that use the network best."""
         halves = self.demand.inward + self.demand.outward
         messages = halves * (self.network.num_ranks - 1)
-        problem = TreeProblem(
-            self.network,
-            self.demand,
-            self.symmetry,
-            max_chunks=max_chunks(self.num_bytes, self.network.num_ranks, messages),
-        )
+        chunks = max_chunks(self.num_bytes, self.network.num_ranks, messages)
+        problem = TreeProblem(self.network, self.demand, self.symmetry, max_chunks=chunks)
         optimum = problem.optimum(self.limit_s)
         self.bound = problem.bound
         self.bottlenecks = _bottlenecks(self.network, problem)
@@ -356,17 +331,14 @@ class _Solver:
             )
 
         halves = self.demand.inward + self.demand.outward
+        weights = [tree.weight for tree in trees]
+        per_turn = len(trees) * halves * (self.network.num_ranks - 1)
         return _Candidate(
             name=name,
             lower=lower,
             s_per_byte=s_per_byte,
             depth=depth,
-            load=self.load(
-                [tree.weight for tree in trees],
-                len(trees) * halves * (self.network.num_ranks - 1),
-                s_per_byte,
-                depth * halves,
-            ),
+            load=self.load(weights, per_turn, s_per_byte, depth * halves),
             trees=tuple(trees),
         )
 
@@ -379,33 +351,7 @@ class _Solver:
             depth=len(rounds.rounds),
         )
 
-    def routes(self) -> _Candidate:
-        """Return the routes of an all-to-all as a candidate."""
-        routing = Routing(routes=(), s_per_byte=0.0, bound=0.0)
-        if self.network.num_ranks > 1:
-            problem = RouteProblem(self.network, self.demand, self.symmetry)
-            routing = problem.solve(self.limit_s)
-            self.bottlenecks = _bottlenecks(self.network, problem)
-        self.bound = routing.bound
-
-        def lower(pace: Pace) -> Lowered:
-            size = self.size(pace, routing.s_per_byte)
-            return lower_routes(self.network, self.demand, size, routing.routes, self.counts)
-
-        hops = [len(route.ranks) - 1 for route in routing.routes]
-        longest = max(hops, default=0)
-        return _Candidate(
-            name="direct sends" if longest <= 1 else f"routes of up to {longest} hops",
-            lower=lower,
-            s_per_byte=routing.s_per_byte,
-            depth=longest,
-            load=self.load(
-                [route.weight for route in routing.routes], sum(hops), routing.s_per_byte, longest
-            ),
-        )
-
     # ------------------------------------------------------------ chunks
-
     def load(self, weights: Sequence[float], per_turn: int, s_per_byte: float, hops: int) -> Load:
         """Return the load that decides how a candidate is chunked."""
         network = self.network
@@ -447,7 +393,7 @@ class _Solver:
         return min(count / (sum(counts) * share) for count, share in pairs if share > 0)
 
 
-def _bottlenecks(network: Network, problem: TreeProblem | RouteProblem) -> tuple[str, ...]:
+def _bottlenecks(network: Network, problem: TreeProblem) -> tuple[str, ...]:
     """Return the resources with a nonzero price in the proof of the bound, scarcest first."""
     scarcity = problem.prices * problem.master.capacity
     names = []

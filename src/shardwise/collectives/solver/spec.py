@@ -4,14 +4,11 @@ A `Demand` says whether data flow into roots, out of them or both, and what frac
 its root on each rank.
 
 Data must cross the boundary of any set S of ranks: with x(S) the fraction whose roots are in S, 1 -
-x(S) of the data leave S as sums and 1 - x(S) enter it as results; in an all-to-all, all that S has
-for other ranks. For a family of sets, all these constraints together form a small linear program
-over the traffic of each edge and the roots. Its value, in seconds per byte, bounds every algorithm
-that moves sums and copies, and the program over trees is never below it. With all sets in the
-family the two are equal (Edmonds).
+x(S) of the data leave S as sums and 1 - x(S) enter it as results. For a family of sets, all these
+constraints together form a small linear program over the traffic of each edge and the roots. Its
+value, in seconds per byte, bounds every algorithm that moves sums and copies, and the program over
+trees is never below it. With all sets in the family the two are equal (Edmonds).
 """
-
-from __future__ import annotations
 
 import itertools
 import math
@@ -23,7 +20,7 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array, csr_array
 
-from shardwise.arrays import Bools, Floats
+from shardwise.arrays import Floats
 from shardwise.collectives.messages.program import OPERATIONS, ROOTED, SUMMING
 from shardwise.collectives.solver.network import Network, Symmetry
 from shardwise.errors import ClusterError, did_you_mean
@@ -35,8 +32,7 @@ ALL_SETS = 5  # with at most this many ranks, use every set
 class Demand:
     """A collective operation; `shares` is the fraction of the data rooted at each rank.
 
-    For an all-reduce, `shares` is None: roots are free. For an all-to-all, it is the fraction of
-    each rank's data that goes to each rank.
+    For an all-reduce, `shares` is None: roots are free.
     """
 
     operation: str
@@ -90,10 +86,8 @@ def demand_of(
         normalized = _normalized([1.0] * count if shares is None else shares, count)
     demand = Demand(operation=operation, shares=normalized, root=root)
     # Without a root, every pair of ranks must be connected: both directions from rank 0 suffice.
-    network.check_reach(
-        outward=[root or 0] if root is None or demand.outward else [],
-        inward=[root or 0] if root is None or demand.inward else [],
-    )
+    outward, inward = root is None or demand.outward, root is None or demand.inward
+    network.check_reach(root or 0, outward=outward, inward=inward)
     return demand
 
 
@@ -117,8 +111,6 @@ def _normalized(shares: Sequence[float], count: int) -> tuple[float, ...]:
 
 
 # ------------------------------------------------------------ bounds
-
-
 def cut_bound(network: Network, demand: Demand, symmetry: Symmetry) -> float:
     """Return the lower bound, in seconds per byte, implied by the cuts of `family`."""
     if network.num_ranks < 2 or not len(network.resources):
@@ -148,8 +140,7 @@ class _Cuts:
         _, self.resource = np.unique(symmetry.resource_orbit, return_inverse=True)
         self.edge_size = np.bincount(self.edge)
         self.rank_size = np.bincount(self.rank)
-        both = demand.inward and demand.outward
-        self.copies = 2 if both else 1
+        self.copies = demand.inward + demand.outward
         self.first_root = self.copies * len(self.edge_size)
         free = demand.shares is None
         self.width = self.first_root + (len(self.rank_size) if free else 0) + 1
@@ -195,7 +186,8 @@ class _Cuts:
             inside[list(ranks)] = True
             leaves = inside[self.network.source] & ~inside[self.network.target]
             enters = ~inside[self.network.source] & inside[self.network.target]
-            for copy, crossing in enumerate(self._directions(leaves, enters)):
+            directions = [leaves] * self.demand.inward + [enters] * self.demand.outward
+            for copy, crossing in enumerate(directions):
                 row = np.zeros(self.width)
                 size = len(self.edge_size)
                 fraction = np.bincount(self.edge[crossing], minlength=size) / self.edge_size
@@ -204,19 +196,7 @@ class _Cuts:
                     roots_inside = np.bincount(self.rank[inside], minlength=len(self.rank_size))
                     row[self.first_root : -1] = roots_inside / self.rank_size
                 rows.append(row)
-                minimum.append(self._required(inside))
+                # What must cross the boundary, plus free roots inside.
+                shares = self.demand.shares
+                minimum.append(1.0 if shares is None else float(np.array(shares)[~inside].sum()))
         return np.array(rows), np.array(minimum)
-
-    def _directions(self, leaves: Bools, enters: Bools) -> list[Bools]:
-        if self.demand.operation == "all_to_all":
-            return [leaves]
-        both = ((leaves, self.demand.inward), (enters, self.demand.outward))
-        return [crossing for crossing, is_used in both if is_used]
-
-    def _required(self, inside: Bools) -> float:
-        """Return the fraction of the data that must cross the boundary, plus roots inside."""
-        shares = self.demand.shares
-        if shares is None:
-            return 1.0
-        outside = float(np.array(shares)[~inside].sum())
-        return outside * (float(inside.sum()) if self.demand.operation == "all_to_all" else 1.0)

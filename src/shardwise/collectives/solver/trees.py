@@ -1,12 +1,9 @@
-"""Pack spanning trees, or routes for an all-to-all, into a network by linear programming.
+"""Pack spanning trees into a network by linear programming.
 
-`TreeProblem` and `RouteProblem` price new columns for the master problem of `master_lp`: the
-cheapest spanning tree of each root, the cheapest route of each pair. A tree is an array with the
-parent of every rank, -1 at the root. Costs are matrices, infinite where there is no edge; for trees
-directed into the root, pass the transposed matrix.
+`TreeProblem` prices new columns for the master problem of `master_lp`: the cheapest spanning tree
+of each root. A tree is an array with the parent of every rank, -1 at the root. Costs are matrices,
+infinite where there is no edge; for trees directed into the root, pass the transposed matrix.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
@@ -21,9 +18,8 @@ from shardwise.collectives.solver.master_lp import Answer, Column, Master, gener
 from shardwise.collectives.solver.network import Network, Symmetry
 from shardwise.collectives.solver.spec import Demand
 
+
 # ------------------------------------------------------------ spanning trees
-
-
 def cheapest(cost: Floats, root: int) -> Ints:
     """Return the minimum spanning tree out of `root`, which must reach every rank.
 
@@ -138,7 +134,6 @@ def depths(parent: Ints) -> Ints:
 
 
 # ------------------------------------------------------------ packings of trees
-
 DROPPED = (0.03, 3e-3)  # fractions of the data below which a tree is dropped
 HOPELESS = 1.5  # times the useful time: more columns will not help
 GUESSES, STEEP = 8, 4.0  # initial prices, and by how much the most used edge becomes dearer
@@ -163,12 +158,7 @@ class TreeProblem:
     """
 
     def __init__(
-        self,
-        network: Network,
-        demand: Demand,
-        symmetry: Symmetry,
-        *,
-        max_chunks: float = math.inf,
+        self, network: Network, demand: Demand, symmetry: Symmetry, *, max_chunks: float = math.inf
     ) -> None:
         self.network, self.demand, self.symmetry = network, demand, symmetry
         self.max_chunks = max_chunks
@@ -201,7 +191,6 @@ class TreeProblem:
         self.columns: dict[tuple[int, bytes], Column] = {}
 
     # ------------------------------------------------------------ columns
-
     def flow(self, root: int, direction: int) -> int:
         """Return the index of a flow."""
         return self.place[root] * len(self.directions) + self.directions.index(direction)
@@ -255,7 +244,6 @@ class TreeProblem:
         return columns
 
     # ------------------------------------------------------------ solutions
-
     def optimum(self, limit_s: float) -> Packing:
         """Return the fastest packing of any depth; set `bound` and `prices`."""
         generated = generate(self.master, self._guesses(), self.price, limit_s=limit_s)
@@ -376,14 +364,8 @@ class TreeProblem:
                     continue
                 halves = [tuple(_at(side, (low + high) / 2).tolist()) for side in sides]
                 by_direction = dict(zip(self.directions, halves, strict=True))
-                trees.append(
-                    Tree(
-                        weight=high - low,
-                        root=root,
-                        inward=by_direction.get(INWARD, ()),
-                        outward=by_direction.get(OUTWARD, ()),
-                    )
-                )
+                inward, outward = (by_direction.get(side, ()) for side in (INWARD, OUTWARD))
+                trees.append(Tree(weight=high - low, root=root, inward=inward, outward=outward))
         return trees
 
     def _copies(self, tree: Tree) -> Iterable[Tree]:
@@ -435,103 +417,3 @@ def max_depth_of(trees: Iterable[Tree]) -> int:
     """Return the largest number of hops in any tree."""
     halves = [half for tree in trees for half in (tree.inward, tree.outward) if half]
     return max((int(depths(np.array(half)).max(initial=0)) for half in halves), default=0)
-
-
-# ------------------------------------------------------------ routes of an all-to-all
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """The ranks from sender to receiver; `weight` is the fraction of a rank's data."""
-
-    ranks: tuple[int, ...]
-    weight: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Routing:
-    """Routes, the seconds per byte that they take, and a lower bound on it."""
-
-    routes: tuple[Route, ...]
-    s_per_byte: float
-    bound: float
-
-
-class RouteProblem:
-    """Choose the routes of an all-to-all: one flow per orbit of pairs of ranks."""
-
-    def __init__(self, network: Network, demand: Demand, symmetry: Symmetry) -> None:
-        assert demand.shares is not None
-        self.network, self.symmetry = network, symmetry
-        count = network.num_ranks
-        shares = demand.shares
-        self.pairs = [
-            (a, b)
-            for a in symmetry.representatives()
-            for b in range(count)
-            if a != b and shares[b] > 0
-        ]
-        # A pair that starts at a representative stands for its orbit.
-        sizes = np.bincount(symmetry.rank_orbit, minlength=count)
-        _, self.orbit = np.unique(symmetry.resource_orbit, return_inverse=True)
-        capacity = np.bincount(self.orbit, weights=network.capacity)
-        self.master = Master(
-            capacity=capacity.astype(np.float64),
-            num_flows=len(self.pairs),
-            demand=np.array([shares[b] * float(sizes[a]) for a, b in self.pairs]),
-        )
-        self.prices: Floats = np.zeros(0)
-
-    def solve(self, limit_s: float) -> Routing:
-        """Return the fastest routes."""
-        start, _ = self.price(np.zeros(len(self.master.capacity)))
-        generated = generate(self.master, start, self.price, limit_s=limit_s)
-        self.prices = generated.prices
-        routes = [
-            Route(
-                ranks=tuple(turn[column.path].tolist()),
-                weight=float(weight) / self.symmetry.order,
-            )
-            for column, weight in zip(generated.columns, generated.answer.weights, strict=True)
-            if weight > 1e-9 * self.master.demand[column.flow]  # type: ignore[index]
-            for turn in self.symmetry.elements
-        ]
-        return Routing(
-            routes=tuple(routes), s_per_byte=generated.answer.time, bound=generated.bound
-        )
-
-    def price(self, prices: Floats) -> tuple[list[Column], Floats]:
-        """Return the cheapest route of every pair; ties go to the fewest hops."""
-        exact = self.network.prices(prices[self.orbit])
-        small = 1e-9 * max(float(exact.mean()) if len(exact) else 0.0, 1e-300)
-        cost = self.network.matrix(exact + small)
-        following = _next_hops(cost)
-        columns, costs_of_pairs = [], np.zeros(len(self.pairs))
-        for flow, (a, b) in enumerate(self.pairs):
-            path = [a]
-            while path[-1] != b:
-                path.append(int(following[path[-1], b]))
-            ranks = np.array(path, dtype=np.int64)
-            load = self.network.loads(self.network.edge[ranks[:-1], ranks[1:]])
-            summed = np.bincount(self.orbit, weights=load, minlength=len(prices))
-            column = Column(
-                flow=flow, path=ranks, load=summed.astype(np.float64), depth=len(path) - 1
-            )
-            columns.append(column)
-            costs_of_pairs[flow] = column.load @ prices
-        # The tie-breaking term must not enter the bound.
-        return columns, np.maximum(costs_of_pairs - small * self.network.num_ranks, 0.0)
-
-
-def _next_hops(cost: Floats) -> Ints:
-    """Return the next rank on the cheapest path from i to j (Floyd-Warshall)."""
-    count = len(cost)
-    best = cost.copy()
-    np.fill_diagonal(best, 0.0)
-    following = np.broadcast_to(np.arange(count), (count, count)).copy()
-    for middle in range(count):
-        through = best[:, middle, None] + best[middle]
-        shorter = through < best
-        best[shorter] = through[shorter]
-        following = np.where(shorter, following[:, middle, None], following)
-    return following

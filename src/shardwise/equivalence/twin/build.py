@@ -3,8 +3,6 @@
 A size that cannot be scaled stays the same. The twin lists what changed.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +28,6 @@ from shardwise.equivalence.twin.sizes import Key, Sizes, Unscalable, pinned, rew
 from shardwise.errors import PlanError, RuleError, VerifyError
 from shardwise.ir import Graph, node_keys
 from shardwise.ir.blocks import drop_blocks
-from shardwise.layouts.problem import Assignment
 from shardwise.plans import ParameterEntry, Plan, Resolved, model_fingerprint, resolve
 from shardwise.plans.plan import block_constraints
 from shardwise.program import Pipeline, Program, build_pipeline, lower
@@ -43,12 +40,7 @@ from shardwise.sharding.candidates import (
     shard_candidate,
 )
 from shardwise.sharding.factors import Facts, analyze
-from shardwise.sharding.placements import (
-    Placement,
-    Shard,
-    format_placement,
-    parse_placement,
-)
+from shardwise.sharding.placements import Placement, Shard, format_placement, parse_placement
 from shardwise.shares import num_ranks
 
 # The memory of a check in one process:
@@ -94,32 +86,22 @@ def needed_bytes(graph: Graph, plan: Plan) -> float:
 
 
 # ------------------------------------------------------------ the plan's decisions in new sizes
-
-
 def scale_resolved(
     resolved: Resolved, scaled: Graph, facts: Facts, mesh: Mesh, sizes: Sizes
 ) -> Resolved:
     """Scale every choice and every placement of a program of one stage."""
-    assignments = []
-    for old in resolved.assignments:
-        assignments.append(
-            Assignment(
-                axis=old.axis,
-                ranks=mesh.axis_size(old.axis),
-                nodes={
-                    name: _choose(resolved.graph, facts, name, candidate, sizes)
-                    for name, candidate in old.nodes.items()
-                },
-                parameters={
-                    value: _place(value, placement, sizes)
-                    for value, placement in old.parameters.items()
-                },
-                cost=old.cost,
-            )
+    assignments = tuple(
+        replace(
+            old,
+            ranks=mesh.axis_size(old.axis),
+            nodes={n: _choose(resolved.graph, facts, n, c, sizes) for n, c in old.nodes.items()},
+            parameters={v: _place(v, p, sizes) for v, p in old.parameters.items()},
         )
+        for old in resolved.assignments
+    )
     entries = scale_entries(resolved.graph, resolved.plan, sizes)
     plan = resolved.plan.with_(mesh=mesh, fingerprint=model_fingerprint(scaled), parameters=entries)
-    return Resolved(graph=scaled, plan=plan, facts=facts, assignments=tuple(assignments))
+    return Resolved(graph=scaled, plan=plan, facts=facts, assignments=assignments)
 
 
 def forced_choices(
@@ -178,8 +160,6 @@ def scale_entries(graph: Graph, plan: Plan, sizes: Sizes) -> dict[str, Parameter
 
 
 # ------------------------------------------------------------ building the twin
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Twin:
     """A program in smaller sizes, and the list of what was made smaller."""
@@ -273,12 +253,7 @@ def _decide(
 
 
 def _scaled_pipeline(
-    decided: Pipeline,
-    scaled: Graph,
-    facts: Facts,
-    plan: Plan,
-    sizes: Sizes,
-    notes: tuple[str, ...],
+    decided: Pipeline, scaled: Graph, facts: Facts, plan: Plan, sizes: Sizes, notes: tuple[str, ...]
 ) -> tuple[Pipeline, tuple[str, ...]]:
     """Return the pipeline for a plan with the scaled choices of the nodes of all stages."""
     resolved = [stage.resolved for stage in decided.stages]
@@ -317,8 +292,6 @@ def _changes(graph: Graph, sizes: Sizes) -> tuple[str, ...]:
 
 
 # ------------------------------------------------------------ checking the twin
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """A twin that is ready for a check."""
@@ -360,10 +333,7 @@ def prepare_twin(
         raise VerifyError(f"the scaled twin of {graph.name} does not run: {error}") from error
     drawn = "weights: drawn; the reference is the captured graph in these sizes"
     return Prepared(
-        program=program,
-        reference=reference,
-        inputs=data,
-        scaled=(*twin.scaled, *notes, drawn),
+        program=program, reference=reference, inputs=data, scaled=(*twin.scaled, *notes, drawn)
     )
 
 
@@ -373,10 +343,8 @@ def _with_collectives(
     """Run the plan's collectives in a twin on the same ranks; otherwise note that none runs."""
     if not plan.collectives:
         return program, ()
-    same = [(s.ranks, s.mesh) for s in program.plan.all_stages] == [
-        (s.ranks, s.mesh) for s in plan.all_stages
-    ]
-    if same:
+    small, full = ([(s.ranks, s.mesh) for s in p.all_stages] for p in (program.plan, plan))
+    if small == full:
         return replace(program, plan=program.plan.with_(collectives=plan.collectives)), ()
     count = f"{len(plan.collectives)} of the plan"
     return program, (f"collectives: {count} checked as message programs, not run on fewer ranks",)

@@ -44,10 +44,7 @@ def fewer_stages(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
     name = plan.schedule if isinstance(plan.schedule, str) else ""
     name = name or default_schedule(count, num_groups)
     placement = make(
-        name,
-        num_groups=num_groups,
-        num_microbatches=plan.num_microbatches,
-        num_stages=count,
+        name, num_groups=num_groups, num_microbatches=plan.num_microbatches, num_stages=count
     ).placement
     meshes = [remaining[placement.index(group)].mesh for group in range(num_groups)]
     ranks = _numbered([mesh.size for mesh in meshes])
@@ -106,8 +103,6 @@ def _numbered(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 # ------------------------------------------------------------ sizes
-
-
 SMALL = 8  # smaller sizes stay the same
 FEW = 2  # rows if there are fewer rows than ranks
 MAX_BATCH_RANKS = 3  # along an axis
@@ -245,8 +240,6 @@ def small_size(size: int, above: int, pairs: Pairs) -> int:
 
 
 # ------------------------------------------------------------ weights and inputs
-
-
 def make_state(graph: Graph, real: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Draw small nonzero parameters; crop buffers from real ones if there are any."""
     generator = torch.Generator().manual_seed(0)

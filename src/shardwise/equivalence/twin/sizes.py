@@ -6,8 +6,6 @@ factorizations of one size are refined to a common one; if there is none, the si
 are frozen.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
@@ -51,7 +49,6 @@ class Sizes:
             self._add_node(node.name, node.inputs, node.outputs, rules[node.name])
 
     # ------------------------------------------------------------ classes
-
     def _make(self, key: Key, size: int) -> Key:
         self.parent.setdefault(key, key)
         self.size.setdefault(key, size)
@@ -124,7 +121,6 @@ class Sizes:
             self.sums.append((key, segments[bounds.index(part.start) : bounds.index(part.stop)]))
 
     # ------------------------------------------------------------ solving
-
     def solve(self, target: Callable[[int, int], int]) -> None:
         """Choose new sizes; `target(size, above)` scales a base size to one larger than `above`."""
         while self._unify():
@@ -227,7 +223,6 @@ class Sizes:
                     waiting.append(key)
 
     # ------------------------------------------------------------ answers
-
     def new(self, key: Key) -> int:
         """Return the new size of a dim, axis or part."""
         root = self.find(key)
@@ -281,8 +276,6 @@ class Sizes:
 
 
 # ------------------------------------------------------------ the graph in new sizes
-
-
 # Arguments that are rewritten below, or that are not sizes. Any other integer that equals the size
 # of one of the node's axes (groups of a convolution, `repeats`, `k`) pins that axis.
 SIZE_NAMES = {

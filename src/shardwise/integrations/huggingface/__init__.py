@@ -3,8 +3,6 @@
 It trains the same on any number of ranks, and its checkpoints are folders for `from_pretrained`.
 """
 
-from __future__ import annotations
-
 from shardwise.errors import ShardwiseError
 
 try:

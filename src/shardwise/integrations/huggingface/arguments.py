@@ -4,8 +4,6 @@ Every rank reads all batches in full; the plan divides the work. The trainer's o
 seeds by rank and gathering are therefore switched off, and only rank 0 writes and prints.
 """
 
-from __future__ import annotations
-
 import copy
 import copyreg
 import math
@@ -49,17 +47,10 @@ def num_ranks() -> int:
 class OneDevice(TrainingArguments):  # type: ignore[misc]
     """A mixin for the class of the arguments: all ranks together are one device."""
 
-    @property
-    def world_size(self) -> int:
-        return 1
-
-    @property
-    def process_index(self) -> int:
-        return 0
-
-    @property
-    def local_process_index(self) -> int:
-        return 0
+    world_size = 1
+    process_index = local_process_index = 0
+    parallel_mode = ParallelMode.NOT_PARALLEL
+    place_model_on_device = False  # only the shards go to the devices
 
     @property
     def n_gpu(self) -> int:
@@ -67,20 +58,10 @@ class OneDevice(TrainingArguments):  # type: ignore[misc]
         return min(1, num_gpus)
 
     @property
-    def parallel_mode(self) -> ParallelMode:
-        return ParallelMode.NOT_PARALLEL
-
-    @property
-    def place_model_on_device(self) -> bool:
-        return False  # only the shards go to the devices
-
-    @property
     def should_save(self) -> bool:
         return rank() == 0
 
-    @property
-    def should_log(self) -> bool:
-        return rank() == 0
+    should_log = should_save
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle as an object of the user's class."""
@@ -103,12 +84,6 @@ def one_device(args: TrainingArguments) -> TrainingArguments:
     return view
 
 
-def scale_batches(args: TrainingArguments, replicas: int) -> None:
-    """Multiply the batch sizes by the number of replicas."""
-    args.per_device_train_batch_size *= replicas
-    args.per_device_eval_batch_size *= replicas
-
-
 def replicas_of(plan: Plan) -> int:
     """Return the number of groups of ranks with different samples, as `accelerate` does."""
     return max(
@@ -118,13 +93,15 @@ def replicas_of(plan: Plan) -> int:
 
 
 # ------------------------------------------------------------ the accelerator
-
 Shard = Callable[[torch.optim.Optimizer], ShardedOptimizer]
 
 
 class OneProcess(Accelerator):  # type: ignore[misc]
     """An accelerator for which all ranks are one process; `parallel` is the trained module."""
 
+    num_processes, process_index = 1, 0
+    use_distributed = dispatch_batches = False
+    distributed_type = DistributedType.NO
     parallel: ParallelModule | None
     shard: Shard
     skipped_steps: int
@@ -136,26 +113,6 @@ class OneProcess(Accelerator):  # type: ignore[misc]
         accelerator.parallel, accelerator.shard = None, shard
         accelerator.skipped_steps = 0
         accelerator.scaler = None  # the plan's precision scales losses
-
-    @property
-    def num_processes(self) -> int:
-        return 1
-
-    @property
-    def process_index(self) -> int:
-        return 0
-
-    @property
-    def use_distributed(self) -> bool:
-        return False
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        return DistributedType.NO
-
-    @property
-    def dispatch_batches(self) -> bool:
-        return False
 
     @property
     def is_main_process(self) -> bool:

@@ -16,6 +16,7 @@ from torch import nn
 from shardwise.errors import BatchError, OptimizerError, ShardwiseError
 from shardwise.frontend import skeleton
 from shardwise.runtime import ParallelModule, ShardedOptimizer, optimizer
+from shardwise.runtime.user_model import sample_values
 from shardwise.training.export import full_tensors
 from shardwise.training.state import load_random_state, random_state
 
@@ -106,8 +107,6 @@ class ParallelModel(nn.Module):
 
 
 # ------------------------------------------------------------ the optimizer
-
-
 def shard_optimizer(
     user_optimizer: torch.optim.Optimizer, model: nn.Module, parallel: ParallelModule
 ) -> ShardedOptimizer:
@@ -164,7 +163,6 @@ def _require_all_trained(model: nn.Module, optimized: set[str]) -> None:
 
 
 # ------------------------------------------------------------ weights
-
 # Only one full tensor exists at a time.
 
 
@@ -181,7 +179,7 @@ def pull(parallel: ParallelModule, model: nn.Module) -> None:
     for name, tensor in full_tensors(parallel, frozen=parallel.store.received_weights):
         if not tensors[name].is_meta:
             tensors[name].copy_(tensor)
-    parallel.copies += 1
+            parallel.exchanged[name] = sample_values(tensors[name])
 
 
 @torch.no_grad()
@@ -192,10 +190,10 @@ def push(model: nn.Module, parallel: ParallelModule) -> None:
     for name in (*(e.spec.name for e in store.entries), *store.buffers):
         if not tensors[name].is_meta:
             store.load_full(name, tensors[name].detach())
+            parallel.exchanged[name] = sample_values(tensors[name])
 
 
 # ------------------------------------------------------------ other state of a trainer
-
 FOLDER = "shardwise"  # inside each checkpoint-N
 
 

@@ -4,8 +4,6 @@ All ranks run the trainer's own loop over the same global batches, as one device
 `arguments.py`); steps, evaluations and optimizer steps run under the plan, on all ranks together.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +26,6 @@ from shardwise.integrations.huggingface.arguments import (
     one_device,
     rank,
     replicas_of,
-    scale_batches,
 )
 from shardwise.integrations.huggingface.step import (
     FOLDER,
@@ -102,7 +99,6 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
         self.callback_handler.callbacks.insert(0, _SyncModel(self))
 
     # ------------------------------------------------------------ the plan and its module
-
     @property
     def plan(self) -> Plan:
         """Return the plan, which is made on first use."""
@@ -120,7 +116,8 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
             self._plan = self._request.make(model, batch, ranks, self.args.device)
         if self._replicas is None:
             self._replicas = ranks if self._request.is_auto else replicas_of(self._plan)
-        scale_batches(self.args, self._replicas)
+        self.args.per_device_train_batch_size *= self._replicas
+        self.args.per_device_eval_batch_size *= self._replicas
         self._train_batch_size = self.args.train_batch_size
 
     def _step_model(self) -> nn.Module:
@@ -194,7 +191,6 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
             pull(parallel.parallel, parallel.user_model)
 
     # ------------------------------------------------------------ training
-
     def create_accelerator_and_postprocess(self) -> None:
         """Make all ranks one process for the trainer."""
         super().create_accelerator_and_postprocess()
@@ -252,7 +248,6 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
             )
 
     # ------------------------------------------------------------ evaluation
-
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Return the loader; its batch size depends on the plan."""
         self._data = eval_dataset
@@ -283,7 +278,6 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
         return model.parallel.eval_loss(loss_batch(inputs, items, None)), None, None
 
     # ------------------------------------------------------------ saved state
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as a folder for `from_pretrained`; all ranks call it, rank 0 writes."""
         parallel = self._current
@@ -364,9 +358,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
         """Return whether this is rank 0."""
         return rank() == 0
 
-    def is_local_process_zero(self) -> bool:
-        """Return whether this is rank 0, the only one that prints."""
-        return rank() == 0
+    is_local_process_zero = is_world_process_zero  # only rank 0 prints
 
 
 class _SyncModel(TrainerCallback):  # type: ignore[misc]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -41,8 +42,6 @@ def _run(interpreter: Interpreter, jaxpr: Any, values: Sequence[Value]) -> list[
 
 
 # ------------------------------------------------------------ custom derivatives
-
-
 @primitive("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 def custom_derivative(eqn: Equation, *values: Value) -> Value:
     """Run a function whose derivative the user wrote.
@@ -54,7 +53,7 @@ def custom_derivative(eqn: Equation, *values: Value) -> Value:
     name = str(eqn.params.get("name") or closed.jaxpr.debug_info.func_name)
     if name in _SAME_DERIVATIVE and len(values) == 1 and isinstance(values[0], Tensor):
         return _SAME_DERIVATIVE[name](values[0])
-    derivative = _Derivative.of(eqn, closed)
+    derivative = _derivative(_Key(closed.jaxpr, eqn, closed))
     if derivative.is_plain:
         return _run(eqn.run, closed, values)
     run = eqn.run
@@ -115,23 +114,14 @@ class _Derivative:
         self.backward = jax.make_jaxpr(gradient(custom))(*avals, *outs)
         self.is_plain = _equal(gradient(custom), gradient(plain), [*avals, *outs])
 
-    @staticmethod
-    def of(eqn: Equation, closed: Any) -> _Derivative:
-        return _derivative(_Key(eqn, closed))
 
-
+@dataclass(frozen=True)
 class _Key:
     """An equation as the key of a cache: equal if it is the same custom function and types."""
 
-    def __init__(self, eqn: Equation, closed: Any) -> None:
-        self.eqn, self.closed = eqn, closed
-        self.jaxpr = closed.jaxpr
-
-    def __hash__(self) -> int:
-        return id(self.jaxpr)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and other.jaxpr is self.jaxpr
+    jaxpr: Any  # compared by identity
+    eqn: Equation = field(compare=False)
+    closed: Any = field(compare=False)
 
 
 @lru_cache(maxsize=1024)
@@ -160,8 +150,6 @@ def _equal(one: Any, other: Any, avals: Sequence[Any]) -> bool:
 
 
 # ------------------------------------------------------------ loops and branches
-
-
 @primitive("scan")
 def scan(eqn: Equation, *values: Value) -> Value:
     """Unroll a loop over the first dim of some inputs."""
@@ -177,19 +165,13 @@ def scan(eqn: Equation, *values: Value) -> Value:
         carry = results[:num_carry]
         for items, value in zip(stacked, results[num_carry:], strict=True):
             items.append(value)
-    outputs = [items[::-1] if eqn["reverse"] else items for items in stacked]
-    avals = eqn.results[num_carry:]
-    return (
-        *carry,
-        *(
-            torch.stack(eqn.tensors(*items)) if items else _empty(eqn, aval)
-            for items, aval in zip(outputs, avals, strict=True)
-        ),
-    )
-
-
-def _empty(eqn: Equation, aval: Any) -> Tensor:
-    return torch.zeros(aval.shape, dtype=eqn.run.dtype(aval.dtype), device=eqn.run.device)
+    outputs = [
+        torch.stack(eqn.tensors(*(items[::-1] if eqn["reverse"] else items)))
+        if items
+        else torch.zeros(aval.shape, dtype=eqn.run.dtype(aval.dtype), device=eqn.run.device)
+        for items, aval in zip(stacked, eqn.results[num_carry:], strict=True)
+    ]
+    return (*carry, *outputs)
 
 
 @primitive("while")
@@ -223,8 +205,6 @@ def cond(eqn: Equation, index: Value, *values: Value) -> Value:
 
 
 # ------------------------------------------------------------ random numbers
-
-
 @primitive("random_wrap", "random_unwrap")
 def random_data(eqn: Equation, key: Value) -> Value:
     return key  # a key is its 32-bit words, in 64-bit integers

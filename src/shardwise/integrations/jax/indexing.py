@@ -1,7 +1,5 @@
 """JAX's gather, scatter and dynamic slices, as indexing with one index tensor per dim."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

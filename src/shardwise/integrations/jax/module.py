@@ -29,8 +29,6 @@ except ImportError as error:  # pragma: no cover - depends on the environment
         "sw.from_jax needs the package jax", hint="pip install 'shardwise[jax]'"
     ) from error
 
-__all__ = ["JaxModule", "from_jax"]
-
 
 def from_jax(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> JaxModule:
     """Return a module that computes `loss_fn(params, batch)`, and whose weights are `params`.

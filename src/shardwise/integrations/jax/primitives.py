@@ -132,8 +132,7 @@ class Interpreter:
             return self._known(eqn, inputs)
         where = jax._src.source_info_util.summarize(eqn.source_info)
         operands = tuple(var.aval for var in eqn.invars)
-        bind = partial(_bind, eqn)
-        equation = Equation(name, bind, eqn.params, operands, results, where, self)
+        equation = Equation(name, partial(_bind, eqn), eqn.params, operands, results, where, self)
         function = PRIMITIVES.get(name)
         if function is None:
             raise equation.error(
@@ -167,7 +166,6 @@ def _bind(eqn: Any, *args: Any) -> Any:
 
 
 # ------------------------------------------------------------ element by element
-
 _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "abs": torch.abs, "acos": torch.acos, "acosh": torch.acosh, "asin": torch.asin,
     "asinh": torch.asinh, "atan": torch.atan, "atanh": torch.atanh, "ceil": torch.ceil,
@@ -186,6 +184,20 @@ _BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
 }  # fmt: skip
 for _name, _one in _UNARY.items():
     PRIMITIVES[_name] = lambda eqn, x, f=_one: f(eqn.run.tensor(x))
+PRIMITIVES |= {  # those of one expression
+    "broadcast_to": lambda eqn, x: eqn.run.tensor(x).expand(eqn.shape),
+    "cbrt": lambda eqn, x: torch.sign(x) * torch.pow(torch.abs(x), 1 / 3),
+    "concatenate": lambda eqn, *values: torch.cat(eqn.tensors(*values), eqn["dimension"]),
+    "convert_element_type": lambda eqn, x: eqn.run.tensor(x).to(eqn.run.dtype(eqn["new_dtype"])),
+    "integer_pow": lambda eqn, x: torch.pow(x, eqn["y"]),
+    "pow": lambda eqn, a, b: torch.pow(*eqn.operands(a, b)),
+    "rev": lambda eqn, x: eqn.run.tensor(x).flip(list(eqn["dimensions"])),
+    "split": lambda eqn, x: torch.split(eqn.run.tensor(x), list(eqn["sizes"]), eqn["axis"]),
+    "stack": lambda eqn, *values: torch.stack(eqn.tensors(*values), eqn["axis"]),
+    "tile": lambda eqn, x: eqn.run.tensor(x).repeat(*eqn["reps"]),
+    "transpose": lambda eqn, x: eqn.run.tensor(x).permute(*eqn["permutation"]),
+    "unstack": lambda eqn, x: eqn.run.tensor(x).unbind(eqn["axis"]),
+}
 
 
 @primitive("copy", "copy_p", "device_put", "layout_constraint", "name", "optimization_barrier",
@@ -221,25 +233,9 @@ def divide(eqn: Equation, a: Value, b: Value) -> Value:
     return torch.div(torch.as_tensor(a), b, rounding_mode="trunc" if is_integer else None)
 
 
-@primitive("pow")
-def power(eqn: Equation, a: Value, b: Value) -> Value:
-    return torch.pow(*eqn.operands(a, b))
-
-
-@primitive("integer_pow")
-def integer_power(eqn: Equation, x: Tensor) -> Value:
-    return torch.pow(x, eqn["y"])
-
-
-@primitive("cbrt")
-def cube_root(eqn: Equation, x: Tensor) -> Value:
-    return torch.sign(x) * torch.pow(torch.abs(x), 1 / 3)
-
-
 @primitive("and", "or", "xor", "not")
 def logical(eqn: Equation, *values: Value) -> Value:
-    function = getattr(torch, f"bitwise_{eqn.name}")
-    return function(*eqn.tensors(*values))
+    return getattr(torch, f"bitwise_{eqn.name}")(*eqn.tensors(*values))
 
 
 @primitive("shift_left", "shift_right_arithmetic", "shift_right_logical")
@@ -275,11 +271,6 @@ def clamp(eqn: Equation, low: Value, x: Value, high: Value) -> Value:
     return torch.minimum(torch.maximum(x, low), high)
 
 
-@primitive("convert_element_type")
-def convert(eqn: Equation, x: Value) -> Value:
-    return eqn.run.tensor(x).to(eqn.run.dtype(eqn["new_dtype"]))
-
-
 @primitive("bitcast_convert_type")
 def bitcast(eqn: Equation, x: Tensor) -> Value:
     new = np.dtype(eqn["new_dtype"])
@@ -298,8 +289,6 @@ def bitcast(eqn: Equation, x: Tensor) -> Value:
 
 
 # ------------------------------------------------------------ shapes
-
-
 @primitive("broadcast_in_dim")
 def broadcast_in_dim(eqn: Equation, x: Value, *dynamic: Value) -> Value:
     x, dims = eqn.run.tensor(x), eqn["broadcast_dimensions"]
@@ -309,29 +298,9 @@ def broadcast_in_dim(eqn: Equation, x: Value, *dynamic: Value) -> Value:
     return x.reshape(sizes).expand(eqn.shape)
 
 
-@primitive("reshape")
+@primitive("reshape", "squeeze", "expand_dims")
 def reshape(eqn: Equation, x: Value, *dynamic: Value) -> Value:
     return eqn.run.tensor(x).reshape(eqn.shape)
-
-
-@primitive("broadcast_to")
-def broadcast_to(eqn: Equation, x: Value) -> Value:
-    return eqn.run.tensor(x).expand(eqn.shape)
-
-
-@primitive("squeeze", "expand_dims")
-def squeeze(eqn: Equation, x: Value) -> Value:
-    return eqn.run.tensor(x).reshape(eqn.shape)
-
-
-@primitive("transpose")
-def transpose(eqn: Equation, x: Value) -> Value:
-    return eqn.run.tensor(x).permute(*eqn["permutation"])
-
-
-@primitive("rev")
-def reverse(eqn: Equation, x: Value) -> Value:
-    return eqn.run.tensor(x).flip(list(eqn["dimensions"]))
 
 
 @primitive("slice")
@@ -339,31 +308,6 @@ def slice_(eqn: Equation, x: Value) -> Value:
     strides = eqn["strides"] or [1] * len(eqn["start_indices"])
     bounds = zip(eqn["start_indices"], eqn["limit_indices"], strides, strict=True)
     return eqn.run.tensor(x)[tuple(slice(a, b, step) for a, b, step in bounds)]
-
-
-@primitive("concatenate")
-def concatenate(eqn: Equation, *values: Value) -> Value:
-    return torch.cat(eqn.tensors(*values), eqn["dimension"])
-
-
-@primitive("stack")
-def stack(eqn: Equation, *values: Value) -> Value:
-    return torch.stack(eqn.tensors(*values), eqn["axis"])
-
-
-@primitive("unstack")
-def unstack(eqn: Equation, x: Value) -> Value:
-    return eqn.run.tensor(x).unbind(eqn["axis"])
-
-
-@primitive("tile")
-def tile(eqn: Equation, x: Value) -> Value:
-    return eqn.run.tensor(x).repeat(*eqn["reps"])
-
-
-@primitive("split")
-def split(eqn: Equation, x: Value) -> Value:
-    return torch.split(eqn.run.tensor(x), list(eqn["sizes"]), eqn["axis"])
 
 
 @primitive("pad")
@@ -396,8 +340,6 @@ def counters(eqn: Equation) -> Value:
 
 
 # ------------------------------------------------------------ reductions and sorting
-
-
 @primitive("reduce_sum")
 def reduce_sum(eqn: Equation, x: Tensor) -> Value:
     return x.sum(list(eqn["axes"]), dtype=x.dtype) if eqn["axes"] else x
@@ -422,8 +364,7 @@ def reduce_each(eqn: Equation, x: Tensor) -> Value:
 @primitive("argmax", "argmin")
 def arg_extreme(eqn: Equation, x: Tensor) -> Value:
     (dim,) = eqn["axes"]
-    function = torch.argmax if eqn.name == "argmax" else torch.argmin
-    return function(x, dim).to(eqn.run.dtype(eqn["index_dtype"]))
+    return getattr(torch, eqn.name)(x, dim).to(eqn.run.dtype(eqn["index_dtype"]))
 
 
 _CUMULATIVE: Mapping[str, Any] = {
@@ -465,8 +406,6 @@ def top_k(eqn: Equation, x: Tensor) -> Value:
 
 
 # ------------------------------------------------------------ products and windows
-
-
 @primitive("dot_general")
 def dot_general(eqn: Equation, a: Value, b: Value) -> Value:
     a, b = eqn.tensors(a, b)

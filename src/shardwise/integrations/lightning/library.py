@@ -19,26 +19,11 @@ from torch import Tensor, nn
 from shardwise.runtime.rendezvous import group_store
 
 __all__ = [
-    "DoublePrecision",
-    "HalfPrecision",
-    "LightningModule",
-    "MixedPrecision",
-    "MockOptimizer",
-    "MultiProcessingLauncher",
-    "ParallelStrategy",
-    "Precision",
-    "Processes",
-    "ScriptLauncher",
-    "TrainerFn",
-    "default_backend",
-    "init_connection",
-    "init_optimizers",
-    "is_overridden",
-    "is_param_in_hook_signature",
-    "reduce_if_available",
-    "seed_worker",
-    "set_rank_zero",
-]
+    "DoublePrecision", "HalfPrecision", "LightningModule", "MixedPrecision", "MockOptimizer",
+    "MultiProcessingLauncher", "ParallelStrategy", "Precision", "Processes", "ScriptLauncher",
+    "TrainerFn", "default_backend", "init_connection", "init_optimizers", "is_overridden",
+    "is_param_in_hook_signature", "reduce_if_available", "seed_worker", "set_rank_zero",
+]  # fmt: skip
 
 
 def _packages() -> tuple[str, str]:
@@ -60,9 +45,7 @@ if TYPE_CHECKING:
         _get_default_process_group_backend_for_device as default_backend,
     )
     from lightning.fabric.utilities.distributed import _init_dist_connection as init_connection
-    from lightning.fabric.utilities.distributed import (
-        _sync_ddp_if_available as reduce_if_available,
-    )
+    from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_if_available
     from lightning.fabric.utilities.seed import pl_worker_init_function as seed_worker
     from lightning.pytorch import LightningModule
     from lightning.pytorch.core.optimizer import (
@@ -78,9 +61,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers import (
         _MultiProcessingLauncher as MultiProcessingLauncher,
     )
-    from lightning.pytorch.strategies.launchers import (
-        _SubprocessScriptLauncher as ScriptLauncher,
-    )
+    from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as ScriptLauncher
     from lightning.pytorch.strategies.parallel import ParallelStrategy
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.model_helpers import is_overridden

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,15 +31,6 @@ from shardwise.runtime.optimizer import ELEMENTWISE, ShardedOptimizer
 
 if TYPE_CHECKING:
     from shardwise.integrations.lightning.strategy import ShardwiseStrategy
-
-__all__ = [
-    "GroupNames",
-    "StepOptimizer",
-    "StepPrecision",
-    "num_optimizers_error",
-    "shard_optimizer",
-    "single_optimizer",
-]
 
 
 def single_optimizer(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
@@ -62,10 +54,10 @@ def num_optimizers_error(number: str) -> OptimizerError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupNames:
-    """The names of the parameters in each group of an optimizer, in its order."""
+    """The names of the parameters in each group of an optimizer, and of those it trains."""
 
     names: tuple[tuple[str, ...], ...]
-    trained: frozenset[str]
+    optimized: frozenset[str]
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer, module: nn.Module) -> GroupNames:
@@ -82,16 +74,12 @@ class GroupNames:
                 )
             groups.append(tuple(names[id(p)] for p in group["params"]))
         trained = {name for name, p in module.named_parameters() if p.requires_grad}
-        return GroupNames(names=tuple(groups), trained=frozenset(trained))
-
-    @property
-    def optimized(self) -> tuple[tuple[str, ...], ...]:
-        """Return the trained parameters of each group."""
-        return tuple(tuple(n for n in group if n in self.trained) for group in self.names)
+        optimized = frozenset(trained.intersection(chain.from_iterable(groups)))
+        return GroupNames(names=tuple(groups), optimized=optimized)
 
     def numbered(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Convert a state by names to that of plain torch, by the parameters' numbers."""
-        numbers = {n: i for i, n in enumerate(name for group in self.names for name in group)}
+        numbers = {name: i for i, name in enumerate(chain.from_iterable(self.names))}
         groups = [
             {**options, "params": [numbers[name] for name in names]}
             for options, names in zip(state["param_groups"], self.names, strict=True)
@@ -108,19 +96,12 @@ class GroupNames:
                 f"{[len(group) for group in self.names]}",
                 hint="resume with the configure_optimizers of the checkpoint",
             )
-        names = {
-            number: name
-            for group, group_names in zip(state["param_groups"], self.names, strict=True)
-            for number, name in zip(group["params"], group_names, strict=True)
-        }
-        groups = [
-            {**options, "params": list(group_names)}
-            for options, group_names in zip(state["param_groups"], self.names, strict=True)
-        ]
-        return {
-            "state": {names[number]: values for number, values in state["state"].items()},
-            "param_groups": groups,
-        }
+        numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
+        names = dict(zip(numbers, chain.from_iterable(self.names), strict=True))
+        values = {names[number]: value for number, value in state["state"].items()}
+        pairs = zip(state["param_groups"], self.names, strict=True)
+        groups = [{**options, "params": list(group_names)} for options, group_names in pairs]
+        return {"state": values, "param_groups": groups}
 
 
 class StepOptimizer(ShardedOptimizer):
@@ -170,6 +151,8 @@ def shard_optimizer(
 
 
 # ------------------------------------------------------------ precision
+_OF_PLUGIN = ("convert_module", "convert_input", "convert_output", "tensor_init_context",
+              "module_init_context", "forward_context")  # fmt: skip
 
 
 class StepPrecision(Precision):
@@ -184,6 +167,8 @@ class StepPrecision(Precision):
             )
         self.plugin, self._strategy = plugin, strategy
         self.precision = plugin.precision
+        for name in _OF_PLUGIN:
+            setattr(self, name, getattr(plugin, name))
 
     @property
     def plan_precision(self) -> str | None:
@@ -196,24 +181,6 @@ class StepPrecision(Precision):
         """Set the default dtype of new tensors for a compiled step, without autocast."""
         plain = Precision() if isinstance(self.plugin, MixedPrecision) else self.plugin
         return plain.forward_context()
-
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        return self.plugin.convert_module(module)
-
-    def convert_input(self, data: Any) -> Any:
-        return self.plugin.convert_input(data)
-
-    def convert_output(self, data: Any) -> Any:
-        return self.plugin.convert_output(data)
-
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        return self.plugin.tensor_init_context()
-
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        return self.plugin.module_init_context()
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        return self.plugin.forward_context()
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip by the norm of the full model's gradient."""

@@ -9,12 +9,12 @@ trainer) are refused, because a captured step would keep their first value.
 from __future__ import annotations
 
 import contextlib
-import functools
-import operator
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partialmethod, reduce
+from operator import attrgetter, getitem
 from typing import Any, NoReturn
 
 import torch
@@ -28,24 +28,7 @@ from shardwise.integrations.lightning.library import (
     is_param_in_hook_signature,
 )
 
-__all__ = [
-    "Deferred",
-    "Effect",
-    "Recording",
-    "Tape",
-    "follow",
-    "growth",
-    "replay",
-    "require_supported",
-    "snapshot",
-    "step_batch",
-    "step_model",
-    "training_arguments",
-    "unsynced_metrics",
-]
-
 # ------------------------------------------------------------ Python state that a step changes
-
 # `self.outputs.append(loss)` is repeated after every run. Any other change of Python state would
 # happen once, when the step is captured, and never again; it is therefore an error.
 
@@ -114,7 +97,6 @@ def _changed(path: Path) -> CaptureError:
 
 
 # ------------------------------------------------------------ the tape: logging and metrics
-
 # A step is captured once and then runs as a compiled program. Calls with effects outside of it
 # (`self.log`, metrics, lists that grow) are recorded during the capture, their tensors become
 # further outputs of the program, and the calls are repeated after every run with its values.
@@ -166,7 +148,6 @@ class Recording:
 
     effects: tuple[Effect, ...]
     returned: Any
-    num_tensors: int
 
     def result(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the step's return value, with the tensors of one run."""
@@ -214,10 +195,7 @@ class Tape:
 
     def end(self, returned: Any) -> None:
         """Finish the recording of a step that has returned this value."""
-        frozen = self._frozen(returned)
-        self.recording = Recording(
-            effects=tuple(self._effects), returned=frozen, num_tensors=len(self.tensors)
-        )
+        self.recording = Recording(effects=tuple(self._effects), returned=self._frozen(returned))
 
     def _frozen(self, tree: Any) -> Any:
         return pytree.tree_map(self._reference, tree)
@@ -258,10 +236,7 @@ def replay(recording: Recording, module: nn.Module, tensors: Sequence[torch.Tens
         args = [pytree.tree_map(value, arg) for arg in effect.args]
         kwargs = {name: pytree.tree_map(value, arg) for name, arg in effect.kwargs}
         if effect.method == "extend":
-            items = functools.reduce(
-                operator.getitem, effect.path[1:], getattr(module, effect.path[0])
-            )
-            items.extend(*args)
+            reduce(getitem, effect.path[1:], getattr(module, effect.path[0])).extend(*args)
             continue
         target = module.get_submodule(effect.path[0])
         result = getattr(target, effect.method)(*args, **kwargs)
@@ -270,8 +245,6 @@ def replay(recording: Recording, module: nn.Module, tensors: Sequence[torch.Tens
 
 
 # ------------------------------------------------------------ the twin of a module
-
-
 _METRIC_CALLS = ("forward", "update", "compute", "reset")
 _CHANGES = (
     "changes from step to step outside of the batch; a captured step would keep its first value"
@@ -402,39 +375,18 @@ class _Twin:
             result["loss"] = returned["loss"] if isinstance(returned, Mapping) else returned
         return result
 
-    def log(self: Any, *args: Any, **kwargs: Any) -> None:
-        self._tape.add(("",), "log", args, kwargs)
+    def _record(self: Any, method: str, /, *args: Any, **kwargs: Any) -> None:
+        self._tape.add(("",), method, args, kwargs)
 
-    def log_dict(self: Any, *args: Any, **kwargs: Any) -> None:
-        self._tape.add(("",), "log_dict", args, kwargs)
-
-    def print(self: Any, *args: Any, **kwargs: Any) -> None:
-        self._tape.add(("",), "print", args, kwargs)
-
-    @property
-    def device(self: Any) -> torch.device:
-        device: torch.device = self._twin_device
-        return device
-
-    @property
-    def trainer(self: Any) -> Any:
-        return _TrainerPlaceholder()
-
-    @property
-    def global_step(self: Any) -> int:
-        _refuse_trainer("self.global_step")
-
-    @property
-    def current_epoch(self: Any) -> int:
-        _refuse_trainer("self.current_epoch")
-
-    @property
-    def logger(self: Any) -> Any:
-        _refuse_trainer("self.logger")
-
-    @property
-    def loggers(self: Any) -> Any:
-        _refuse_trainer("self.loggers")
+    log = partialmethod(_record, "log")
+    log_dict = partialmethod(_record, "log_dict")
+    print = partialmethod(_record, "print")
+    device = property(attrgetter("_twin_device"))
+    trainer = property(lambda self: _TrainerPlaceholder())
+    global_step = property(lambda self: _refuse_trainer("self.global_step"))
+    current_epoch = property(lambda self: _refuse_trainer("self.current_epoch"))
+    logger = property(lambda self: _refuse_trainer("self.logger"))
+    loggers = property(lambda self: _refuse_trainer("self.loggers"))
 
 
 @contextlib.contextmanager

@@ -4,8 +4,6 @@ The order of Lightning's calls is kept: `training_step` runs forward and backwar
 step and then repeats what the user's step logged; `backward` only runs the hooks around it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import warnings
@@ -44,8 +42,6 @@ from shardwise.integrations.lightning.step import (
 from shardwise.integrations.lightning.training import GlobalBatches, Training
 from shardwise.integrations.plan_request import PlanLike, PlanRequest
 from shardwise.plans import Plan
-
-__all__ = ["ShardwiseStrategy"]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _WRONG_WARNINGS = (
@@ -118,7 +114,6 @@ class ShardwiseStrategy(Processes):
         self._failed = False
 
     # ------------------------------------------------------------ setup
-
     @property
     def precision_plugin(self) -> Precision:
         return self._step_precision
@@ -192,7 +187,6 @@ class ShardwiseStrategy(Processes):
         return progress.current.ready, bool(progress.is_last_batch)
 
     # ------------------------------------------------------------ training
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Make the plan with the first batch."""
         if self._training is None:
@@ -200,8 +194,7 @@ class ShardwiseStrategy(Processes):
 
     def _start(self, batch: Any) -> None:
         assert self._names is not None
-        training = Training(self._module, self.root_device)
-        optimized = frozenset(name for group in self._names.optimized for name in group)
+        training, optimized = Training(self._module, self.root_device), self._names.optimized
         precision = self._step_precision
 
         def make_plan(model: nn.Module) -> Plan:
@@ -214,12 +207,7 @@ class ShardwiseStrategy(Processes):
         init = None if self._init is None else _in_dtype(self._init, torch.get_default_dtype())
         with torch.random.fork_rng(devices=[]), precision.compiling_context():
             self.plan = training.start(
-                batch,
-                make_plan,
-                optimized,
-                seed=self._seed,
-                init=init,
-                timeout_s=self._seconds,
+                batch, make_plan, optimized, seed=self._seed, init=init, timeout_s=self._seconds
             )
         pm = training.parallel
         loaders = {f"loader {i}": loader for i, loader in enumerate(self._training_loaders())}
@@ -290,7 +278,6 @@ class ShardwiseStrategy(Processes):
         self._running.clip_by_value(limit)
 
     # ------------------------------------------------------------ evaluation
-
     def validation_step(self, *args: Any) -> Any:
         """Run a compiled step during training, otherwise the module's own."""
         return self._evaluation("validation", *args)
@@ -332,7 +319,6 @@ class ShardwiseStrategy(Processes):
             yield module
 
     # ------------------------------------------------------------ checkpoints
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return full tensors under the module's own names; all ranks call it."""
         if self._training is None:
@@ -401,7 +387,6 @@ class ShardwiseStrategy(Processes):
             pm.store.scaler.load_state_dict(scale)
 
     # ------------------------------------------------------------ teardown
-
     def on_exception(self, exception: BaseException) -> None:
         """Gather nothing at teardown: the other ranks may be gone."""
         self._failed = True

@@ -4,8 +4,6 @@ During training, the parameters are in the parallel module. Those of the Lightni
 tensors, so that code which would read stale weights fails; `gathered` fills them in temporarily.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -26,8 +24,6 @@ from shardwise.frontend.hooks import share_hooks
 from shardwise.integrations.lightning.library import LightningModule, seed_worker
 from shardwise.integrations.lightning.step import Recording, Tape, follow, replay, step_model
 from shardwise.plans import Plan
-
-__all__ = ["GlobalBatches", "Training"]
 
 
 class Training:
@@ -233,7 +229,6 @@ def _flags(module: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 # ------------------------------------------------------------ data
-
 # A batch of the user's DataLoader is the global batch. Every rank reads it, with the random state
 # that rank 0 had at the start of the epoch, so that all shuffle the same way. Checkpoints have the
 # position in the epoch and that random state: a resumed run continues with the next batch.

@@ -1,7 +1,5 @@
 """ONNX operators of neural networks: products, convolutions, pooling, norms, losses, attention."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,9 +10,14 @@ from torch import Tensor
 
 from shardwise.integrations.onnx.operators import OPERATORS, Call, Value, operator, tensor, tensors
 
+OPERATORS |= {  # those of one expression
+    "Einsum": lambda call, *x: torch.einsum(call.get("equation").replace(" ", ""), *tensors(*x)),
+    "GlobalAveragePool": lambda call, x: x.mean(list(range(2, x.dim())), keepdim=True),
+    "GlobalMaxPool": lambda call, x: x.amax(list(range(2, x.dim())), keepdim=True),
+}
+
+
 # ------------------------------------------------------------ products and convolutions
-
-
 @operator("Gemm")
 def gemm(call: Call, a: Value, b: Value, c: Value = None) -> Value:
     a, b = tensors(a, b)
@@ -29,11 +32,6 @@ def gemm(call: Call, a: Value, b: Value, c: Value = None) -> Value:
     if bias is None:
         return product
     return product + (bias if beta == 1.0 else beta * bias)
-
-
-@operator("Einsum")
-def einsum(call: Call, *values: Value) -> Value:
-    return torch.einsum(call.get("equation").replace(" ", ""), *tensors(*values))
 
 
 @operator("MatMulInteger")
@@ -73,7 +71,7 @@ _CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
-def _windows(call: Call, x: Tensor, kernel: Sequence[int]) -> tuple[list[int], list[int]]:
+def _windows(call: Call, kernel: Sequence[int]) -> tuple[list[int], list[int]]:
     number = len(kernel)
     if number not in _CONVOLUTIONS:
         raise call.error(f"windows of {number} dims are not supported", hint="1, 2 or 3 dims")
@@ -84,7 +82,7 @@ def _windows(call: Call, x: Tensor, kernel: Sequence[int]) -> tuple[list[int], l
 def convolution(call: Call, x: Value, weight: Value, bias: Value = None) -> Value:
     x, weight = tensors(x, weight)
     kernel = list(weight.shape[2:])
-    strides, dilations = _windows(call, x, kernel)
+    strides, dilations = _windows(call, kernel)
     pads = _window_pads(call, x, kernel, strides, dilations)
     padding = [before for before, _ in pads]
     if any(before != after for before, after in pads):
@@ -98,7 +96,7 @@ def convolution(call: Call, x: Value, weight: Value, bias: Value = None) -> Valu
 def transposed_convolution(call: Call, x: Value, weight: Value, bias: Value = None) -> Value:
     x, weight = tensors(x, weight)
     kernel = list(weight.shape[2:])
-    strides, dilations = _windows(call, x, kernel)
+    strides, dilations = _windows(call, kernel)
     extra = call.get("output_padding") or [0] * len(kernel)
     full = [
         s * (n - 1) + e + (k - 1) * d + 1
@@ -122,7 +120,6 @@ def transposed_convolution(call: Call, x: Value, weight: Value, bias: Value = No
 
 
 # ------------------------------------------------------------ pooling
-
 _MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _AVERAGE_POOLS: Mapping[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
@@ -149,7 +146,7 @@ def _pool_pads(
 @operator("MaxPool")
 def max_pool(call: Call, x: Tensor) -> Value:
     kernel = call.get("kernel_shape")
-    strides, dilations = _windows(call, x, kernel)
+    strides, dilations = _windows(call, kernel)
     pads = _pool_pads(call, x, kernel, strides, dilations)
     padding = [before for before, _ in pads]
     simple = all(a == b and 2 * a <= k for (a, b), k in zip(pads, kernel, strict=True))
@@ -168,7 +165,7 @@ def max_pool(call: Call, x: Tensor) -> Value:
 @operator("AveragePool")
 def average_pool(call: Call, x: Tensor) -> Value:
     kernel = call.get("kernel_shape")
-    strides, dilations = _windows(call, x, kernel)
+    strides, dilations = _windows(call, kernel)
     if any(d != 1 for d in dilations):
         raise call.error("dilated AveragePool is not supported")
     pads = _pool_pads(call, x, kernel, strides, dilations)
@@ -184,20 +181,10 @@ def average_pool(call: Call, x: Tensor) -> Value:
     return padded / function(_pad_window(counted, pads), kernel, strides)
 
 
-@operator("GlobalAveragePool")
-def global_average_pool(call: Call, x: Tensor) -> Value:
-    return x.mean(list(range(2, x.dim())), keepdim=True)
-
-
-@operator("GlobalMaxPool")
-def global_max_pool(call: Call, x: Tensor) -> Value:
-    return x.amax(list(range(2, x.dim())), keepdim=True)
-
-
 @operator("LpPool")
 def lp_pool(call: Call, x: Tensor) -> Value:
     kernel, p = call.get("kernel_shape"), call.get("p", 2)
-    strides, dilations = _windows(call, x, kernel)
+    strides, dilations = _windows(call, kernel)
     if any(d != 1 for d in dilations):
         raise call.error("dilated LpPool is not supported")
     pads = _pool_pads(call, x, kernel, strides, dilations)
@@ -213,19 +200,16 @@ def global_lp_pool(call: Call, x: Tensor) -> Value:
 
 
 # ------------------------------------------------------------ normalization, dropout, losses
-
-
 @operator("BatchNormalization")
 def batch_normalization(
     call: Call, x: Tensor, scale: Value, bias: Value, mean: Value, variance: Value
 ) -> Value:
     scale, bias, mean, variance = (tensor(v, x) for v in (scale, bias, mean, variance))
     epsilon, momentum = call.get("epsilon", 1e-5), call.get("momentum", 0.9)
-    if not call.get("training_mode", 0):
-        return F.batch_norm(x, mean, variance, scale, bias, False, 0.0, epsilon)
-    if not call.module.training:
+    trains = bool(call.get("training_mode", 0))
+    if not trains or not call.module.training:
         result = F.batch_norm(x, mean, variance, scale, bias, False, 0.0, epsilon)
-        return (result, mean, variance)
+        return (result, mean, variance) if trains else result
     dims = [d for d in range(x.dim()) if d != 1]
     now, spread = x.mean(dims), x.var(dims, unbiased=False)
     new_mean = (mean * momentum + now * (1 - momentum)).detach()
@@ -326,8 +310,6 @@ def softmax_cross_entropy(call: Call, x: Value, target: Value, weight: Value = N
 
 
 # ------------------------------------------------------------ quantization
-
-
 def _along(call: Call, values: Value, x: Tensor) -> Tensor:
     """Return scales as a tensor that broadcasts along the axis of the call."""
     if call.get("block_size", 0):
@@ -356,8 +338,6 @@ def quantize(call: Call, x: Tensor, scale: Value, zero: Value = None) -> Value:
 
 
 # ------------------------------------------------------------ attention
-
-
 @operator("Attention")
 def attention(
     call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Value = None, *past: Value
@@ -382,7 +362,7 @@ def attention(
 
 @operator("GridSample")
 def grid_sample(call: Call, x: Tensor, grid: Tensor) -> Value:
-    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(call.get("mode", "linear"))
-    mode = mode or call.get("mode")
+    mode = call.get("mode", "linear")
+    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
     padding, corners = call.get("padding_mode", "zeros"), bool(call.get("align_corners", 0))
     return F.grid_sample(x, grid, mode, padding, corners)

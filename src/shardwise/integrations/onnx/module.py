@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,6 @@ except ImportError as error:  # pragma: no cover - depends on the environment
     raise ConfigError(
         "sw.from_onnx needs the package onnx", hint="pip install 'shardwise[onnx]'"
     ) from error
-
-__all__ = ["OnnxModule", "from_onnx"]
 
 OLDEST_OPSET = 13
 MAX_HOST_ELEMENTS = 4096  # larger constants are buffers
@@ -160,8 +159,7 @@ class OnnxModule(nn.Module):
             values[name] = value
         if missing := [name for name in self._inputs if name not in values]:
             raise TypeError(f"input {missing[0]!r} of {self.source} is missing")
-        for name, path in self._paths.items():
-            values[name] = _attribute(self, path)
+        values |= {name: attrgetter(path)(self) for name, path in self._paths.items()}
         outputs = self._run(self._body, values)
         tensors = tuple(
             torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v for v in outputs
@@ -177,7 +175,7 @@ class OnnxModule(nn.Module):
         model.CopyFrom(self._model)
         for initializer in model.graph.initializer:
             if parameter := self._paths.get(initializer.name):
-                tensor = _attribute(self, parameter).detach().cpu()
+                tensor = attrgetter(parameter)(self).detach().cpu()
                 dtype = onnx.helper.tensor_dtype_to_np_dtype(initializer.data_type)
                 array = tensor.double().numpy() if tensor.is_floating_point() else tensor.numpy()
                 name = initializer.name
@@ -212,8 +210,7 @@ class OnnxModule(nn.Module):
             for position in (3, 4)
         }
         for initializer in self._model.graph.initializer:
-            array = numpy_helper.to_array(initializer)
-            name = initializer.name
+            array, name = numpy_helper.to_array(initializer), initializer.name
             if trainable is None:
                 is_float = array.dtype.kind == "f" or array.dtype.name == "bfloat16"
                 trained = is_float and array.ndim >= 1 and array.size > 1 and name not in fixed
@@ -287,7 +284,9 @@ class OnnxModule(nn.Module):
             return numpy_helper.to_array(value)
         if isinstance(value, onnx.GraphProto):
             return self._prepare(value)
-        return [v.decode() for v in value] if _are_bytes(value) else value
+        if isinstance(value, Sequence) and value and isinstance(value[0], bytes):
+            return [v.decode() for v in value]
+        return value
 
     def run_body(self, body: _Body, arguments: Iterable[Value], outer: Any) -> list[Value]:
         """Run a subgraph, which may also use the values around it."""
@@ -349,19 +348,7 @@ def _all_nodes(body: _Body) -> Iterator[_Node]:
                 yield from _all_nodes(value)
 
 
-def _are_bytes(value: Any) -> bool:
-    return isinstance(value, Sequence) and bool(value) and isinstance(value[0], bytes)
-
-
 def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
     if array.dtype.name == "bfloat16":  # of ml_dtypes: torch cannot read it directly
         return torch.from_numpy(array.astype(np.float32)).bfloat16()
     return torch.from_numpy(np.array(array))  # a copy that can be written
-
-
-def _attribute(module: nn.Module, path: str) -> Tensor:
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    tensor: Tensor = value
-    return tensor

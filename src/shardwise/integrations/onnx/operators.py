@@ -4,11 +4,9 @@ A function takes the `Call` with its attributes and the values of its inputs, No
 and returns one value or a tuple. To add an operator, add a function with `@operator`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, TypeAlias
 
@@ -18,8 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.errors import CaptureError
-
-__all__ = ["OPERATORS", "Call", "Value"]
 
 Value: TypeAlias = Any  # a tensor, a NumPy array known without running the model, a list, or None
 Operator: TypeAlias = Callable[..., Any]
@@ -105,7 +101,6 @@ def tensors(*values: Value) -> list[Tensor]:
 
 
 # ------------------------------------------------------------ element by element
-
 _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "Abs": torch.abs, "Acos": torch.acos, "Acosh": torch.acosh, "Asin": torch.asin,
     "Asinh": torch.asinh, "Atan": torch.atan, "Atanh": torch.atanh, "BitwiseNot": torch.bitwise_not,
@@ -121,13 +116,34 @@ _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "Add": torch.add, "And": torch.logical_and, "BitwiseAnd": torch.bitwise_and,
     "BitwiseOr": torch.bitwise_or, "BitwiseXor": torch.bitwise_xor, "Equal": torch.eq,
     "Greater": torch.gt, "GreaterOrEqual": torch.ge, "Less": torch.lt, "LessOrEqual": torch.le,
-    "MatMul": torch.matmul, "Mul": torch.mul, "Or": torch.logical_or, "Pow": torch.pow,
+    "MatMul": torch.matmul, "Mul": torch.mul, "Or": torch.logical_or,
     "Sub": torch.sub, "Xor": torch.logical_xor,
 }  # fmt: skip
 for _name, _function in _UNARY.items():
     OPERATORS[_name] = lambda call, x, f=_function: f(x)
 for _name, _two in _BINARY.items():
     OPERATORS[_name] = lambda call, a, b, f=_two: f(*tensors(a, b))
+OPERATORS |= {  # those of one expression
+    "Celu": lambda call, x: F.celu(x, call.get("alpha", 1.0)),
+    "Concat": lambda call, *values: torch.cat(tensors(*values), call.get("axis")),
+    "Elu": lambda call, x: F.elu(x, call.get("alpha", 1.0)),
+    "Gelu": lambda call, x: F.gelu(x, approximate=call.get("approximate", "none")),
+    "HardSigmoid": lambda call, x: torch.clamp(
+        call.get("alpha", 0.2) * x + call.get("beta", 0.5), 0, 1
+    ),
+    "LeakyRelu": lambda call, x: F.leaky_relu(x, call.get("alpha", 0.01)),
+    "LogSoftmax": lambda call, x: torch.log_softmax(x, call.get("axis", -1)),
+    "NonZero": lambda call, x: torch.nonzero(x).T,
+    "SequenceAt": lambda call, items, at: items[int(call.known(at, "the position"))],
+    "SequenceConstruct": lambda call, *values: list(values),
+    "Shape": lambda call, x: np.array(x.shape, np.int64)[call.get("start", 0) : call.get("end")],
+    "Size": lambda call, x: np.array(x.numel(), np.int64),
+    "Softmax": lambda call, x: torch.softmax(x, call.get("axis", -1)),
+    "ThresholdedRelu": lambda call, x: x.where(x > call.get("alpha", 1.0), torch.zeros_like(x)),
+    "Tile": lambda call, x, given: x.repeat(call.integers(given, "the repeats")),
+    "Transpose": lambda call, x: x.permute(call.get("perm") or list(range(x.dim()))[::-1]),
+    "Where": lambda call, condition, a, b: torch.where(*tensors(condition, a, b)),
+}
 
 
 @operator("Pow")
@@ -166,11 +182,6 @@ def several(call: Call, *values: Value) -> Value:
     return total / len(values) if call.op == "Mean" else total
 
 
-@operator("Where")
-def where(call: Call, condition: Value, a: Value, b: Value) -> Value:
-    return torch.where(*tensors(condition, a, b))
-
-
 @operator("Clip")
 def clip(call: Call, x: Tensor, low: Value = None, high: Value = None) -> Value:
     bounds = [v.item() if isinstance(v, np.ndarray) else v for v in (low, high)]
@@ -190,46 +201,16 @@ def is_inf(call: Call, x: Tensor) -> Value:
     return torch.isposinf(x) if positive else torch.isneginf(x)
 
 
-@operator("Elu")
-def elu(call: Call, x: Tensor) -> Value:
-    return F.elu(x, call.get("alpha", 1.0))
-
-
-@operator("Celu")
-def celu(call: Call, x: Tensor) -> Value:
-    return F.celu(x, call.get("alpha", 1.0))
-
-
 @operator("Selu")
 def selu(call: Call, x: Tensor) -> Value:
     alpha, gamma = call.get("alpha", 1.67326319217681885), call.get("gamma", 1.05070102214813232)
     return gamma * torch.where(x > 0, x, alpha * torch.expm1(x))
 
 
-@operator("LeakyRelu")
-def leaky_relu(call: Call, x: Tensor) -> Value:
-    return F.leaky_relu(x, call.get("alpha", 0.01))
-
-
-@operator("ThresholdedRelu")
-def thresholded_relu(call: Call, x: Tensor) -> Value:
-    return torch.where(x > call.get("alpha", 1.0), x, torch.zeros_like(x))
-
-
 @operator("PRelu")
 def prelu(call: Call, x: Value, slope: Value) -> Value:
     x, slope = tensors(x, slope)
     return torch.where(x < 0, x * slope, x)
-
-
-@operator("HardSigmoid")
-def hard_sigmoid(call: Call, x: Tensor) -> Value:
-    return torch.clamp(call.get("alpha", 0.2) * x + call.get("beta", 0.5), 0, 1)
-
-
-@operator("Gelu")
-def gelu(call: Call, x: Tensor) -> Value:
-    return F.gelu(x, approximate=call.get("approximate", "none"))
 
 
 @operator("Swish")
@@ -260,8 +241,6 @@ def cast_like(call: Call, x: Value, other: Value) -> Value:
 
 
 # ------------------------------------------------------------ reductions
-
-
 def _axes(call: Call, given: Value) -> list[int] | None:
     """Return the axes of a reduction: an attribute in old opsets, an input in new ones."""
     axes = call.get("axes") if given is None else call.integers(given, "the axes")
@@ -299,8 +278,7 @@ def reduction(call: Call, x: Tensor, given: Value = None) -> Value:
         return x
     axes = list(range(x.dim())) if axes is None else axes
     if not axes:  # of a scalar
-        axes, keep = [0], False
-        return _REDUCTIONS[call.op](x.reshape(1), axes, keep)
+        return _REDUCTIONS[call.op](x.reshape(1), [0], False)
     return _REDUCTIONS[call.op](x, axes, bool(call.get("keepdims", 1)))
 
 
@@ -325,16 +303,6 @@ def cumulative(call: Call, x: Tensor, given: Value) -> Value:
     return result.flip(axis) if call.get("reverse", 0) else result
 
 
-@operator("Softmax")
-def softmax(call: Call, x: Tensor) -> Value:
-    return torch.softmax(x, call.get("axis", -1))
-
-
-@operator("LogSoftmax")
-def log_softmax(call: Call, x: Tensor) -> Value:
-    return torch.log_softmax(x, call.get("axis", -1))
-
-
 @operator("Hardmax")
 def hardmax(call: Call, x: Tensor) -> Value:
     axis = call.get("axis", -1)
@@ -352,18 +320,6 @@ def top_k(call: Call, x: Tensor, given: Value) -> Value:
 
 
 # ------------------------------------------------------------ shapes and indices
-
-
-@operator("Shape")
-def shape(call: Call, x: Tensor) -> Value:
-    return np.array(x.shape, np.int64)[call.get("start", 0) : call.get("end")]
-
-
-@operator("Size")
-def size(call: Call, x: Tensor) -> Value:
-    return np.array(x.numel(), np.int64)
-
-
 @operator("Reshape")
 def reshape(call: Call, x: Tensor, given: Value) -> Value:
     sizes = call.integers(given, "the new shape")
@@ -398,16 +354,6 @@ def unsqueeze(call: Call, x: Tensor, given: Value = None) -> Value:
     for axis in sorted(a % rank for a in axes):
         x = x.unsqueeze(axis)
     return x
-
-
-@operator("Transpose")
-def transpose(call: Call, x: Tensor) -> Value:
-    return x.permute(call.get("perm") or list(range(x.dim()))[::-1])
-
-
-@operator("Concat")
-def concat(call: Call, *values: Value) -> Value:
-    return torch.cat(tensors(*values), call.get("axis"))
 
 
 @operator("Split")
@@ -510,11 +456,6 @@ def expand(call: Call, x: Tensor, given: Value) -> Value:
     return x.expand(np.broadcast_shapes(tuple(x.shape), tuple(sizes)))
 
 
-@operator("Tile")
-def tile(call: Call, x: Tensor, given: Value) -> Value:
-    return x.repeat(call.integers(given, "the repeats"))
-
-
 @operator("Pad")
 def pad(call: Call, x: Tensor, given: Value, value: Value = None, axes: Value = None) -> Value:
     pads = call.integers(given, "the padding")
@@ -603,11 +544,6 @@ def eye_like(call: Call, x: Tensor) -> Value:
     return (rows[:, None] + call.get("k", 0) == columns).to(dtype)
 
 
-@operator("NonZero")
-def non_zero(call: Call, x: Tensor) -> Value:
-    return torch.nonzero(x).T
-
-
 @operator("Compress")
 def compress(call: Call, x: Tensor, condition: Value) -> Value:
     axis = call.get("axis")
@@ -628,8 +564,6 @@ def reverse_sequence(call: Call, x: Tensor, lengths: Value) -> Value:
 
 
 # ------------------------------------------------------------ random numbers
-
-
 @operator("RandomNormalLike", "RandomUniformLike", "Bernoulli")
 def random_like(call: Call, x: Tensor) -> Value:
     dtype = _DTYPES[call.get("dtype")] if call.get("dtype") else x.dtype
@@ -645,25 +579,10 @@ def random_like(call: Call, x: Tensor) -> Value:
 @operator("RandomNormal", "RandomUniform")
 def random_new(call: Call) -> Value:
     zeros = torch.zeros(call.get("shape"), dtype=_DTYPES[call.get("dtype", 1)])
-    as_like = Call(
-        f"{call.op}Like", call.name, call.opset, call.attributes, 1, random_like, call.module
-    )
-    return random_like(as_like, zeros)
+    return random_like(replace(call, op=f"{call.op}Like"), zeros)
 
 
 # ------------------------------------------------------------ sequences and control flow
-
-
-@operator("SequenceConstruct")
-def sequence_construct(call: Call, *values: Value) -> Value:
-    return list(values)
-
-
-@operator("SequenceAt")
-def sequence_at(call: Call, sequence: list[Value], position: Value) -> Value:
-    return sequence[int(call.known(position, "the position"))]
-
-
 @operator("SequenceInsert")
 def sequence_insert(
     call: Call, sequence: list[Value], value: Value, position: Value = None

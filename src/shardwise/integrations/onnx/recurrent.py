@@ -1,7 +1,5 @@
 """ONNX's recurrent layers: RNN, GRU and LSTM, as loops over the steps of a sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

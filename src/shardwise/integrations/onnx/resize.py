@@ -1,7 +1,5 @@
 """ONNX's Resize: one matrix of interpolation weights for each dim that changes its size."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,15 @@
     ddp(graph, cluster)       shard the batch, all-reduce the gradients
     zero1, zero2, fsdp        also shard optimizer state, gradients, parameters
     tensor(graph, cluster)    shard parameters, and the work on them
+    context(graph, cluster)   shard the sequence, and attention over it
+    expert(graph, cluster)    divide experts, whose tokens are exchanged; shard the batch
     pipeline(graph, cluster, num_microbatches=8)     divide the layers, one stage per rank
-    hybrid(graph, cluster, dp=2, tp=2, pp=2, zero=0)      all of them
+    parameter_server, balanced_parameter_server      ranks own parameters and update them
+    partitioned_parameter_server, partitioned_all_reduce      ranks own parts of parameters
+    parallax(graph, cluster)  rows of embeddings to their owners, other gradients all-reduced
+    hybrid(graph, cluster, dp=2, ep=2, cp=2, tp=2, pp=2, zero=0)      all of them
+    local_sgd(graph, cluster, every=10)     a replica on each rank, averaged now and then
+    diloco(graph, cluster, every=50)        the same with an outer optimizer
 
 All take `num_microbatches`, `recompute`, `precision` and `offload` (see `make_plan`). A custom
 strategy is a function that returns a `Plan`; `make_plan` does the common part, and
@@ -24,9 +31,18 @@ from shardwise.errors import PlanError, did_you_mean
 if TYPE_CHECKING:
     from shardwise.planner.strategies.make import make_plan
     from shardwise.planner.strategies.named import (
+        balanced_parameter_server,
+        context,
         ddp,
+        diloco,
+        expert,
         fsdp,
         hybrid,
+        local_sgd,
+        parallax,
+        parameter_server,
+        partitioned_all_reduce,
+        partitioned_parameter_server,
         pipeline,
         tensor,
         zero1,
@@ -35,11 +51,20 @@ if TYPE_CHECKING:
     from shardwise.plans import Plan
 
 __all__ = [
+    "balanced_parameter_server",
+    "context",
     "ddp",
+    "diloco",
+    "expert",
     "find_strategy",
     "fsdp",
     "hybrid",
+    "local_sgd",
     "make_plan",
+    "parallax",
+    "parameter_server",
+    "partitioned_all_reduce",
+    "partitioned_parameter_server",
     "pipeline",
     "register_strategy",
     "strategy_names",
@@ -50,8 +75,12 @@ __all__ = [
 
 # The table of strategies: None for those of `named.py`, and functions that users registered.
 _STRATEGIES: dict[str, Callable[..., Plan] | None] = dict.fromkeys(
-    ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline", "hybrid")
-)
+    (
+        "ddp", "zero1", "zero2", "fsdp", "tensor", "context", "expert", "pipeline", "hybrid",
+        "parameter_server", "balanced_parameter_server", "partitioned_parameter_server",
+        "partitioned_all_reduce", "parallax", "local_sgd", "diloco",
+    )
+)  # fmt: skip
 
 
 def strategy_names() -> tuple[str, ...]:

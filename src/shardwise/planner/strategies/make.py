@@ -1,21 +1,28 @@
 """Make a plan from the numbers of ranks along each axis: the common part of all strategies."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
+from math import prod
 from pathlib import Path
-from typing import TypeVar
 
 from shardwise.cluster import Cluster, Mesh
 from shardwise.errors import InfeasiblePlan, PlanError, did_you_mean
 from shardwise.ir import Graph, node_keys
-from shardwise.ir.blocks import block_glob, large_blocks
+from shardwise.ir.blocks import large_blocks
 from shardwise.planner.options import Constraints, constrained_entries, known_options
 from shardwise.planner.stage_balance import balance, find_places
+from shardwise.planner.strategies.experts import EXPERTS_AXIS, expert_entries
+from shardwise.planner.strategies.sequence import (
+    SequenceDim,
+    attention_choices,
+    context_axes,
+    norm_choices,
+    sequence_choices,
+    sequence_inputs,
+)
 from shardwise.plans import (
     ParameterEntry,
     Plan,
@@ -25,6 +32,7 @@ from shardwise.plans import (
     model_fingerprint,
     resolve,
 )
+from shardwise.plans.plan import fold_entries
 from shardwise.program.pipeline import check_micro_batches
 from shardwise.schedules import (
     SCHEDULES,
@@ -40,7 +48,7 @@ from shardwise.sharding.factors import Facts, analyze
 from shardwise.sharding.placements import REPLICATED, Shard, format_placement
 from shardwise.shares import axes_of, num_ranks
 
-Entry = TypeVar("Entry")
+BATCH_AXES = ("dp", EXPERTS_AXIS)
 
 
 @known_options("sw.strategies.make_plan")
@@ -50,10 +58,15 @@ def make_plan(
     cluster: Cluster,
     *,
     dp: int | None = None,
+    ep: int = 1,
+    cp: int = 1,
     tp: int = 1,
     pp: int = 1,
     zero: int = 0,
+    sequence_parallel: bool = False,
     batch_dim: int | None = None,
+    sequence_dim: SequenceDim = None,
+    attention: str = "auto",
     rng: str = "exact",
     seed: int = 0,
     constraints: Constraints | None = None,
@@ -68,7 +81,14 @@ def make_plan(
     precision: str | Precision | None = None,
     offload: str | Sequence[str] = (),
 ) -> Plan:
-    """Make a plan for `pp` groups of `dp` x `tp` ranks; `dp` defaults to all remaining ranks.
+    """Make a plan for `pp` groups of `dp` x `ep` x `cp` x `tp` ranks.
+
+    `dp` defaults to all ranks that remain. The batch is divided over `dp` and `ep`, experts over
+    `ep`, the sequence over `cp`, other parameters over `tp`. With `sequence_parallel` the ranks of
+    `tp` also divide the sequence between products. `sequence_dim` is the dim of the inputs, or of
+    each by name, if it is not the one that attention implies. `attention` over a divided sequence
+    gathers keys ("gather"), passes them around ("ring"), exchanges the sequence for heads ("heads")
+    or does what sends least ("auto").
 
     A step is computed in `num_microbatches`; more than one without stages is gradient
     accumulation. `schedule` is a name, a `Schedule` or its file. Each group has `virtual_stages`
@@ -80,29 +100,43 @@ def make_plan(
     axis, or to a `ParameterEntry`, which may also set a ZeRO level.
     """
     if dp is None:  # so that options need not change with the number of ranks
-        dp = max(1, cluster.num_ranks // max(1, tp * pp))
-    _check_sizes(name, cluster, dp, tp, pp, meshes)
-    _check_counts(name, zero, num_microbatches)
+        dp = max(1, cluster.num_ranks // max(1, ep * cp * tp * pp))
+    _check_sizes(name, cluster, {"dp": dp, "ep": ep, "cp": cp, "tp": tp, "pp": pp}, meshes)
+    if zero not in (0, 1, 2, 3):
+        raise InfeasiblePlan(f"{name}: zero={zero}", hint="0, 1, 2 or 3")
+    if num_microbatches < 1:
+        raise InfeasiblePlan(f"{name}: num_microbatches={num_microbatches}", hint="1 or more")
     schedule = read_schedule(schedule)
     groups = len(meshes) if meshes is not None else pp
     num_stages = _num_stages(schedule, groups, virtual_stages)
-    order = _order(schedule, groups, num_stages, num_microbatches)
-    is_scheduled = len(order.placement) > 1 or num_microbatches > 1
+    order, placement = _order(schedule, groups, num_stages, num_microbatches)
+    is_scheduled = len(placement) > 1 or num_microbatches > 1
     facts = analyze(graph)
-    same = meshes or [_mesh(graph, facts, dp, tp, keep_one=not is_scheduled)] * groups
+    context = context_axes(graph, cp, attention)
+    same = (
+        meshes or [_mesh(graph, facts, (dp, ep, tp), context, keep_one=not is_scheduled)] * groups
+    )
     meshes = [_with_shares(name, mesh, shares or {}) for mesh in same]
-    splits = num_microbatches > 1 or any(dict(mesh.axes).get("dp", 1) != 1 for mesh in meshes)
+    splits = num_microbatches > 1 or any(_batch_parts(mesh) != 1 for mesh in meshes)
+    axes = {axis: ranks for mesh in meshes for axis, ranks in mesh.axes}
+    context = {a: num_ranks(n) for a, n in axes.items() if axis_role(a) == "sequence"}
+    rows = batch_inputs(graph, batch_dim)
     draft = Plan(
         name=name,
         model=graph.name,
         fingerprint=model_fingerprint(graph),
         mesh=meshes[0],
-        roles={a: "batch" if a == "dp" else "parameters" for m in meshes for a in m.names},
-        inputs=batch_inputs(graph, batch_dim) if splits else {},
-        parameters=constrained_entries(constraints),
+        roles={axis: axis_role(axis) for axis in axes},
+        inputs=rows if splits else {},
+        sequence=sequence_inputs(graph, rows, sequence_dim) if context or sequence_parallel else {},
+        parameters={
+            **fold_entries(expert_entries(graph, meshes, name)),
+            **constrained_entries(constraints),
+        },
+        nodes=attention_choices(graph, facts, context, attention, free_heads=tp == 1),
         units=large_blocks(graph),
-        stages=_stages(graph, facts, meshes, order.placement, cuts),
-        schedule=order.schedule if is_scheduled else "",
+        stages=_stages(graph, facts, meshes, placement, cuts),
+        schedule=order if is_scheduled else "",
         num_microbatches=num_microbatches,
         per_microbatch=per_microbatch,
         recompute=recompute if isinstance(recompute, str) else tuple(recompute),
@@ -111,31 +145,54 @@ def make_plan(
         rng=rng,
         seed=seed,
     )
-    return _completed(graph, draft, facts, zero)
+    return _completed(graph, draft, facts, zero, sequence_parallel)
 
 
-def _check_counts(name: str, zero: int, num_microbatches: int) -> None:
-    if zero not in (0, 1, 2, 3):
-        raise InfeasiblePlan(f"{name}: zero={zero}", hint="0, 1, 2 or 3")
-    if num_microbatches < 1:
-        raise InfeasiblePlan(f"{name}: num_microbatches={num_microbatches}", hint="1 or more")
+def axis_role(axis: str) -> str:
+    """Return what the mesh axis of this name shards: `cp` and `cp1` the sequence, and so on."""
+    name = axis.rstrip("0123456789")
+    return {**dict.fromkeys(BATCH_AXES, "batch"), "cp": "sequence"}.get(name, "parameters")
 
 
-def _completed(graph: Graph, draft: Plan, facts: Facts, zero: int) -> Plan:
+def _batch_parts(mesh: Mesh) -> int:
+    """Return the number of parts into which a mesh divides the batch."""
+    return prod(num_ranks(ranks) for axis, ranks in mesh.axes if axis in BATCH_AXES)
+
+
+def _completed(graph: Graph, draft: Plan, facts: Facts, zero: int, sequence_parallel: bool) -> Plan:
     """Return the draft, checked, with the layouts of its parameters."""
     _check_batch(graph, draft)
     _check_recompute(graph, draft)
     check_micro_batches(graph, draft)
+    if sequence_parallel:
+        tensor = [axis for axis, role in draft.roles.items() if role == "parameters"]
+        full = draft.with_(nodes={**norm_choices(graph, facts, tensor), **draft.nodes})
+        nodes: dict[str, dict[str, str]] = {}
+        for on_mesh in _resolve(graph, full, facts).values():
+            nodes |= sequence_choices(graph, on_mesh)
+        draft = draft.with_(nodes={**nodes, **draft.nodes})
     resolved = _resolve(graph, draft, facts)
-    return draft.with_(
-        parameters={**parameter_entries(graph, resolved, zero), **draft.parameters},
-        notes=tuple(notes(next(iter(resolved.values())))),
-    )
+    entries = parameter_entries(graph, resolved, zero)
+    for glob, entry in draft.parameters.items():  # after the others, so that they win
+        own = entries.pop(glob, ParameterEntry())
+        level = own.zero if entry.zero is None else entry.zero
+        entries[glob] = replace(entry, layout={**own.layout, **entry.layout}, zero=level)
+    return draft.with_(parameters=entries, notes=tuple(notes(next(iter(resolved.values())))))
 
 
-def _mesh(graph: Graph, facts: Facts, dp: int, tp: int, *, keep_one: bool) -> Mesh:
+def _mesh(
+    graph: Graph,
+    facts: Facts,
+    sizes: tuple[int, int, int],
+    context: Mapping[str, int],
+    *,
+    keep_one: bool,
+) -> Mesh:
     """Return the mesh of a group; with `keep_one`, a single rank has an axis of size 1."""
-    axes = [("dp", dp)] if dp > 1 or (tp == 1 and keep_one) else []
+    dp, ep, tp = sizes
+    axes = [(axis, n) for axis, n in (("dp", dp), ("ep", ep), *context.items()) if n > 1]
+    if not axes and tp == 1 and keep_one:
+        axes = [("dp", 1)]
     if tp > 1:
         axes += [(f"tp{i}" if i else "tp", n) for i, n in enumerate(tensor_axes(graph, facts, tp))]
     return Mesh(axes=tuple(axes))
@@ -196,7 +253,7 @@ def _resolve(graph: Graph, plan: Plan, facts: Facts) -> dict[Stage, Resolved]:
 
 
 def _check_sizes(
-    name: str, cluster: Cluster, dp: int, tp: int, pp: int, meshes: Sequence[Mesh] | None
+    name: str, cluster: Cluster, sizes: dict[str, int], meshes: Sequence[Mesh] | None
 ) -> None:
     total = cluster.num_ranks
     if meshes is not None:
@@ -208,13 +265,14 @@ def _check_sizes(
                 hint=f"a cluster of {sum(counts)} ranks",
             )
         return
-    sizes = {"dp": dp, "tp": tp} | ({"pp": pp} if pp != 1 else {})
+    sizes = {axis: n for axis, n in sizes.items() if n != 1 or axis in ("dp", "tp")}
     if any(size < 1 for size in sizes.values()):
         raise InfeasiblePlan(f"{name}: {_sizes(sizes)} need at least one rank each")
-    if dp * tp * pp != total:
+    if (count := prod(sizes.values())) != total:
+        others = count // sizes["dp"]
         raise InfeasiblePlan(
-            f"{name}: {_sizes(sizes, ' x ')} = {dp * tp * pp} ranks, the cluster has {total}",
-            hint=_sizes(sizes | {"dp": max(1, total // (tp * pp))}),
+            f"{name}: {_sizes(sizes, ' x ')} = {count} ranks, the cluster has {total}",
+            hint=_sizes(sizes | {"dp": max(1, total // others)}),
         )
 
 
@@ -226,13 +284,14 @@ def _check_batch(graph: Graph, plan: Plan) -> None:
     """Raise if there are fewer samples than parts of a batch."""
     if not plan.splits_time:
         return
-    shapes = {i.name: graph.values[i.value].shape for i in graph.inputs}
-    sizes = [shapes[name][dim] for name, dim in plan.inputs.items() if dim is not None]
+    sizes = _input_rows(graph, plan)
     if not sizes:
         raise InfeasiblePlan(f"{plan.name}: no input of {graph.name} has a batch dim to shard")
-    dp = max(num_ranks(dict(stage.mesh.axes).get("dp", 1)) for stage in plan.all_stages)
+    widest = max((stage.mesh for stage in plan.all_stages), key=_batch_parts)
+    dp = _batch_parts(widest)
     if plan.num_microbatches * dp > sizes[0]:
-        ranks = f" on dp={dp} ranks each" if dp > 1 else ""
+        axes = " x ".join(f"{a}={num_ranks(n)}" for a, n in widest.axes if a in BATCH_AXES)
+        ranks = f" on {axes} ranks each" if dp > 1 else ""
         maximum = sizes[0] // dp
         raise InfeasiblePlan(
             f"{plan.name}: num_microbatches={plan.num_microbatches}{ranks}, the batch has "
@@ -254,11 +313,10 @@ def _check_recompute(graph: Graph, plan: Plan) -> None:
             )
 
 
-def _has_one_row(resolved: Resolved) -> bool:
-    """Return whether this batch has a single row; larger batches may have more to shard."""
-    shapes = {i.name: resolved.graph.values[i.value].shape for i in resolved.graph.inputs}
-    rows = [shapes[name][dim] for name, dim in resolved.plan.inputs.items() if dim is not None]
-    return bool(rows) and max(rows) <= 1
+def _input_rows(graph: Graph, plan: Plan) -> list[int]:
+    """Return the rows of each input with a batch dim."""
+    shapes = {i.name: graph.values[i.value].shape for i in graph.inputs}
+    return [shapes[name][dim] for name, dim in plan.inputs.items() if dim is not None]
 
 
 def _check_split(resolved: Resolved) -> None:
@@ -268,9 +326,11 @@ def _check_split(resolved: Resolved) -> None:
         if assignment.ranks == 1:
             continue
         is_sharded = any(isinstance(c.choice, ShardAxis) for c in assignment.nodes.values())
-        is_batch = plan.roles[assignment.axis] == "batch"
-        if not is_sharded and not (is_batch and _has_one_row(resolved)):
-            what = "batch dim" if is_batch else "parameter dim"
+        role = plan.roles[assignment.axis]
+        rows = _input_rows(resolved.graph, plan)
+        # A batch of one row cannot be sharded, but larger ones may be.
+        if not is_sharded and not (role == "batch" and rows and max(rows) <= 1):
+            what = f"{role.removesuffix('s')} dim"
             raise InfeasiblePlan(
                 f"{plan.name}: no {what} of {resolved.graph.name} can be sharded over "
                 f"{assignment.axis}={assignment.ranks}",
@@ -279,16 +339,6 @@ def _check_split(resolved: Resolved) -> None:
 
 
 # ---------------------------------------------------------------- the order of work
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Order:
-    """A plan's `schedule`, and the group that runs each stage."""
-
-    schedule: str | tuple[tuple[str, ...], ...]
-    placement: tuple[int, ...]
-
-
 def read_schedule(schedule: str | Path | Schedule | None) -> str | Schedule | None:
     """Return the name or the schedule; text that is not a name may be the path of a file."""
     if isinstance(schedule, Path):
@@ -317,18 +367,18 @@ def stages_per_group(schedule: str | Schedule | None) -> int:
 
 def _order(
     schedule: str | Schedule | None, groups: int, stages: int, num_microbatches: int
-) -> _Order:
-    """Return the order of work, checked to be complete and free of deadlocks."""
+) -> tuple[str | tuple[tuple[str, ...], ...], tuple[int, ...]]:
+    """Return the order of work, complete and free of deadlocks, and the group of each stage."""
     if isinstance(schedule, Schedule):
         _check_schedule(schedule, groups, stages, num_microbatches)
         schedule = _by_first_stage(schedule)
         check(schedule)
         rows = tuple(tuple(str(action) for action in actions) for actions in schedule.actions)
-        return _Order(schedule=rows, placement=schedule.placement)
+        return rows, schedule.placement
     name = schedule or default_schedule(stages, groups)
     generated = make(name, num_groups=groups, num_microbatches=num_microbatches, num_stages=stages)
     check(generated)
-    return _Order(schedule=name, placement=generated.placement)
+    return name, generated.placement
 
 
 def _check_schedule(schedule: Schedule, groups: int, stages: int, num_microbatches: int) -> None:
@@ -353,8 +403,6 @@ def _by_first_stage(schedule: Schedule) -> Schedule:
 
 
 # ------------------------------------------------------------ fields of a plan
-
-
 def batch_inputs(graph: Graph, batch_dim: int | None) -> dict[str, int | None]:
     """Return the batch dim of each input: `batch_dim`, where it has the most common size."""
     shapes = {i.name: graph.values[i.value].shape for i in graph.inputs}
@@ -421,21 +469,6 @@ def _layout(resolved: Resolved, value: str) -> dict[str, str]:
         if resolved.plan.roles[assignment.axis] == "parameters":
             placements.setdefault(assignment.axis, REPLICATED)
     return placements
-
-
-def fold_entries(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Return the entries, with equal ones of numbered modules as one glob."""
-    groups: dict[str, list[str]] = {}
-    for name in entries:
-        groups.setdefault(block_glob(name), []).append(name)
-    folded: dict[str, Entry] = {}
-    for glob, names in groups.items():
-        first = entries[names[0]]
-        if len(names) > 1 and all(entries[n] == first for n in names):
-            folded[glob] = first
-        else:
-            folded.update({n: entries[n] for n in names})
-    return folded
 
 
 def notes(resolved: Resolved) -> list[str]:

@@ -1,20 +1,23 @@
 """The named strategies: data parallelism, ZeRO, tensor and pipeline parallelism, and all combined.
 
+Parameter servers are data parallelism with another synchronization (`Sync`).
+
 `make_plan` explains the options that a signature takes from `PlanOptions`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
 from shardwise.cluster import Cluster, Mesh
+from shardwise.cost.sync import link_rates, link_time
 from shardwise.errors import InfeasiblePlan
-from shardwise.ir import Graph
+from shardwise.inexact import OuterOptimizer
+from shardwise.ir import Graph, Parameter
 from shardwise.planner.options import CommonOptions, PlanOptions, StageOptions, known_options
 from shardwise.planner.strategies.make import make_plan, read_schedule, stages_per_group
-from shardwise.plans import Plan
+from shardwise.plans import Plan, Sync
+from shardwise.plans.sync import applied_sync, operator_uses
 from shardwise.schedules import Schedule
 
 MICROBATCHES = 8
@@ -44,10 +47,54 @@ def fsdp(graph: Graph, cluster: Cluster, **options: Unpack[PlanOptions]) -> Plan
     return make_plan("fsdp", graph, cluster, dp=cluster.num_ranks, zero=3, **options)
 
 
+@known_options("sw.strategies.local_sgd", make_plan)
+def local_sgd(
+    graph: Graph, cluster: Cluster, *, every: int = 10, **options: Unpack[PlanOptions]
+) -> Plan:
+    """Train a replica on each rank, and replace replicas by their mean after `every` updates.
+
+    It differs from synchronous training: see the guide of synchronization.
+    """
+    return _synchronized("local_sgd", graph, cluster, {"*": Sync(every=every)}, options)
+
+
+@known_options("sw.strategies.diloco", make_plan)
+def diloco(
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    every: int = 50,
+    fragments: int = 1,
+    overlap: int = 0,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    **options: Unpack[PlanOptions],
+) -> Plan:
+    """Train a replica on each rank, combined by SGD with Nesterov momentum on their mean change.
+
+    Rounds of `fragments` are spread over `every` updates, and take effect `overlap` updates later.
+    It differs from synchronous training: see the guide of synchronization.
+    """
+    outer = OuterOptimizer(lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
+    sync = Sync(every=every, outer=outer, fragments=fragments, overlap=overlap)
+    return _synchronized("diloco", graph, cluster, {"*": sync}, options)
+
+
 @known_options("sw.strategies.tensor", make_plan)
 def tensor(graph: Graph, cluster: Cluster, **options: Unpack[PlanOptions]) -> Plan:
-    """Shard the parameters, and the work on them, over all ranks."""
+    """Shard the parameters, and the work on them, over all ranks.
+
+    With `sequence_parallel`, norms, dropout and residuals are computed on shards of the sequence.
+    """
     return make_plan("tensor", graph, cluster, tp=cluster.num_ranks, **options)
+
+
+@known_options("sw.strategies.context", make_plan)
+def context(
+    graph: Graph, cluster: Cluster, *, zero: int = 0, **options: Unpack[PlanOptions]
+) -> Plan:
+    """Shard the sequence, and the `attention` over it, over all ranks."""
+    return make_plan("context", graph, cluster, dp=1, cp=cluster.num_ranks, zero=zero, **options)
 
 
 @known_options("sw.strategies.hybrid", make_plan)
@@ -56,21 +103,120 @@ def hybrid(
     cluster: Cluster,
     *,
     dp: int | None = None,
+    ep: int = 1,
+    cp: int = 1,
     tp: int = 1,
     pp: int = 1,
     zero: int = 0,
     **options: Unpack[StageOptions],
 ) -> Plan:
-    """Divide layers over `pp` groups of ranks, the batch over `dp`, parameters over `tp`.
+    """Divide layers over `pp` groups, the batch over `dp`, sequences over `cp`, weights over `tp`.
 
-    `dp` defaults to all remaining ranks.
+    Experts are divided over `ep`, and so is the batch for all other layers. `dp` defaults to all
+    remaining ranks.
     """
-    return make_plan("hybrid", graph, cluster, dp=dp, tp=tp, pp=pp, zero=zero, **options)
+    return make_plan(
+        "hybrid", graph, cluster, dp=dp, ep=ep, cp=cp, tp=tp, pp=pp, zero=zero, **options
+    )
+
+
+@known_options("sw.strategies.expert", make_plan)
+def expert(
+    graph: Graph, cluster: Cluster, *, ep: int | None = None, **options: Unpack[PlanOptions]
+) -> Plan:
+    """Divide the experts over `ep` ranks, by default all, and the batch over all ranks."""
+    ranks = cluster.num_ranks if ep is None else ep
+    return make_plan("expert", graph, cluster, ep=ranks, **options)
+
+
+# ---------------------------------------------------------------- synchronization
+@known_options("sw.strategies.parameter_server", make_plan)
+def parameter_server(
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    owner: int = 0,
+    host: bool = False,
+    **options: Unpack[PlanOptions],
+) -> Plan:
+    """Let one rank update all parameters; with `host`, it keeps them in host memory."""
+    syncs = {"*": Sync(kind="owner", owner=owner, host=host)}
+    return _synchronized("parameter_server", graph, cluster, syncs, options)
+
+
+@known_options("sw.strategies.balanced_parameter_server", make_plan)
+def balanced_parameter_server(
+    graph: Graph, cluster: Cluster, *, host: bool = False, **options: Unpack[PlanOptions]
+) -> Plan:
+    """Let each rank update some parameters, so that the busiest link is least busy."""
+    ranks = range(cluster.num_ranks)
+    rates = link_rates(cluster, ranks) or (1.0,) * cluster.num_ranks
+    load = [0.0] * cluster.num_ranks
+    sizes = {p.name: graph.values[p.value].num_bytes for p in _trained(graph)}
+
+    def busy(rank: int, size: int) -> tuple[float, float, int]:
+        after = [owned + size * (r == rank) for r, owned in enumerate(load)]
+        return link_time(after, rates), after[rank] / rates[rank], rank
+
+    syncs = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owner = min(ranks, key=lambda rank: busy(rank, sizes[name]))
+        load[owner] += sizes[name]
+        syncs[name] = Sync(kind="owner", owner=owner, host=host)
+    return _synchronized("balanced_parameter_server", graph, cluster, syncs, options)
+
+
+@known_options("sw.strategies.partitioned_parameter_server", make_plan)
+def partitioned_parameter_server(
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    dim: int = 0,
+    owners: Sequence[int] | None = None,
+    host: bool = False,
+    **options: Unpack[PlanOptions],
+) -> Plan:
+    """Divide each parameter along `dim` over all ranks, which update their parts.
+
+    `owners` are the ranks' weights, by default equal.
+    """
+    sync = Sync(kind="partitioned", dim=dim, owners=tuple(owners or ()), host=host)
+    return _synchronized("partitioned_parameter_server", graph, cluster, {"*": sync}, options)
+
+
+@known_options("sw.strategies.partitioned_all_reduce", make_plan)
+def partitioned_all_reduce(
+    graph: Graph, cluster: Cluster, *, dim: int | None = None, **options: Unpack[PlanOptions]
+) -> Plan:
+    """Sum and update equal parts of the parameters on each rank, then gather them.
+
+    Parts are ranges of elements, or of the indices of `dim`.
+    """
+    syncs = {"*": Sync(kind="partitioned", dim=dim)}
+    return _synchronized("partitioned_all_reduce", graph, cluster, syncs, options)
+
+
+@known_options("sw.strategies.parallax", make_plan)
+def parallax(graph: Graph, cluster: Cluster, **options: Unpack[PlanOptions]) -> Plan:
+    """Send the gradient rows of embeddings to the owners of the rows; all-reduce the others."""
+    uses, form = operator_uses(graph), Sync(kind="partitioned", dim=0, sparse="rows")
+    tables = [p.name for p in _trained(graph) if applied_sync(graph, p, form, uses).sparse]
+    return _synchronized("parallax", graph, cluster, dict.fromkeys(tables, form), options)
+
+
+def _trained(graph: Graph) -> Iterator[Parameter]:
+    return (parameter for parameter in graph.parameters if parameter.requires_grad)
+
+
+def _synchronized(
+    name: str, graph: Graph, cluster: Cluster, syncs: Mapping[str, Sync], options: PlanOptions
+) -> Plan:
+    """Return a data-parallel plan with these synchronizations, before the user's constraints."""
+    options["constraints"] = {**syncs, **(options.get("constraints") or {})}
+    return make_plan(name, graph, cluster, dp=cluster.num_ranks, **options)
 
 
 # ---------------------------------------------------------------- pipeline stages
-
-
 @known_options("sw.strategies.pipeline", make_plan)
 def pipeline(
     graph: Graph,

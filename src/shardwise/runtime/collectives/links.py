@@ -9,8 +9,6 @@ death is known at once, without the store and its heartbeats. A rank that detect
 broadcasts a roll call; ranks that do not answer are reported as dead, the same ones everywhere.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,15 +1,15 @@
 """Run programs of messages on processes.
 
-A thread runs this rank's programs one after the other: over gloo message by message, over NCCL in
-rounds (see `script`). A wait that takes too long ends with an error that names the edge at fault,
-on every waiting rank.
+A thread runs this rank's programs one after the other over gloo, message by message. Over NCCL a
+program is started in rounds (see `script`) by the thread that asks for it, because all ranks must
+start the operations of a communicator in the same order; the messenger's thread only watches it. A
+wait that takes too long ends with an error that names the edge at fault, on every waiting rank.
 """
 
-from __future__ import annotations
-
+import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -23,7 +23,6 @@ from shardwise.errors import LinkError, ProgramError, RankError
 from shardwise.runtime.collectives import CommunicationThread, Handle
 from shardwise.runtime.collectives.script import (
     Act,
-    Exchange,
     Rounds,
     Script,
     batches,
@@ -45,12 +44,7 @@ class Links(Protocol):
     """The sends and receives of a gloo process group."""
 
     def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Any: ...
-
     def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Any: ...
-
-    def rank(self) -> int: ...
-
-    def size(self) -> int: ...
 
 
 class EdgeLost(Exception):
@@ -109,57 +103,13 @@ def _lost(script: Script, rank: int, at: int, ended: int) -> EdgeLost:
     return EdgeLost(Wait(edge=edge, message=message, sent=sent, posted=posted), act.number)
 
 
-def hang_up(links: Links) -> None:
-    """Close this rank's connections, so that other ranks stop waiting for it.
-
-    gloo has no call for that, but closes all connections when a wait times out.
-    """
-    try:
-        work = links.recv([torch.empty(1)], (links.rank() + 1) % links.size(), _HANG_UP_TAG)
-        work.wait(timedelta(milliseconds=1))
-    except (RuntimeError, ValueError):
-        return
-
-
 # Running rounds of messages on a GPU's stream, over NCCL. All rounds are enqueued at once; then
-# this thread polls the progress of the stream. NCCL does not report which message it waits for: if
+# a thread polls the progress of the stream. NCCL does not report which message it waits for: if
 # a round does not finish in time, the error names its first receive, else its first send.
 
 
 POLL_S = 100e-6
-
-
-def run_on_stream(
-    rounds: Rounds,
-    memory: Mapping[str, Tensor],
-    exchange: Exchange,
-    *,
-    rank: int,
-    timeout_s: float,
-) -> None:
-    """Run all rounds after the current stream's work; return when the device has finished them."""
-    device = memory["data"].device
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    ends: list[tuple[tuple[Act, ...], torch.cuda.Event]] = []
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        run_rounds(
-            rounds, memory, exchange, lambda acts: ends.append((acts, stream.record_event()))
-        )
-    for acts, end in ends:
-        deadline = time.monotonic() + timeout_s
-        while not end.query():  # type: ignore[no-untyped-call]
-            if time.monotonic() > deadline:
-                raise lost_edge(acts, rank)
-            time.sleep(POLL_S)
-
-
-def lost_edge(acts: Sequence[Act], rank: int) -> EdgeLost:
-    """Return the edge to name when a round does not finish."""
-    act = next((act for act in acts if act.kind == "take"), acts[0])
-    ends = (act.peer, rank) if act.kind == "take" else (rank, act.peer)
-    return EdgeLost(Wait(edge=ends, sent={}, posted={}), act.number)
-
+Ends = list[tuple[tuple[Act, ...], torch.cuda.Event]]
 
 TIMEOUT_S = 300.0
 MEET_S = 60.0  # ranks may create a messenger at more different times than they use it
@@ -198,23 +148,34 @@ class Messenger:
         self._stalls = StallDetector(name, self.rank, self.num_ranks)
         # Keyed by identity, which is fast; the program is stored so that its id stays unique.
         self._prepared: dict[int, tuple[MessageProgram, Script | Rounds]] = {}
-        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # of all programs
         self._thread = CommunicationThread("messenger")
+        self._stream: torch.cuda.Stream | None = None
+        if not is_gloo:
+            # NCCL creates a communicator when all of its ranks use it, a round has only some.
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
 
-    def start(self, program: MessageProgram, data: Tensor, out: Tensor | None = None) -> Handle:
+    def start(self, program: MessageProgram, data: Tensor) -> Handle:
         """Start a program on this rank's `data`, which has any shape and is changed in place.
 
-        For an all-gather it is the full result, with this rank's elements in place; the result of
-        an all-to-all goes to `out`. Neither may be used until the handle is done.
+        For an all-gather it is the full result, with this rank's elements in place. It must not be
+        used until the handle is done.
         """
-        self._check(program, data, out)
-        ready = torch.cuda.current_stream(data.device).record_event() if data.is_cuda else None
+        self._check(program, data)
         limit = self.timeout_s * (3 + len(program.instructions[self.rank]))
-        return self._thread.start(lambda: self._run(program, data, out, ready), limit)
+        if self.backend == "gloo":
+            return self._thread.start(lambda: self._run(program, data), limit)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(data.device)  # type: ignore[no-untyped-call]
+        if self._thread.failed is None:
+            ends, memory = self._enqueue(program, data, self._stream)
+        else:  # the thread raises the earlier error
+            ends, memory = [], {}
+        return self._thread.start(lambda: self._watch(program, ends, memory), limit)
 
-    def run(self, program: MessageProgram, data: Tensor, out: Tensor | None = None) -> None:
+    def run(self, program: MessageProgram, data: Tensor) -> None:
         """Start a program and wait until it is done."""
-        self.start(program, data, out).wait()
+        self.start(program, data).wait()
 
     def close(self) -> None:
         """End after the programs started so far, and release the connections."""
@@ -222,53 +183,64 @@ class Messenger:
             self._links = None
 
     @torch.no_grad()
-    def _run(
-        self,
-        program: MessageProgram,
-        data: Tensor,
-        out: Tensor | None,
-        ready: torch.cuda.Event | None,
-    ) -> None:
-        if ready is not None:
-            ready.synchronize()
-        flat = data.detach().contiguous().view(-1)
-        result = flat if out is None else out.detach().view(-1)
-        if program.operation == "all_to_all":
-            for chunk in program.chunks:  # elements that stay on this rank
-                if chunk.source == chunk.target == self.rank:
-                    result[chunk.place : chunk.place + chunk.size] = flat[chunk.start : chunk.stop]
-        prepared = self._prepare(program)
-        scratch = self._scratch_of(flat, prepared.scratch_numel)
-        memory = {"data": flat, "out": result, "scratch": scratch}
+    def _run(self, program: MessageProgram, data: Tensor) -> None:
+        prepared, memory = self._memory(program, data)
+        assert isinstance(prepared, Script)
+        assert self._links is not None
         try:
-            if isinstance(prepared, Script):
-                assert self._links is not None
-                run_script(prepared, memory, self._links, self.rank, self.timeout_s)
-            else:
-                exchange, limit = batches(self.group), self.timeout_s
-                run_on_stream(prepared, memory, exchange, rank=self.rank, timeout_s=limit)
+            run_script(prepared, memory, self._links, self.rank, self.timeout_s)
         except EdgeLost as lost:
             raise self._link_error(program, lost) from lost.__cause__
-        if flat.data_ptr() != data.data_ptr():
-            data.detach().copy_(flat.view(data.shape))
-            if data.is_cuda:
-                torch.cuda.current_stream(data.device).synchronize()
+        _copy_back(memory["data"], data)
 
-    def _prepare(self, program: MessageProgram) -> Script | Rounds:
+    @torch.no_grad()
+    def _enqueue(
+        self, program: MessageProgram, data: Tensor, stream: torch.cuda.Stream
+    ) -> tuple[Ends, dict[str, Tensor]]:
+        """Enqueue a program after the current stream's work.
+
+        Return the end of each round, and the memory to keep until then.
+        """
+        prepared, memory = self._memory(program, data)
+        assert isinstance(prepared, Rounds)
+        ends: Ends = []
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            exchange = batches(self.group)
+            run_rounds(
+                prepared, memory, exchange, lambda acts: ends.append((acts, stream.record_event()))
+            )
+            _copy_back(memory["data"], data)
+            ends += [(acts, stream.record_event()) for acts, _ in ends[-1:]]
+        return ends, memory
+
+    def _watch(self, program: MessageProgram, ends: Ends, memory: Mapping[str, Tensor]) -> None:
+        """Wait for the ends of a program, whose memory stays allocated until then."""
+        for acts, end in ends:
+            deadline = time.monotonic() + self.timeout_s
+            while not end.query():  # type: ignore[no-untyped-call]
+                if time.monotonic() > deadline:
+                    act = next((act for act in acts if act.kind == "take"), acts[0])
+                    edge = (act.peer, self.rank) if act.kind == "take" else (self.rank, act.peer)
+                    wait = Wait(edge=edge, sent={}, posted={})
+                    raise self._link_error(program, EdgeLost(wait, act.number))
+                time.sleep(POLL_S)
+
+    def _memory(
+        self, program: MessageProgram, data: Tensor
+    ) -> tuple[Script | Rounds, dict[str, Tensor]]:
+        """Return the prepared program, and its memory by name."""
         if id(program) not in self._prepared:
             while len(self._prepared) >= MAX_SCRIPTS:
                 del self._prepared[next(iter(self._prepared))]
             write = write_script if self.backend == "gloo" else write_rounds
             self._prepared[id(program)] = program, write(program, self.rank)
-        return self._prepared[id(program)][1]
-
-    def _scratch_of(self, data: Tensor, numel: int) -> Tensor:
-        """Return scratch memory of the data's dtype and device, which programs share."""
-        key = data.dtype, data.device
-        scratch = self._scratch.get(key)
-        if scratch is None or scratch.numel() < numel:
-            scratch = self._scratch[key] = data.new_empty(numel)
-        return scratch
+        prepared = self._prepared[id(program)][1]
+        scratch = self._scratch.get((data.dtype, data.device))
+        if scratch is None or scratch.numel() < prepared.scratch_numel:
+            scratch = data.new_empty(prepared.scratch_numel)
+            self._scratch[data.dtype, data.device] = scratch
+        return prepared, {"data": data.detach().contiguous().view(-1), "scratch": scratch}
 
     def _link_error(self, program: MessageProgram, lost: EdgeLost) -> LinkError:
         """Return the error that all waiting ranks raise, with the edge at fault."""
@@ -287,10 +259,17 @@ class Messenger:
         )
 
     def _hang_up(self) -> None:
-        if self._links is not None:
-            hang_up(self._links)
+        """Close this rank's connections, so that other ranks stop waiting for it.
 
-    def _check(self, program: MessageProgram, data: Tensor, out: Tensor | None) -> None:
+        gloo has no call for that, but closes all connections when a wait times out.
+        """
+        if self._links is not None:
+            peer = (self.rank + 1) % self.num_ranks
+            with contextlib.suppress(RuntimeError, ValueError):
+                work = self._links.recv([torch.empty(1)], peer, _HANG_UP_TAG)
+                work.wait(timedelta(milliseconds=1))
+
+    def _check(self, program: MessageProgram, data: Tensor) -> None:
         """Check sizes, device and dtype of the tensors."""
         if program.num_ranks != self.num_ranks:
             raise ProgramError(
@@ -308,12 +287,12 @@ class Messenger:
         sums = program.operation in ("all_reduce", "reduce_scatter", "reduce")
         if sums and data.dtype.is_floating_point and data.dtype.itemsize < 2:
             raise ProgramError(f"cannot sum {data.dtype}", hint="tensor.to(torch.float32)")
-        if program.operation == "all_to_all":
-            needed = program.counts[self.rank] * self.num_ranks
-            if out is None or out.numel() != needed or out.dtype != data.dtype:
-                raise ProgramError(f"all_to_all needs `out` of {needed} elements of {data.dtype}")
-            if not out.is_contiguous():
-                raise ProgramError("`out` is not contiguous", hint="torch.empty(numel)")
+
+
+def _copy_back(flat: Tensor, data: Tensor) -> None:
+    """Write the result into tensors that are not contiguous."""
+    if flat.data_ptr() != data.data_ptr():
+        data.detach().copy_(flat.view(data.shape))
 
 
 def _connect(name: str, rank: int, ranks: list[int], timeout_s: float) -> Links:

@@ -3,8 +3,6 @@
 The result depends only on the list, so it is computed once, however often the program runs.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +17,7 @@ from shardwise.errors import ProgramError
 
 
 class Span(NamedTuple):
-    """Elements of "data", the result "out", or "scratch"."""
+    """Elements of "data" or "scratch"."""
 
     memory: str
     start: int
@@ -75,32 +73,12 @@ class _Incoming:
     width: int = 0
 
 
-class _Memory:
-    """Where the messages of one rank lie in memory."""
-
-    def __init__(self, program: MessageProgram, rank: int) -> None:
-        self.program, self.rank = program, rank
-        self.steps = program.instructions[rank]
-        self.scratch_numel = 0
-        self.forwarded: dict[int, Span] = {}  # scratch of chunks on their way to other ranks
-
-    def place(self, step: Instruction) -> Span:
-        """Return the elements of an instruction's chunks."""
-        chunks = self.program.chunks
-        return Span("data", chunks[step.first].start, chunks[step.stop - 1].stop)
-
-    def destination(self, step: Instruction, allocate: Callable[[int], Span]) -> Span:
-        """Return the span that receives a message; allocated scratch if it is only forwarded."""
-        if self.program.operation != "all_to_all":
-            return self.place(step)
-        chunk = self.program.chunks[step.first]
-        if chunk.target == self.rank:
-            return Span("out", chunk.place, chunk.place + chunk.size)
-        span = self.forwarded[step.first] = allocate(chunk.size)
-        return span
+def _place(program: MessageProgram, step: Instruction) -> Span:
+    """Return the elements of an instruction's chunks."""
+    return Span("data", program.chunks[step.first].start, program.chunks[step.stop - 1].stop)
 
 
-class _Writer(_Memory):
+class _Writer:
     """Write a script, for libraries that match receives with sends in any order.
 
     Receives are posted up to a window ahead on every edge, so that a sender never waits for a rank
@@ -113,12 +91,11 @@ class _Writer(_Memory):
     """
 
     def __init__(self, program: MessageProgram, rank: int) -> None:
-        super().__init__(program, rank)
+        self.program, self.steps = program, program.instructions[rank]
+        self.scratch_numel = 0
         self.acts: list[Act] = []
         self.num_sends = 0
         self.unsettled: dict[int, list[Act]] = {}  # sends by chunk
-        self.leaving: dict[int, deque[Act]] = {}  # sends of forwarded chunks, by peer
-        self.free: dict[int, list[Span]] = {}  # scratch of chunks that have left, by size
         self.after, self.sent_once = _touched_before(self.steps)
         self.incoming: dict[int, _Incoming] = {}
         for number, step in enumerate(self.steps):
@@ -137,24 +114,14 @@ class _Writer(_Memory):
         place = None
         if step.kind == "reduce":
             self.settle(number, step)
-            place = self.place(step)
+            place = _place(self.program, step)
         self.acts.append(Act("take", number, step.peer, span, place))
 
-    # ------------------------------------------------------------ sends
-
     def send(self, number: int, step: Instruction) -> None:
-        """Add a send; forwarded messages wait for a full window, which bounds their memory."""
-        span = self.forwarded.pop(step.first, None)
-        act = Act("send", number, step.peer, span or self.place(step), None, self.num_sends)
+        """Add a send."""
+        span = _place(self.program, step)
+        act = Act("send", number, step.peer, span, None, self.num_sends)
         self.num_sends += 1
-        if span is not None:
-            leaving = self.leaving.setdefault(step.peer, deque())
-            if len(leaving) >= self.program.window:
-                oldest = leaving.popleft()
-                self.acts.append(oldest._replace(kind="settle"))
-                size = oldest.span.stop - oldest.span.start
-                self.free.setdefault(size, []).append(oldest.span)
-            leaving.append(act)
         self.acts.append(act)
         for chunk in range(step.first, step.stop):
             self.unsettled.setdefault(chunk, []).append(act)
@@ -169,8 +136,6 @@ class _Writer(_Memory):
         for _, act in sorted(waiting.items()):
             self.acts.append(act._replace(kind="settle", number=number))
 
-    # ------------------------------------------------------------ receives
-
     def post(self, at: int, peer: int, edge: _Incoming) -> None:
         """Post receives from a rank, as far ahead as window and earlier instructions allow."""
         while edge.next_step < len(edge.steps) and len(edge.posted) < self.program.window:
@@ -181,7 +146,7 @@ class _Writer(_Memory):
                     return
                 if not self.sent_once[number]:
                     self.settle(number, step)
-                span = self.destination(step, self.reusable_scratch)
+                span = _place(self.program, step)
             else:
                 span = self.slot(edge, step)
             self.acts.append(Act("post", number, peer, span))
@@ -193,20 +158,14 @@ class _Writer(_Memory):
         if edge.scratch < 0:
             sums = [n for n in edge.steps if self.steps[n].kind == "reduce"]
             edge.width = max(self.size(self.steps[number]) for number in sums)
-            edge.scratch = self.more_scratch(edge.width * self.program.window).start
+            edge.scratch = self.scratch_numel
+            self.scratch_numel += edge.width * self.program.window
         first = edge.scratch + edge.next_step % self.program.window * edge.width
         return Span("scratch", first, first + self.size(step))
 
-    def reusable_scratch(self, numel: int) -> Span:
-        free = self.free.get(numel)
-        return free.pop() if free else self.more_scratch(numel)
-
-    def more_scratch(self, numel: int) -> Span:
-        first, self.scratch_numel = self.scratch_numel, self.scratch_numel + numel
-        return Span("scratch", first, first + numel)
-
     def size(self, step: Instruction) -> int:
-        return self.place(step).stop - self.place(step).start
+        _, start, stop = _place(self.program, step)
+        return stop - start
 
 
 def _touched_before(steps: tuple[Instruction, ...]) -> tuple[list[int], list[bool]]:
@@ -331,33 +290,24 @@ def write_rounds(program: MessageProgram, rank: int) -> Rounds:
     own: dict[int, list[int]] = {}
     for number in range(len(program.instructions[rank])):
         own.setdefault(number_of[rank, number], []).append(number)
-    memory = _Memory(program, rank)
-    rounds = tuple(_write_round(memory, own[number]) for number in sorted(own))
-    return Rounds(rounds=rounds, scratch_numel=memory.scratch_numel)
+    rounds = tuple(_write_round(program, rank, own[number]) for number in sorted(own))
+    spans = [act.span for acts in rounds for act in acts if act.span.memory == "scratch"]
+    return Rounds(rounds=rounds, scratch_numel=max((span.stop for span in spans), default=0))
 
 
-def _write_round(memory: _Memory, numbers: Sequence[int]) -> tuple[Act, ...]:
-    """Return the acts of a round, whose scratch is then free but for forwarded chunks."""
+def _write_round(program: MessageProgram, rank: int, numbers: Sequence[int]) -> tuple[Act, ...]:
+    """Return the acts of a round; its operands of additions share scratch with other rounds."""
     acts: list[Act] = []
-    used = max((span.stop for span in memory.forwarded.values()), default=0)
-
-    def scratch(numel: int) -> Span:
-        return Span("scratch", used, used + numel)
-
+    used = 0
     for number in numbers:
-        step = memory.steps[number]
-        place = memory.place(step)
-        if step.kind == "send":
-            span = memory.forwarded.pop(step.first, place)
-        elif step.kind == "reduce":
-            span = scratch(place.stop - place.start)
+        step = program.instructions[rank][number]
+        place = _place(program, step)
+        if step.kind == "reduce":
+            span = Span("scratch", used, used + place.stop - place.start)
+            used = span.stop
+            acts.append(Act("take", number, step.peer, span, place))
         else:
-            span = memory.destination(step, scratch)
-        if span.memory == "scratch":
-            used = max(used, span.stop)
-            memory.scratch_numel = max(memory.scratch_numel, used)
-        kind = "send" if step.kind == "send" else "take"
-        acts.append(Act(kind, number, step.peer, span, place if step.kind == "reduce" else None))
+            acts.append(Act("send" if step.kind == "send" else "take", number, step.peer, place))
     return tuple(acts)
 
 

@@ -43,7 +43,6 @@ BLOCK_BYTES = 256 << 10
 _SERIAL = 32_767  # elements that torch processes in a single thread
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-OPERATORS = ("sum", "max", "min")
 _NUMPY: dict[str, Any] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 _TORCH: dict[str, Any] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _KNOWN = {
@@ -58,11 +57,6 @@ _KNOWN = {
 def bytes_of(flat: Tensor) -> Bytes:
     """Return a contiguous tensor's memory."""
     return flat.detach().view(torch.uint8).numpy()
-
-
-def is_summed(dtype: torch.dtype, op: str) -> bool:
-    """Return whether `add_up` supports the dtype; complex numbers are not ordered."""
-    return (dtype in _KNOWN or dtype.is_floating_point) and (op == "sum" or not dtype.is_complex)
 
 
 def add_up(sources: Sequence[Bytes], targets: Sequence[Bytes], dtype: torch.dtype, op: str) -> None:
@@ -123,12 +117,14 @@ class Call:
     num_ranks: int
 
     def __post_init__(self) -> None:
-        if self.op and self.op not in OPERATORS:
+        if self.op and self.op not in _NUMPY:
             raise ProgramError(
-                f"unknown operator {self.op!r}{did_you_mean(self.op, OPERATORS)}",
-                hint=", ".join(OPERATORS),
+                f"unknown operator {self.op!r}{did_you_mean(self.op, _NUMPY)}",
+                hint=", ".join(_NUMPY),
             )
-        if self.op and not is_summed(self.dtype, self.op):
+        is_known = self.dtype in _KNOWN or self.dtype.is_floating_point
+        # Complex numbers are not ordered.
+        if self.op and not (is_known and (self.op == "sum" or not self.dtype.is_complex)):
             raise ProgramError(
                 f"cannot compute the {self.op} of {self.dtype}", hint="tensor.to(torch.float32)"
             )
@@ -356,8 +352,6 @@ class SharedBuckets:
         """Return whether collectives of this tensor need no copies."""
         return tensor.is_contiguous() and self._find(tensor) is not None
 
-    # ------------------------------------------------------------ collectives
-
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
         """Replace the tensor by the sum (or "max", "min") over all ranks."""
         return self._call("all_reduce", tensor, op=op)
@@ -386,8 +380,6 @@ class SharedBuckets:
         self._thread.close(self.timeout_s)
         self._links.close()
         self._segments.clear()
-
-    # ------------------------------------------------------------ implementation
 
     def _call(
         self, name: str, tensor: Tensor, *, op: str = "", root: int = 0, counts: Sequence[int] = ()

@@ -3,8 +3,6 @@
 This module has their common parts: sums over ranks, local ranges, empty shards and index checks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 

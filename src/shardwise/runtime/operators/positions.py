@@ -1,13 +1,10 @@
 """Operators whose result depends on the position in a sharded dim.
 
-Factories compute their own part; ranks hold ranges of rows of embedding tables and expert matrices.
+Factories compute their own part; ranks hold ranges of rows of embedding tables.
 `of` describes how the dim is split (see `splits`), `axis` is the mesh axis.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -123,7 +120,13 @@ def nothing(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def embedding_rows(
-    weight: Tensor, indices: Tensor, axis: Axis, rows: Of, *, padding_idx: int | None = None
+    weight: Tensor,
+    indices: Tensor,
+    axis: Axis,
+    rows: Of,
+    *,
+    padding_idx: int | None = None,
+    sparse: bool = False,
 ) -> Tensor:
     """Return this rank's term of an embedding with `rows` sharded over `axis`: zeros for others."""
     require_in_range(indices, full_length(rows), "embedding")
@@ -135,57 +138,5 @@ def embedding_rows(
     padding = None
     if padding_idx is not None and start <= padding_idx < start + length:
         padding = padding_idx - start
-    result = F.embedding(local.masked_fill(missing, 0), weight, padding)
+    result = F.embedding(local.masked_fill(missing, 0), weight, padding, sparse=sparse)
     return result.masked_fill(missing.unsqueeze(-1), 0)
-
-
-class _Grouped(torch.autograd.Function):
-    """Multiply rows `start:stop` of the input by matrix i of the weight; other rows are zero."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.ranges = ranges
-        out = x.new_zeros(x.shape[0], weight.shape[2])
-        for i, (start, stop) in enumerate(ranges):
-            if start < stop:
-                torch.mm(x[start:stop], weight[i], out=out[start:stop])
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        grad_x, grad_weight = torch.zeros_like(x), torch.zeros_like(weight)
-        for i, (start, stop) in enumerate(ctx.ranges):
-            if start < stop:
-                grad_x[start:stop] = grad[start:stop] @ weight[i].T
-                grad_weight[i] = x[start:stop].T @ grad[start:stop]
-        return grad_x, grad_weight, None
-
-
-def grouped_mm(
-    x: Tensor,
-    weight: Tensor,
-    offs: Tensor,
-    *,
-    row_axis: Axis | None = None,
-    rows: Of = 0,
-    expert_axis: Axis | None = None,
-    experts: Of = 0,
-) -> Tensor:
-    """Multiply rows sorted by expert with the expert's matrix; `offs` are the ends of their rows.
-
-    `row_axis` shards the rows, `expert_axis` the experts; rows of other ranks' experts are zero.
-    """
-    ends = [int(end) for end in offs.tolist()]
-    ranges = list(zip([0, *ends[:-1]], ends, strict=True))
-    if expert_axis is not None:
-        start, length = local_range(expert_axis, experts)
-        ranges = ranges[start : start + length]
-    if row_axis is not None:
-        start, length = local_range(row_axis, rows)
-        ranges = [
-            (min(max(a - start, 0), length), min(max(b - start, 0), length)) for a, b in ranges
-        ]
-    return cast(Tensor, _Grouped.apply(x, weight, ranges))  # type: ignore[no-untyped-call]

@@ -4,8 +4,6 @@ Every function but `partial_mean` returns the full result on each rank; its grad
 same on each rank, and the backward pass computes the exact gradient of the local shard.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

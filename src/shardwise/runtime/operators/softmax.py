@@ -5,8 +5,6 @@ is this rank's sum divided by the count of all ranks, which depends on the label
 sum, correct for empty shards and for shards whose labels are all ignored.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, cast
 

@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.errors import ProgramError
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.splits import Split
 from shardwise.runtime.transport import Transport
-from shardwise.schedules import Action
+from shardwise.schedules import Action, Links, MessageOrder, order_messages
 from shardwise.shares import axes_of
 
 
@@ -116,12 +115,16 @@ class PipelineSpec:
             timed=self.timed,
         )
 
-    def of_rank(self, rank: int) -> tuple[Action, ...]:
-        """Return the actions of a rank."""
-        for ranks, actions in zip(self.groups, self.actions, strict=True):
-            if rank in ranks:
-                return actions
-        raise ProgramError(f"rank {rank} has no stage")
+    def message_order(self, kinds: str) -> MessageOrder:
+        """Return the order of actions of these kinds and of the messages between them."""
+        edges = dict.fromkeys((t.source, t.target) for t in self.transfers)
+        within = [(t.source, t.target) for t in self.transfers if t.sent != t.received]
+        return order_messages(
+            [[action for action in actions if action.kind in kinds] for actions in self.actions],
+            [self.groups.index(stage.ranks) for stage in self.stages],
+            Links.of(len(self.stages), edges),
+            within,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Run a step as a list of actions: forwards and backwards of stages and micro-batches.
 
-A rank runs its group's list in order. An action waits for messages from other stages and starts to
-send its results; sends never block, so that a checked schedule cannot deadlock. Receives are posted
-before the preceding action is computed.
+A rank runs its group's list in order. An action waits for messages from other stages; its results
+are sent in the next round of messages. The order of actions and rounds is proved free of deadlock
+for all backends, see `schedules.messages`.
 
 - F: forward of a stage for one micro-batch; its inputs and the gradient edges of its outputs are
   saved.
@@ -11,8 +11,6 @@ before the preceding action is computed.
 
 `BatchReader` takes this rank's rows of every micro-batch from a batch.
 """
-
-from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwise.errors import ProgramError
 from shardwise.runtime.mesh import TIME, ProcessMesh
+from shardwise.runtime.operators import widened
 from shardwise.runtime.parameters import torch_dtype
 from shardwise.runtime.pipeline import OutputSpec, PipelineSpec, StageModules
 from shardwise.runtime.pipeline.transfers import Exchange, TiedParameters
@@ -32,7 +31,7 @@ from shardwise.runtime.pipeline.weight_grad import WeightQueue
 from shardwise.runtime.splits import Split, join, local_shape, take_local
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.tracing import Recorder, called_submodules, probing
-from shardwise.schedules import Action
+from shardwise.schedules import Action, Round
 from shardwise.shares import AxisSize, part
 
 
@@ -181,18 +180,20 @@ class Executor:
         self.spec, self.stages, self.mesh, self.store = spec, stages, mesh, store
         rank, device = mesh.ranks[mesh.rank], torch.device(device)
         self.recorder = recorder or Recorder(rank, enabled=False)
-        self.actions = spec.of_rank(rank)
+        group = next(g for g, ranks in enumerate(spec.groups) if rank in ranks)
+        self.actions = spec.actions[group]
+        self._training = spec.message_order("FBIW").lists[group]
+        self._evaluation = spec.message_order("F").lists[group]
         self.reader = BatchReader(spec, stages, mesh, shapes, device)
         self.exchange = Exchange(spec, rank, mesh.transport, device, self.recorder)
         self.tied = TiedParameters(spec, store, rank)
+        self._loss_dtype = widened(torch_dtype(spec.loss_dtype or "float32"))  # "" without a loss
         self._last_forward = _last(self.actions, "F")
         self._last_backward = _last(self.actions, "BW")  # every I is followed by its W
         self._split = any(a.kind == "I" for a in self.actions)
         modules = {id(m): m for stage in stages.values() for m in stage.modules}
         for module in modules.values() if recorder is not None else ():
             self.recorder.watch(module, called_submodules(module))
-
-    # --- a full step --------------------------------------------------------------------
 
     def train(
         self,
@@ -205,7 +206,7 @@ class Executor:
         """Run all actions inside `store.step`; return the loss and, on demand, output leaves."""
         step = _Step(inputs, local)
         with self._running(step):
-            for action in self._iterate(step, self.actions):
+            for action in self._iterate(step, self._training):
                 if action.kind == "F":
                     self._forward(step, action, outputs=outputs, training=True)
                 elif action.kind in "BI":
@@ -224,7 +225,7 @@ class Executor:
         """Run the forwards only; return the loss, if there is one, and output leaves on demand."""
         step = _Step(inputs, local)
         with self._running(step):
-            for action in self._iterate(step, [a for a in self.actions if a.kind == "F"]):
+            for action in self._iterate(step, self._evaluation):
                 self._forward(step, action, outputs=outputs, training=False)
             return self._share_loss(step), self._share_outputs(step) if outputs else None
 
@@ -234,7 +235,7 @@ class Executor:
         self.exchange.begin()
         try:
             yield
-            self.exchange.finish()
+            self.exchange.sends.finish()
         except BaseException:
             for microbatch in step.in_flight.values():
                 if microbatch.queue is not None:
@@ -244,17 +245,18 @@ class Executor:
         finally:
             self.mesh.microbatch, self.mesh.final = 0, True
 
-    def _iterate(self, step: _Step, actions: Sequence[Action]) -> Iterator[Action]:
-        """Iterate over actions, with the mesh at their micro-batch and receives posted."""
-        for stage in dict.fromkeys(action.stage for action in actions):
+    def _iterate(self, step: _Step, items: Sequence[Action | Round]) -> Iterator[Action]:
+        """Iterate over actions, with the mesh at their micro-batch; start rounds of messages."""
+        for stage in dict.fromkeys(item.stage for item in items if isinstance(item, Action)):
             step.precomputed[stage] = self.reader.precompute(step.inputs, stage)
-        for index, action in enumerate(actions):
-            self.exchange.post(actions, index)
-            self.mesh.microbatch = action.microbatch
-            self.mesh.final = self._last_forward.get(action.stage) == action
-            yield action
-
-    # --- actions -------------------------------------------------------------------------
+        for index, item in enumerate(items):
+            if isinstance(item, Round):
+                self.exchange.start(item)
+                continue
+            self.exchange.look_ahead(items, index)
+            self.mesh.microbatch = item.microbatch
+            self.mesh.final = self._last_forward.get(item.stage) == item
+            yield item
 
     def _forward(self, step: _Step, action: Action, *, outputs: bool, training: bool) -> None:
         stage, k = action.stage, action.microbatch
@@ -272,7 +274,7 @@ class Executor:
         for index, transfer in self.exchange.out_of.get(stage, ()):
             self.exchange.send(sent[transfer.value], (index, k, False))
         if loss is not None:
-            term = loss.detach().to(self._loss_dtype())
+            term = loss.detach().to(self._loss_dtype)
             term = term if self.spec.timed else term / self.spec.num_microbatches
             step.loss = term if step.loss is None else step.loss + term
         if training:
@@ -281,13 +283,9 @@ class Executor:
 
     def _received(self, stage: int, k: int, training: bool) -> dict[int, Tensor]:
         """Return the values that earlier stages sent for this micro-batch, by transfer."""
-        result: dict[int, Tensor] = {}
-        for index, transfer in self.exchange.into.get(stage, ()):
-            tensor = self.exchange.arrived((index, k, False))
-            if transfer.gradient and training:
-                tensor.requires_grad_()
-            result[index] = tensor
-        return result
+        into = self.exchange.into.get(stage, ())
+        arrived = {index: self.exchange.arrived((index, k, False)) for index, _ in into}
+        return {i: arrived[i].requires_grad_(training and t.gradient) for i, t in into}
 
     def _backward(self, step: _Step, action: Action, scale: float) -> None:
         stage, k = action.stage, action.microbatch
@@ -337,24 +335,17 @@ class Executor:
         with self._span(action), self.store.backward(stage, last=last):
             queue.run()
 
-    # --- results ---------------------------------------------------------------------------
-
     def _share_loss(self, step: _Step) -> Tensor | None:
         """Return the loss on all ranks, if the model has one."""
         if self.spec.loss_stage is None:
             return None
-        return self.exchange.share(self.spec.loss_stage, step.loss, (), self._loss_dtype(), 0)
-
-    def _loss_dtype(self) -> torch.dtype:
-        """Return the dtype in which terms of the loss are added."""
-        own = torch_dtype(self.spec.loss_dtype)
-        return torch.float32 if own.itemsize < 4 else own
+        return self.exchange.share(self.spec.loss_stage, step.loss, (), self._loss_dtype)
 
     def _share_outputs(self, step: _Step) -> tuple[Any, ...]:
         """Return the model's output leaves, in full on every rank."""
         leaves: list[Any] = []
         next_index = dict.fromkeys(range(len(self.spec.stages)), 0)
-        for number, output in enumerate(self.spec.outputs, start=1):
+        for output in self.spec.outputs:
             if not isinstance(output, OutputSpec):
                 leaves.append(output)
                 continue
@@ -362,7 +353,7 @@ class Executor:
             next_index[output.stage] += 1
             own = None if rows is None else _join(output, [rows[k][index] for k in sorted(rows)])
             dtype = torch_dtype(output.dtype)
-            leaves.append(self.exchange.share(output.stage, own, output.shape, dtype, number))
+            leaves.append(self.exchange.share(output.stage, own, output.shape, dtype))
         return tuple(leaves)
 
     def _span(self, action: Action) -> contextlib.AbstractContextManager[object]:

@@ -3,8 +3,8 @@
 The two stages of a transfer hold the value in different layouts: sharded on some mesh axes,
 replicated on others. A rank receives each part from one rank that holds it; if several do,
 receivers take turns among them. A gradient takes the same route back. A message is the transfer of
-one micro-batch, forward (a value) or backward (its gradient); receives are posted ahead, and sends
-run in the background.
+one micro-batch, forward (a value) or backward (its gradient). Messages have no tags: all ranks
+exchange them in the rounds of `schedules.messages`.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shardwise.runtime.collectives import CommunicationThread, Handle
+from shardwise.runtime.collectives import CommunicationThread
 from shardwise.runtime.mesh import TIME, coordinates
 from shardwise.runtime.parameters import Entry, torch_dtype
 from shardwise.runtime.pipeline import PipelineSpec, TiedSpec, TransferSpec
-from shardwise.runtime.splits import Runs, Split, local_runs, local_shape
+from shardwise.runtime.splits import Runs, Split, local_runs, local_shape, offsets
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.tracing import Recorder
-from shardwise.runtime.transport import Pending, Transport
-from shardwise.schedules import Action
+from shardwise.runtime.transport import Flat, Group, Pending, Transport
+from shardwise.schedules import Action, Round
+from shardwise.schedules import Message as StageMessage
 from shardwise.shares import AxisSize
 
 
@@ -58,6 +59,7 @@ class Holding:
         return coords, sizes
 
 
+Poll = Callable[[], bool]
 Box = tuple[tuple[int, int], ...]  # start in a local tensor and length, for every dim
 
 
@@ -103,12 +105,12 @@ class Route:
     def __init__(self, rank: int, source: Holding, target: Holding) -> None:
         self.rank, self.target = rank, target
         self.receives = _pieces(source, target, rank) if rank in target.ranks else []
-        self.sends: list[Piece] = []
-        if rank in source.ranks:
-            for peer in target.ranks:
-                for piece in _pieces(source, target, peer):
-                    if piece.peer == rank:
-                        self.sends.append(_mirrored(source, target, rank, peer))
+        self.sends = [
+            _mirrored(source, target, rank, peer)
+            for peer in (target.ranks if rank in source.ranks else ())
+            for piece in _pieces(source, target, peer)
+            if piece.peer == rank
+        ]
 
     @property
     def is_local(self) -> bool:
@@ -116,26 +118,16 @@ class Route:
         full = [Piece(self.rank)]
         return self.receives == full and self.sends == full
 
-    def send(self, transport: Transport, local: Tensor, tag: int) -> list[Pending]:
-        """Start to send the pieces that other ranks need."""
-        sent = []
-        for piece in self.sends:
-            if piece.peer != self.rank:
-                sent.append(transport.send(piece.take(local.detach()), piece.peer, tag))
-        return sent
+    def outgoing(self, local: Tensor) -> list[Flat]:
+        """Return the pieces that other ranks need, with their ranks."""
+        return [(p.take(local.detach()), p.peer) for p in self.sends if p.peer != self.rank]
 
-    def receive(
-        self, transport: Transport, dtype: torch.dtype, device: torch.device, tag: int
-    ) -> Arrival:
-        """Start to receive this rank's part."""
+    def incoming(self, dtype: torch.dtype, device: torch.device) -> Arrival:
+        """Return memory for this rank's part."""
         local = torch.empty(self.target.local_shape(self.rank), dtype=dtype, device=device)
-        waiting = []
-        for piece in self.receives:
-            if piece.peer == self.rank:
-                continue
-            flat = local.view(-1) if not piece.boxes else local.new_empty(piece.numel(local))
-            waiting.append((piece, transport.receive(flat, piece.peer, tag)))
-        return Arrival(local, waiting, [p for p in self.receives if p.peer == self.rank])
+        pieces = [p for p in self.receives if p.peer != self.rank]
+        flats = [local.new_empty(p.numel(local)) if p.boxes else local.view(-1) for p in pieces]
+        return Arrival(local, pieces, flats, [p for p in self.receives if p.peer == self.rank])
 
     def own(self, local: Tensor) -> Tensor:
         """Return this rank's pieces for itself, as one message."""
@@ -145,15 +137,22 @@ class Route:
 
 @dataclass(slots=True)
 class Arrival:
-    """A local tensor whose pieces are in flight."""
+    """A local tensor and the memory into which its pieces are received."""
 
     local: Tensor
-    waiting: list[tuple[Piece, Pending]]
+    pieces: list[Piece]
+    flats: list[Tensor]
     own: list[Piece]
+    pending: Sequence[Pending] = ()
+
+    @property
+    def expected(self) -> list[Flat]:
+        """The memory for every piece from another rank, with that rank."""
+        return [(flat, p.peer) for p, flat in zip(self.pieces, self.flats, strict=True)]
 
     def wait(self, own: Tensor | None = None) -> Tensor:
         """Wait for all pieces and return the tensor; `own` is this rank's message to itself."""
-        for piece, pending in self.waiting:
+        for piece, pending in zip(self.pieces, self.pending, strict=True):
             flat = pending.wait()
             if piece.boxes:
                 piece.put(self.local, flat)
@@ -206,29 +205,27 @@ def _overlap(a: Sequence[Runs], b: Sequence[Runs]) -> tuple[tuple[Box, ...], tup
 def _common(a: Runs, b: Runs) -> list[tuple[int, int, int]]:
     """Return (offset in a, offset in b, length) of the ranges that two lists of runs share."""
     result = []
-    offset_a = 0
-    for start, length in a:
-        offset_b = 0
-        for begin, size in b:
-            low, high = max(start, begin), min(start + length, begin + size)
-            if low < high:
-                result.append((offset_a + low - start, offset_b + low - begin, high - low))
-            offset_b += size
-        offset_a += length
+    for (start, in_a, length), (begin, in_b, size) in itertools.product(offsets(a), offsets(b)):
+        low, high = max(start, begin), min(start + length, begin + size)
+        if low < high:
+            result.append((in_a + low - start, in_b + low - begin, high - low))
     return result
 
 
-# A thread waits for sends, and the next action releases their memory. Sends of gloo cannot be
-# polled, and waiting for them in the order of actions could block a rank that others wait for. The
-# memory is released in the thread that allocated it, because profilers miss other frees.
+# The next action releases the memory of completed sends. Sends of NCCL are polled. Those of gloo
+# cannot be, and waiting for them in the order of actions could block a rank that others wait for:
+# a thread waits for them. The memory is released in the thread that allocated it, because profilers
+# miss other frees.
 
 
 class PendingSends:
     """Wait for sends in the background; `finish` waits for all of them."""
 
-    def __init__(self) -> None:
-        self._sends: deque[tuple[Handle, Sequence[Pending]]] = deque()
+    def __init__(self, *, polled: bool) -> None:
+        # How to poll and how to wait for some sends, and the sends, which hold their memory.
+        self._sends: deque[tuple[Poll, Callable[[], None], Sequence[Pending]]] = deque()
         self._thread: CommunicationThread | None = None
+        self._polled = polled
 
     def add(self, sends: Sequence[Pending], done: Callable[[], None] | None = None) -> None:
         """Take over some sends; call `done` after them."""
@@ -239,23 +236,28 @@ class PendingSends:
             if done is not None:
                 done()
 
-        if all(send.is_done for send in sends):
+        def is_done() -> bool:
+            return all(send.is_done for send in sends)
+
+        if is_done():
             wait()
-            return
-        if self._thread is None:
-            self._thread = CommunicationThread("sends")
-        # No limit: the sends have the timeout of the process group.
-        self._sends.append((self._thread.start(wait, math.inf), sends))
+        elif self._polled:
+            self._sends.append((is_done, wait, sends))
+        else:
+            self._thread = self._thread or CommunicationThread("sends")
+            # No limit: the sends have the timeout of the process group.
+            handle = self._thread.start(wait, math.inf)
+            self._sends.append((handle.done, handle.wait, sends))
 
     def release(self) -> None:
         """Release the memory of completed sends, and raise the error of a failed one."""
-        while self._sends and self._sends[0][0].done():
-            self._sends.popleft()[0].wait()
+        while self._sends and self._sends[0][0]():
+            self._sends.popleft()[1]()
 
     def finish(self) -> None:
         """Wait for all sends, and raise the error of a failed one."""
         while self._sends:
-            self._sends.popleft()[0].wait()
+            self._sends.popleft()[1]()
 
     def abandon(self) -> None:
         """Stop waiting after an error; open sends end with their timeout."""
@@ -263,7 +265,6 @@ class PendingSends:
         self._thread = None
 
 
-LOOKAHEAD = 1  # actions whose receives are posted ahead of the one being computed
 Message = tuple[int, int, bool]  # transfer, micro-batch, whether it goes back
 
 
@@ -282,54 +283,87 @@ class Exchange:
         self.device, self.recorder = device, recorder
         self.into = _by_stage(spec.transfers, "target")
         self.out_of = _by_stage(spec.transfers, "source")
-        self.sends = PendingSends()
+        self.sends = PendingSends(polled=transport.in_order)
         self._routes: dict[Message, Route] = {}
+        self._ready: dict[Message, tuple[list[Flat], int]] = {}  # until their round
         self._arrivals: dict[Message, tuple[Arrival, int]] = {}
         self._local: dict[Message, Tensor] = {}  # messages to this rank itself
         self._steps = 0
+        ranks = tuple(sorted(r for ranks in spec.groups for r in ranks))
+        if transport.in_order and len(ranks) > 1:
+            # NCCL creates a communicator when all of its ranks use it, a round has only some.
+            flat = torch.zeros(1, device=device)
+            transport.all_reduce(flat, "sum", Group(ranks, ranks.index(rank))).wait()
 
     def begin(self) -> None:
         """Start a step."""
         self._steps += 1
 
-    def finish(self) -> None:
-        """Wait for all sends of a step."""
-        self.sends.finish()
-
     def abandon(self) -> None:
         """Forget a step that failed."""
+        self._ready.clear()
         self._arrivals.clear()
         self._local.clear()
         self.sends.abandon()
 
-    def post(self, actions: Sequence[Action], index: int) -> None:
-        """Post the receives of an action and the next ones; release completed sends."""
+    def look_ahead(self, items: Sequence[Action | Round], index: int) -> None:
+        """Release completed sends; post the receives of the action after that at `index`.
+
+        Only transports that match a receive whenever its send comes can receive ahead of a round.
+        """
         self.sends.release()
-        for action in actions[index : index + 1 + LOOKAHEAD]:
-            if action.kind == "W":
-                continue
-            back = action.kind != "F"
-            transfers = (self.out_of if back else self.into).get(action.stage, ())
-            for number, transfer in transfers:
-                message = (number, action.microbatch, back)
-                if (back and not transfer.gradient) or message in self._arrivals:
-                    continue
-                if not self._route(message).is_local:
-                    self._arrivals[message] = self._receive(message)
+        for item in itertools.islice(items, index + 1, None) if not self.transport.in_order else ():
+            if not isinstance(item, Round):
+                break
+            self._start(self._receives(item), {})
+
+    def start(self, messages: Round) -> None:
+        """Start the sends and receives of a round as one operation."""
+        ready = {m: self._ready.pop(m) for m in self._messages(messages.sends) if m in self._ready}
+        self._start(self._receives(messages), ready)
+
+    def _start(
+        self, arrivals: Mapping[Message, Arrival], ready: Mapping[Message, tuple[list[Flat], int]]
+    ) -> None:
+        sends = [flat for flats, _ in ready.values() for flat in flats]
+        receives = [flat for arrival in arrivals.values() for flat in arrival.expected]
+        start = time.perf_counter_ns()
+        sent, received = self.transport.exchange(sends, receives)
+        for message, arrival in arrivals.items():
+            count = len(arrival.pieces)
+            arrival.pending, received = received[:count], received[count:]
+            self._arrivals[message] = arrival, start
+        for message, (flats, begun) in ready.items():
+            pending, sent = sent[: len(flats)], sent[len(flats) :]
+            done = functools.partial(self._record, "send", message, begun)
+            self.sends.add(pending, done if flats and self.recorder.enabled else None)
+
+    def _receives(self, messages: Round) -> dict[Message, Arrival]:
+        """Return memory for the messages of a round that are not being received yet."""
+        return {
+            m: self._route(m).incoming(torch_dtype(self.spec.transfers[m[0]].dtype), self.device)
+            for m in self._messages(messages.receives)
+            if m not in self._arrivals and not self._route(m).is_local
+        }
+
+    def _messages(self, messages: Sequence[StageMessage]) -> Iterator[Message]:
+        """Iterate over the transfers of messages between stages."""
+        for message in messages:
+            sender, back = message.result.stage, message.result.kind != "F"
+            for index, transfer in (self.into if back else self.out_of).get(sender, ()):
+                receiver = transfer.source if back else transfer.target
+                if receiver == message.target and (transfer.gradient or not back):
+                    yield index, message.result.microbatch, back
 
     def send(self, tensor: Tensor, message: Message) -> None:
-        """Start to send; a message to this rank itself is stored."""
+        """Prepare a message for its round; one to this rank itself is stored."""
         route = self._route(message)
         if route.is_local:
             self._local[message] = tensor.detach()
             return
         if any(piece.peer == self.rank for piece in route.sends):
             self._local[message] = route.own(tensor)
-        start, done = time.perf_counter_ns(), None
-        sends = route.send(self.transport, tensor, self._tag(message))
-        if sends and self.recorder.enabled:
-            done = functools.partial(self._record, "send", message, start)
-        self.sends.add(sends, done)
+        self._ready[message] = route.outgoing(tensor), time.perf_counter_ns()
 
     def arrived(self, message: Message) -> Tensor:
         """Wait for a message and return it."""
@@ -345,26 +379,20 @@ class Exchange:
         return arrived
 
     def share(
-        self,
-        stage: int,
-        tensor: Tensor | None,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        number: int,
+        self, stage: int, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
-        """Return a full tensor of one stage on all ranks; `number` identifies the message."""
-        tag = 2 * len(self.spec.transfers) * self.spec.num_microbatches + number
+        """Return a full tensor of one stage on all ranks, which call this together."""
         holders = self.spec.stages[stage].ranks
         others = [r for ranks in self.spec.groups for r in ranks if r not in holders]
         if self.rank not in holders:
             out = torch.empty(shape, dtype=dtype, device=self.device)
             source = holders[others.index(self.rank) % len(holders)]
-            return self.transport.receive(out.view(-1), source, tag).wait().view(shape)
+            _, (pending,) = self.transport.exchange([], [(out.view(-1), source)])
+            return pending.wait().view(shape)
         assert tensor is not None
         flat = tensor.detach().to(dtype).reshape(-1).contiguous()
-        for turn, other in enumerate(others):
-            if holders[turn % len(holders)] == self.rank:
-                self.sends.add([self.transport.send(flat, other, tag)])
+        readers = [o for turn, o in enumerate(others) if holders[turn % len(holders)] == self.rank]
+        self.sends.add(self.transport.exchange([(flat, reader) for reader in readers], [])[0])
         return tensor.detach()
 
     def _route(self, message: Message) -> Route:
@@ -380,16 +408,6 @@ class Exchange:
             self._routes[message] = Route(self.rank, *ends)
         return self._routes[message]
 
-    def _tag(self, message: Message) -> int:
-        index, k, back = message
-        return (2 * index + back) * self.spec.num_microbatches + k
-
-    def _receive(self, message: Message) -> tuple[Arrival, int]:
-        start = time.perf_counter_ns()
-        dtype = torch_dtype(self.spec.transfers[message[0]].dtype)
-        route = self._route(message)
-        return route.receive(self.transport, dtype, self.device, self._tag(message)), start
-
     def _record(self, what: str, message: Message, start: int) -> None:
         """Record a send or receive that began at `start` and ends now."""
         index, k, back = message
@@ -399,7 +417,7 @@ class Exchange:
             start,
             time.perf_counter_ns(),
             microbatch=k,
-            transfer=f"{self._steps}.{self._tag(message)}",
+            transfer=f"{self._steps}.{(2 * index + back) * self.spec.num_microbatches + k}",
         )
 
 
@@ -417,25 +435,19 @@ def _by_stage(
 # new value.
 
 
-_TAGS = 1 << 20  # above the tags of micro-batches
-
-
 class TiedParameters:
     """Exchange the gradients and values of parameters of several stages."""
 
     def __init__(self, spec: PipelineSpec, store: ParameterStore, rank: int) -> None:
         self.store, self.rank = store, rank
-        self._links: list[tuple[TiedSpec, Holding, Holding, int]] = []
-        number = 0
+        self._links: list[tuple[TiedSpec, Holding, Holding]] = []
         for tied in spec.tied:
             groups: dict[tuple[int, ...], Holding] = {}
             for stage, splits in zip(tied.stages, tied.splits, strict=True):
                 ranks, axes = spec.stages[stage].ranks, spec.stages[stage].axes
                 groups.setdefault(ranks, Holding(ranks, axes, tied.shape, splits, {}))
             owner, *others = groups.values()
-            for other in others:
-                self._links.append((tied, owner, other, _TAGS + 2 * number))
-                number += 1
+            self._links += [(tied, owner, other) for other in others]
         if self._links:
             store.after_update.append(self.share_values)
 
@@ -449,7 +461,7 @@ class TiedParameters:
                 return torch.zeros(entry.local_shape, dtype=dtype, device=self.store.device)
             return grad.to(dtype)
 
-        links = [(t, other, owner, tag) for t, owner, other, tag in self._links if t.trained]
+        links = [(t, other, owner) for t, owner, other in self._links if t.trained]
         self._exchange(links, gradient, self.store.add_to_gradient)
 
     @torch.no_grad()
@@ -459,28 +471,32 @@ class TiedParameters:
         def value(entry: Entry, dtype: torch.dtype) -> Tensor:
             return self.store.local_value(entry).to(dtype).contiguous()
 
-        links = [(t, owner, other, tag + 1) for t, owner, other, tag in self._links]
-        self._exchange(links, value, self.store.set_local)
+        self._exchange(self._links, value, self.store.set_local)
 
     def _exchange(
         self,
-        links: Sequence[tuple[TiedSpec, Holding, Holding, int]],
+        links: Sequence[tuple[TiedSpec, Holding, Holding]],
         read: Callable[[Entry, torch.dtype], Tensor],
         write: Callable[[Entry, Tensor], object],
     ) -> None:
-        """Send what `read` returns from each link's first holding; `write` it on the second."""
+        """Send what `read` returns from each link's first holding; `write` it on the second.
+
+        All links are one round. Tensors that gradients and values replace stay allocated until
+        their sends are done.
+        """
         store, sends, arrivals = self.store, [], []
-        for tied, source, target, tag in links:
-            if self.rank not in (*source.ranks, *target.ranks):
-                continue
+        for tied, source, target in links:
             route = Route(self.rank, source, target)
-            entry, dtype = store.entry(tied.name), torch_dtype(tied.dtype)
+            dtype = torch_dtype(tied.dtype)
             if self.rank in source.ranks:
-                sends += route.send(store.mesh.transport, read(entry, dtype), tag)
-            else:
-                arrival = route.receive(store.mesh.transport, dtype, store.device, tag)
-                arrivals.append((entry, arrival))
+                sends += route.outgoing(read(store.entry(tied.name), dtype))
+            elif self.rank in target.ranks:
+                arrivals.append((store.entry(tied.name), route.incoming(dtype, store.device)))
+        expected = [flat for _, arrival in arrivals for flat in arrival.expected]
+        sent, received = store.mesh.transport.exchange(sends, expected)
         for entry, arrival in arrivals:
+            count = len(arrival.pieces)
+            arrival.pending, received = received[:count], received[count:]
             write(entry, arrival.wait())
-        for send in sends:
+        for send in sent:
             send.wait()

@@ -43,9 +43,7 @@ class _Operator(Protocol):
     """An operator of an input, a weight and perhaps a bias, and its gradients."""
 
     def call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
-
     def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor: ...
-
     def weight_gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, wanted: Wanted
     ) -> Gradients:

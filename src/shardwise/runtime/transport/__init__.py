@@ -7,10 +7,8 @@ whose `wait()` returns the result. All ranks of a group call the same operations
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar, cast
 
@@ -35,10 +33,15 @@ class Group:
 class Pending:
     """A tensor in flight; `wait()` returns it, any number of times."""
 
-    __slots__ = ("_finish", "_result")
+    __slots__ = ("_finish", "_poll", "_result")
 
-    def __init__(self, result: Tensor, finish: Callable[[], None] | None = None) -> None:
-        self._result, self._finish = result, finish
+    def __init__(
+        self,
+        result: Tensor,
+        finish: Callable[[], object] | None = None,
+        poll: Callable[[], bool] | None = None,
+    ) -> None:
+        self._result, self._finish, self._poll = result, finish, poll
 
     def wait(self) -> Tensor:
         if self._finish is not None:
@@ -49,7 +52,7 @@ class Pending:
     @property
     def is_done(self) -> bool:
         """Whether waiting is certain to return at once."""
-        return self._finish is None
+        return self._finish is None or (self._poll is not None and self._poll())
 
     def then(self, after: Callable[[Tensor], Tensor]) -> Pending:
         """Return this tensor transformed once it has arrived."""
@@ -61,15 +64,8 @@ class Pending:
         chained._finish = finish
         return chained
 
-    def within(self, context: Callable[[], AbstractContextManager[object]]) -> Pending:
-        """Return the same tensor, waited for inside a context."""
 
-        def finish() -> None:
-            with context():
-                inside._result = self.wait()
-
-        inside = Pending(self._result, finish)
-        return inside
+Flat = tuple[Tensor, int]  # a message: its flat tensor, and the rank at its other end
 
 
 class Transport(Protocol):
@@ -77,6 +73,11 @@ class Transport(Protocol):
 
     rank: int
     world_size: int
+
+    @property
+    def in_order(self) -> bool:
+        """Whether an exchange ends before the next one begins, as on NCCL."""
+        ...
 
     def all_reduce(self, flat: Tensor, op: str, group: Group) -> Pending:
         """Reduce in place with `op` ("sum", "max", "min"); the same bits on every rank."""
@@ -105,12 +106,14 @@ class Transport(Protocol):
         """Overwrite `flat` with the tensor of the group's `root`-th rank."""
         ...
 
-    def send(self, flat: Tensor, target: int, tag: int) -> Pending:
-        """Send to one rank; messages of one tag arrive in the order they were sent."""
-        ...
+    def exchange(
+        self, sends: Sequence[Flat], receives: Sequence[Flat]
+    ) -> tuple[list[Pending], list[Pending]]:
+        """Start sends and receives as one operation; return them in the same order.
 
-    def receive(self, flat: Tensor, source: int, tag: int) -> Pending:
-        """Overwrite `flat` with a message from one rank."""
+        Messages have no tags: the k-th send from one rank to another meets its k-th receive. On a
+        transport that is `in_order`, both belong to the same round of a `MessageOrder`.
+        """
         ...
 
 
@@ -124,7 +127,12 @@ class LocalTransport:
         raise ProgramError(f"a single rank cannot communicate: {[*args[1:], *kwargs.values()]}")
 
     all_reduce = all_gather = reduce_scatter = all_to_all = broadcast = _refuse
-    send = receive = _refuse
+    in_order = False
+
+    def exchange(
+        self, sends: Sequence[Flat], receives: Sequence[Flat]
+    ) -> tuple[list[Pending], list[Pending]]:
+        return self._refuse(self, sends, receives) if sends or receives else ([], [])
 
 
 Collective = TypeVar("Collective", bound=Callable[..., Pending])
@@ -147,7 +155,7 @@ class RecordingTransport:
         self.reduce_scatter = _recorded(inner.reduce_scatter, recorder, cause)
         self.all_to_all = _recorded(inner.all_to_all, recorder, cause)
         self.broadcast = _recorded(inner.broadcast, recorder, cause)
-        self.send, self.receive = inner.send, inner.receive
+        self.exchange, self.in_order = inner.exchange, inner.in_order
         self.bucket = getattr(inner, "bucket", None)
 
     def about(self, cause: str) -> RecordingTransport:
@@ -166,14 +174,15 @@ def _recorded(collective: Collective, recorder: Recorder, cause: str) -> Collect
         ranks = next(arg.size for arg in args if isinstance(arg, Group))
         transfer = recorder.span("communication", cause, op=op, bytes=flat.nbytes, ranks=ranks)
         transfer.__enter__()
+        pending = collective(flat, *args)
 
-        @contextlib.contextmanager
-        def waiting() -> Iterator[None]:
+        def wait(_: Tensor) -> Tensor:
             with recorder.span("waiting", cause, op=op):
-                yield
+                result = pending.wait()
             transfer.__exit__(None, None, None)
+            return result
 
-        return collective(flat, *args).within(waiting)
+        return Pending(flat).then(wait)
 
     return cast(Collective, record)
 

@@ -6,8 +6,7 @@ as much as the transport between processes: enough to predict memory, even on me
 safe to compute with, and measures how long that takes. `disconnect` makes a store skip agreement.
 """
 
-from __future__ import annotations
-
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from shardwise.runtime.operators import widened
 from shardwise.runtime.parameters import Entry
 from shardwise.runtime.rng import Rng
 from shardwise.runtime.store import ParameterStore
-from shardwise.runtime.transport import Group, Pending
+from shardwise.runtime.transport import Flat, Group, Pending
 
 
 class FakeTransport:
@@ -28,6 +27,8 @@ class FakeTransport:
 
     A sent message stays allocated until the next one to the same rank, or the next one from it.
     """
+
+    in_order = False
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -66,15 +67,15 @@ class FakeTransport:
     def broadcast(self, flat: Tensor, root: int, group: Group) -> Pending:
         return _later(flat)
 
-    def send(self, flat: Tensor, target: int, tag: int) -> Pending:
-        self._sent[target] = flat
-        return Pending(flat)
-
-    def receive(self, flat: Tensor, source: int, tag: int) -> Pending:
-        def arrived() -> None:
-            self._sent.pop(source, None)
-
-        return Pending(flat, arrived)
+    def exchange(
+        self, sends: Sequence[Flat], receives: Sequence[Flat]
+    ) -> tuple[list[Pending], list[Pending]]:
+        self._sent.update((target, flat) for flat, target in sends)
+        arrivals = [
+            Pending(flat, functools.partial(self._sent.pop, source, None))
+            for flat, source in receives
+        ]
+        return [Pending(flat) for flat, _ in sends], arrivals
 
 
 class UninitializedTransport(FakeTransport):
@@ -112,13 +113,16 @@ class UninitializedTransport(FakeTransport):
             _repeat(flat, pending.wait())
         return pending
 
-    def receive(self, flat: Tensor, source: int, tag: int) -> Pending:
+    def exchange(
+        self, sends: Sequence[Flat], receives: Sequence[Flat]
+    ) -> tuple[list[Pending], list[Pending]]:
         with self._filling():
-            if not flat.is_floating_point():
-                flat.zero_()
-            elif flat.device.type == "cpu":
-                flat.normal_()
-        return super().receive(flat, source, tag)
+            for flat, _ in receives:
+                if not flat.is_floating_point():
+                    flat.zero_()
+                elif flat.device.type == "cpu":
+                    flat.normal_()
+        return super().exchange(sends, receives)
 
     @contextmanager
     def _filling(self) -> Iterator[None]:

@@ -4,13 +4,12 @@ Reductions add in rank order, or as `collective` specifies, so results do not de
 Every wait has a timeout, and the first rank that fails releases the others.
 """
 
-from __future__ import annotations
-
 import functools
+import itertools
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import RankError
-from shardwise.runtime.transport import Group, Pending
+from shardwise.runtime.transport import Flat, Group, Pending
 
 Result = TypeVar("Result")
 # Computes every rank's result of an operation from all ranks' tensors, or returns None to let this
@@ -52,30 +51,29 @@ class _Exchanges:
         self.changed = threading.Condition()
         self.exchanges: dict[tuple[tuple[int, ...], int], _Exchange] = {}
         self.failed: dict[int, BaseException] = {}
-        self.messages: dict[tuple[int, int, int], deque[Tensor]] = {}  # (source, target, tag)
+        self.messages: dict[tuple[int, int, int], Tensor] = {}  # by source, target and number
 
-    def post(self, source: int, target: int, tag: int, tensor: Tensor) -> None:
+    def post(self, source: int, target: int, number: int, tensor: Tensor) -> None:
         with self.changed:
-            self.messages.setdefault((source, target, tag), deque()).append(tensor)
+            self.messages[source, target, number] = tensor
             self.changed.notify_all()
 
-    def fetch(self, source: int, target: int, tag: int) -> Tensor:
-        key = (source, target, tag)
+    def fetch(self, source: int, target: int, number: int) -> Tensor:
+        key = (source, target, number)
         with self.changed:
-            arrived = self.changed.wait_for(
-                lambda: self.messages.get(key) or self.failed, self.timeout_s
-            )
-            if self.failed:
-                raise _Released
-            if not arrived:
+            if not self._wait(lambda: key in self.messages):
                 raise RankError(
                     f"rank {source} sent nothing to rank {target} within {self.timeout_s} s",
-                    where=f"message {tag}",
+                    where=f"message {number}",
                 )
-            tensor = self.messages[key].popleft()
-            if not self.messages[key]:
-                del self.messages[key]
-            return tensor
+            return self.messages.pop(key)
+
+    def _wait(self, is_ready: Callable[[], bool]) -> bool:
+        """Return whether it is ready before the timeout, unless a rank fails."""
+        ready = self.changed.wait_for(lambda: is_ready() or self.failed, self.timeout_s)
+        if self.failed:
+            raise _Released
+        return bool(ready)
 
     def fail(self, rank: int, error: BaseException) -> None:
         with self.changed:
@@ -97,18 +95,12 @@ class _Exchanges:
     def take(self, group: Group, key: tuple[tuple[int, ...], int]) -> list[list[Tensor]]:
         with self.changed:
             exchange = self.exchanges[key]
-            complete = self.changed.wait_for(
-                lambda: len(exchange.tensors) == group.size or self.failed, self.timeout_s
-            )
-            if self.failed:
-                raise _Released
-            here = group.ranks[group.index]
-            if not complete:
+            if not self._wait(lambda: len(exchange.tensors) == group.size):
                 missing = [r for i, r in enumerate(group.ranks) if i not in exchange.tensors]
                 raise RankError(
                     f"ranks {missing} did not join {exchange.kinds[group.index]} of ranks "
                     f"{list(group.ranks)} within {self.timeout_s} s",
-                    where=f"collective {key[1]} of rank {here}",
+                    where=f"collective {key[1]} of rank {group.ranks[group.index]}",
                 )
             if len(set(exchange.kinds.values())) > 1:
                 kinds = {group.ranks[i]: kind for i, kind in sorted(exchange.kinds.items())}
@@ -124,11 +116,16 @@ class _Exchanges:
 class ThreadTransport:
     """One rank's end of an in-memory exchange. Tensors are copied when they are sent."""
 
+    in_order = False
+    _sent: dict[int, Iterator[int]]  # numbers of messages to and from each rank
+    _received: dict[int, Iterator[int]]
+
     def __init__(
         self, rank: int, exchanges: _Exchanges, collective: Collective | None = None
     ) -> None:
         self.rank, self.world_size, self._exchanges = rank, exchanges.world_size, exchanges
         self._numbers: dict[tuple[int, ...], int] = {}
+        self._sent, self._received = defaultdict(itertools.count), defaultdict(itertools.count)
         self._collective = collective
 
     def _custom_result(
@@ -198,14 +195,17 @@ class ThreadTransport:
         kind = f"broadcast from {root} of {flat.numel()} {flat.dtype}"
         return self._exchange(kind, group, [flat.clone()], lambda sent: flat.copy_(sent[root][0]))
 
-    def send(self, flat: Tensor, target: int, tag: int) -> Pending:
-        self._exchanges.post(self.rank, target, tag, flat.clone())
-        return Pending(flat)
+    def exchange(
+        self, sends: Sequence[Flat], receives: Sequence[Flat]
+    ) -> tuple[list[Pending], list[Pending]]:
+        for flat, target in sends:
+            self._exchanges.post(self.rank, target, next(self._sent[target]), flat.clone())
+        return [Pending(flat) for flat, _ in sends], [self._receive(*item) for item in receives]
 
-    def receive(self, flat: Tensor, source: int, tag: int) -> Pending:
-        return Pending(flat).then(
-            lambda out: out.copy_(self._exchanges.fetch(source, self.rank, tag))
-        )
+    def _receive(self, flat: Tensor, source: int) -> Pending:
+        number = next(self._received[source])
+        fetch = functools.partial(self._exchanges.fetch, source, self.rank, number)
+        return Pending(flat).then(lambda out: out.copy_(fetch()))
 
 
 def run_threads(

@@ -8,6 +8,7 @@ from shardwise.sharding.rules import (
     norms_losses,
     products,
     reductions,
+    routing,
     slices,
     views,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "norms_losses",
     "products",
     "reductions",
+    "routing",
     "slices",
     "views",
 ]

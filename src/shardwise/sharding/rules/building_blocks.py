@@ -4,8 +4,6 @@ Axes and dims of a shape, operands in the node's order, linear operands, local p
 lengths, and the shard patterns that local calls take as arguments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -28,9 +26,8 @@ from shardwise.sharding.rule import (
     Part,
 )
 
+
 # ---------------------------------------------------------------- axes and dims
-
-
 def normalize(dim: int, rank: int) -> int:
     """Return a dim counted from the front; a scalar counts as having one dim.
 
@@ -119,8 +116,6 @@ def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 # ---------------------------------------------------------------- operands
-
-
 def op_name(call: Call) -> str:
     """Return the operator's name without namespace and overload."""
     return call.node.op.split(".")[1]
@@ -159,11 +154,7 @@ def linear_rule(
 ) -> NodeRule:
     """Return the rule of a call that is linear in its only tensor operand."""
     return NodeRule(
-        axes=axes,
-        operands=(operand,),
-        results=results,
-        linear=passes(call, 0),
-        localize=localize,
+        axes=axes, operands=(operand,), results=results, linear=passes(call, 0), localize=localize
     )
 
 
@@ -178,8 +169,6 @@ def _are_float(call: Call, names: Iterable[str]) -> bool:
 
 
 # ---------------------------------------------------------------- local calls
-
-
 def local_position(layout: Layout, dim: int, position: int, coordinate: Coordinate) -> int:
     """Return how many of the dim's first `position` elements are on this rank."""
     if position == 0:

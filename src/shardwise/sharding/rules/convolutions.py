@@ -5,8 +5,6 @@ the channel dims are products `groups x channels`. Spatial dims are never sharde
 resampling leave batch and channels free, recurrent layers only the batch.
 """
 
-from __future__ import annotations
-
 from shardwise.ir import Ref, iter_refs
 from shardwise.sharding.registry import keep_replicated, rule
 from shardwise.sharding.rule import (
@@ -152,10 +150,7 @@ def grid_sampler(call: Call) -> NodeRule:
     samples, points = axes_of(grid[1:-1], "p")
     axes = {"n": Axis("n", source[0]), "c": Axis("c", source[1]), **space, **samples}
     axes["q"] = Axis("q", grid[-1], frozen=True)
-    dims: dict[str, Dims] = {
-        "input": (("n",), ("c",), *plane),
-        "grid": (("n",), *points, ("q",)),
-    }
+    dims: dict[str, Dims] = {"input": (("n",), ("c",), *plane), "grid": (("n",), *points, ("q",))}
     return NodeRule(
         axes=axes,
         operands=operand_dims(call, dims),

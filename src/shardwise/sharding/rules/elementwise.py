@@ -1,7 +1,5 @@
 """Operators that act on each element: every axis is free, and linear ones pass partial sums."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from shardwise.ir import Ref

@@ -6,8 +6,6 @@ position in the full tensor: every draw becomes a call of the runtime with the f
 source of numbers.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -67,10 +65,7 @@ def constant_new(call: Call) -> NodeRule:
     if strided:
         axes = frozen_axes({name: axis.size for name, axis in axes.items()})
     return NodeRule(
-        axes=axes,
-        operands=tuple(operands),
-        results=(dims,),
-        size_arg=None if strided else "size",
+        axes=axes, operands=tuple(operands), results=(dims,), size_arg=None if strided else "size"
     )
 
 
@@ -79,41 +74,29 @@ def placed(call: Call) -> tuple[tuple[str, Any], ...]:
     return (("dtype", call.types[call.node.outputs[0]].dtype), ("device", call.get("device")))
 
 
-def one_axis(call: Call) -> tuple[dict[str, Axis], Dims]:
-    """Return the axis of a vector that at most one mesh axis shards."""
-    axes = {"d0": Axis("d0", call.results[0][0], once=True)}
-    return axes, (("d0",),)
+def vector_rule(call: Call, fn: str, *args: Any) -> NodeRule:
+    """Return the rule of a vector; if a mesh axis shards it, `fn` computes each rank's part."""
+    axes, dims = axes_of(call.results[0])
+    axes["d0"] = replace(axes["d0"], once=True)
+
+    def localize(call: Call, local: Local) -> LocalCall:
+        shard = single_shard(local, local.result_layouts[0], "d0", 0)
+        return call.replace() if shard is None else LocalCall(fn, (*args, *shard), placed(call))
+
+    operands: tuple[Dims, ...] = tuple(() for _ in call.operands)
+    return NodeRule(axes=axes, operands=operands, results=(dims,), localize=localize)
 
 
 @rule("aten.arange")
 def arange(call: Call) -> NodeRule:
     """Compute `start + step * i` for the positions i of the shard."""
-    axes, dims = one_axis(call)
-
-    def localize(call: Call, local: Local) -> LocalCall:
-        shard = single_shard(local, local.result_layouts[0], "d0", 0)
-        if shard is None:
-            return call.replace()
-        first = (call.get("start", 0), call.get("step", 1))
-        return LocalCall("rt.arange", (*first, *shard), placed(call))
-
-    return NodeRule(axes=axes, operands=(), results=(dims,), localize=localize)
+    return vector_rule(call, "rt.arange", call.get("start", 0), call.get("step", 1))
 
 
 @rule("aten.linspace")
 def linspace(call: Call) -> NodeRule:
     """Compute evenly spaced numbers; the ends may be tensors."""
-    axes, dims = one_axis(call)
-
-    def localize(call: Call, local: Local) -> LocalCall:
-        shard = single_shard(local, local.result_layouts[0], "d0", 0)
-        if shard is None:
-            return call.replace()
-        ends = (call.get("start"), call.get("end"), call.get("steps"))
-        return LocalCall("rt.linspace", (*ends, *shard), placed(call))
-
-    operands: tuple[Dims, ...] = tuple(() for _ in call.operands)
-    return NodeRule(axes=axes, operands=operands, results=(dims,), localize=localize)
+    return vector_rule(call, "rt.linspace", *(call.get(n) for n in ("start", "end", "steps")))
 
 
 def matrix_shards(local: Local, rank: int) -> tuple[tuple[str, Any], ...]:
@@ -171,8 +154,6 @@ keep_replicated(
 )
 
 # ---------------------------------------------------------------- random numbers
-
-
 Splits = tuple[tuple[str, int, tuple[tuple[int, int, int], ...]], ...]
 
 

@@ -6,8 +6,6 @@ to read. Rows of embedding tables are sharded with a mask and a partial sum. Whe
 are partial sums.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ over a sharded batch stay partial, and means divide by the full count. Cross-ent
 classes combines maximum and sum over ranks and finds the target's logit on the rank that has it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
@@ -163,10 +161,7 @@ def batch_norm(call: Call) -> NodeRule:
     if any(s == (0,) for s in call.results[1:]):
         return replicated_rule(call, "has empty results")
     return NodeRule(
-        axes=axes,
-        operands=operand_dims(call, dims),
-        results=(full, *saved),
-        localize=guarded(),
+        axes=axes, operands=operand_dims(call, dims), results=(full, *saved), localize=guarded()
     )
 
 

@@ -3,13 +3,10 @@
 Rows, columns, batch dims and heads are free; sharding a contracted axis gives a partial sum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardwise.ir import Ref
 from shardwise.sharding.registry import keep_replicated, notation, rule
 from shardwise.sharding.rule import Axis, Call, Dims, Local, LocalCall, NodeRule, replicated_rule
 from shardwise.sharding.rules.building_blocks import (
@@ -38,10 +35,7 @@ keep_replicated(
 
 
 def contraction(
-    call: Call,
-    terms: Sequence[Sequence[str]],
-    result: Sequence[str],
-    added: Sequence[int] = (),
+    call: Call, terms: Sequence[Sequence[str]], result: Sequence[str], added: Sequence[int] = ()
 ) -> NodeRule:
     """Return the rule of a sum of products, with an axis name for each dim of each factor.
 
@@ -214,46 +208,13 @@ def cdist(call: Call) -> NodeRule:
     return replace(product, axes=axes, linear=(), localize=localize)
 
 
-@rule("transformers.grouped_mm_fallback")
-def grouped_mm(call: Call) -> NodeRule:
-    """Multiply rows, which are sorted by expert, by each expert's matrix.
-
-    Rows are sharded as ranges (the offsets follow), experts as ranges (other ranks' rows are zero).
-    """
-    rows, experts = call.operands[0][0], call.operands[1][0]
-    axes = {
-        "s": Axis("s", rows, outermost=True, once=True),
-        "e": Axis("e", experts, outermost=True, once=True),
-        "k": Axis("k", call.operands[0][1]),
-        "n": Axis("n", call.operands[1][2]),
-        "o": Axis("o", experts, frozen=True),
-    }
-
-    def localize(call: Call, local: Local) -> LocalCall:
-        row_axis, expert_axis = local.axis("s"), local.axis("e")
-        options = []
-        if row_axis is not None:
-            options += [("row_axis", row_axis), ("rows", shard_argument(local, "s", 0))]
-        if expert_axis is not None:
-            options += [("expert_axis", expert_axis), ("experts", shard_argument(local, "e", 1))]
-        values = tuple(Ref(name) for name in call.node.inputs)
-        return LocalCall("rt.grouped_mm", values, tuple(options))
-
-    return NodeRule(
-        axes=axes,
-        operands=(each("sk"), each("ekn"), each("o")),
-        results=(each("sn"),),
-        linear=(frozenset({0}), frozenset({1})),
-        localize=localize,
-    )
-
-
 @rule("aten.scaled_dot_product_attention")
 def attention(call: Call) -> NodeRule:
     """Compute `softmax(q k') v`; batch, heads, query rows and value features are free.
 
     With `enable_gqa` the query heads are `key heads x groups`. A causal mask needs the position of
-    the first query row, so that rows are sharded as one range.
+    the first query row, so that rows are sharded as one range. The axis `ring` shards queries, keys
+    and values along the sequence.
     """
     query, key, value = (call.shape(name) for name in ("query", "key", "value"))
     result = call.results[0]
@@ -275,6 +236,8 @@ def attention(call: Call) -> NodeRule:
         "e": Axis("e", query[-1], frozen=True),
         "v": Axis("v", value[-1]),
     }
+    if _may_ring(call):
+        axes["ring"] = Axis("ring", result[-2], frozen=True, once=True, joins=("l", "s"))
     heads = ("h", "g") if axes["g"].size > 1 else ("h",)
     rows: Dims = (*batch, heads, ("l",))
     columns: Dims = (*batch, ("h",), ("s",))
@@ -294,27 +257,47 @@ def attention(call: Call) -> NodeRule:
         operands=operand_dims(call, dims),
         results=((*rows, ("v",)),),
         linear=(frozenset({call.position("value")}),),
-        localize=guarded(_local_attention),
+        localize=_localize_attention,
     )
+
+
+def _may_ring(call: Call) -> bool:
+    """Return whether keys may travel: no dropout, no broadcast heads, a mask with query rows."""
+    query, key, value = (call.shape(name) for name in ("query", "key", "value"))
+    heads = -3 if call.get("enable_gqa") else -2
+    mask = call.shape("attn_mask") if call.has("attn_mask") else None
+    return (
+        not call.get("dropout_p")
+        and query[:heads] == key[:heads]
+        and key[:-1] == value[:-1]
+        and (mask is None or (len(mask) > 1 and mask[-2:] == (query[-2], key[-2])))
+    )
+
+
+def _localize_attention(call: Call, local: Local) -> LocalCall:
+    ring = local.axis("ring")
+    if ring is None:
+        return guarded(_local_attention)(call, local)
+    (query, key, value, *mask), options = _attention_arguments(call)
+    sizes = (("rows", call.shape("query")[-2]), ("columns", call.shape("key")[-2]))
+    args = (query, key, value, ring, *mask)
+    return LocalCall("rt.ring_attention", args, (*sizes, *options.items()))
+
+
+def _attention_arguments(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the tensors of an attention, and its options without those that are not set."""
+    tensors = (call.get(n) for n in ("query", "key", "value", "attn_mask") if call.has(n))
+    options = {name: call.get(name) for name in ("is_causal", "scale", "enable_gqa")}
+    return tuple(tensors), {k: v for k, v in options.items() if v is not None and v is not False}
 
 
 def _local_attention(call: Call, local: Local) -> LocalCall:
     """Call the runtime's attention if rows of a causal mask are sharded or weights dropped."""
     dropped = float(call.get("dropout_p") or 0.0)
-    causal = bool(call.get("is_causal"))
-    rows = local.axis("l") if causal else None
+    rows = local.axis("l") if call.get("is_causal") else None
     if not dropped and rows is None:
         return call.replace()
-    args = [call.get(name) for name in ("query", "key", "value")]
-    if call.has("attn_mask"):
-        args.append(call.get("attn_mask"))
-    options: dict[str, Any] = {}
-    if causal:
-        options["is_causal"] = True
-    if call.get("scale") is not None:
-        options["scale"] = call.get("scale")
-    if call.get("enable_gqa"):
-        options["enable_gqa"] = True
+    args, options = _attention_arguments(call)
     if rows is not None:
         options |= {"row_axis": rows, "rows": shard_argument(local, "l", call.position("query"))}
     if dropped:
@@ -322,4 +305,4 @@ def _local_attention(call: Call, local: Local) -> LocalCall:
         layout = local.result_layouts[0]
         splits = tuple((n, s.dim, s.of) for n, s in layout.shards if s.dim < len(shape) - 1)
         options |= {"dropout_p": dropped, "key": call.node.name, "shape": shape, "splits": splits}
-    return LocalCall("rt.attention", tuple(args), tuple(options.items()))
+    return LocalCall("rt.attention", args, tuple(options.items()))

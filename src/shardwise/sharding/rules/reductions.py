@@ -5,8 +5,6 @@ communicate inside a runtime operator and give every rank the full result. An op
 a full dim at once, or picks an index along it, freezes that dim and leaves all others free.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -43,7 +41,7 @@ from shardwise.sharding.rules.building_blocks import (
     with_dim,
 )
 
-keep_replicated("counts over the full tensor", "aten.histc", "aten.histogram")
+keep_replicated("counts over the full tensor", "aten.histogram")
 keep_replicated("a norm of full matrices", "aten.nuclear_norm", "aten.linalg_matrix_norm")
 keep_replicated("a norm over all elements", "aten.dist", "aten.renorm")
 keep_replicated("ranks over all elements", "aten.median.default", "aten.nanmedian.default")
@@ -52,9 +50,8 @@ keep_replicated(
     *("aten.unique_consecutive", "aten._unique2", "aten._unique", "aten.unique_dim"),
 )
 
+
 # ---------------------------------------------------------------- reductions
-
-
 @dataclass(frozen=True, slots=True)
 class Reduction:
     """Which dims of the first operand are reduced, and whether they stay as ones."""
@@ -146,6 +143,16 @@ def combined(
 def total(call: Call) -> NodeRule:
     """Leave sums partial along a sharded axis."""
     return reduction_rule(call, reduction_of(call), linear=call.node.op.startswith("aten.sum."))
+
+
+@rule("aten.histc")
+def histc(call: Call) -> NodeRule:
+    """Count each rank's elements; without a range, bins follow from all elements."""
+    if call.get("min", 0) == call.get("max", 0):
+        return replicated_rule(call, "the range of the bins follows from the full tensor")
+    axes, dims = axes_of(call.operands[0])
+    axes["bins"] = Axis("bins", call.results[0][0], frozen=True)
+    return NodeRule(axes=axes, operands=(dims,), results=(each(["bins"]),))
 
 
 @rule("aten.mean")
@@ -245,8 +252,6 @@ def similarity(call: Call) -> NodeRule:
 
 
 # ---------------------------------------------------------------- along dims
-
-
 def along(call: Call, dims: set[int], *, linear: bool = False) -> NodeRule:
     """Return the rule of a call that works along `dims` and keeps the order of all dims.
 

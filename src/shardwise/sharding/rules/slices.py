@@ -1,7 +1,5 @@
 """Slices, concatenation and padding: a shard takes its part of every segment of a dim."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 from shardwise.sharding.registry import rule
@@ -26,9 +24,8 @@ from shardwise.sharding.rules.building_blocks import (
     with_dim,
 )
 
+
 # ---------------------------------------------------------------- concatenation
-
-
 def segments(axes: dict[str, Axis], axis: str, sizes: list[int]) -> list[Dim]:
     """Return consecutive parts of an axis."""
     stops = accumulate(sizes)
@@ -49,10 +46,7 @@ def cat(call: Call) -> NodeRule:
         for shape, piece in zip(call.operands, segments(axes, f"d{dim}", sizes), strict=True)
     )
     return NodeRule(
-        axes=axes,
-        operands=operands,
-        results=(dims,),
-        linear=passes(call, *range(len(operands))),
+        axes=axes, operands=operands, results=(dims,), linear=passes(call, *range(len(operands)))
     )
 
 
@@ -103,8 +97,6 @@ def unbind(call: Call) -> NodeRule:
 
 
 # ---------------------------------------------------------------- padding
-
-
 @rule("aten.pad", "aten.constant_pad_nd")
 def pad(call: Call) -> NodeRule:
     """Treat constant padding as concatenation: the padding is sharded like the rest.
@@ -162,8 +154,6 @@ def _local_pad(call: Call, local: Local) -> LocalCall:
 
 
 # ---------------------------------------------------------------- slices
-
-
 def bounds(call: Call, size: int) -> tuple[int, int, int]:
     """Return start, stop and step of a slice, in `0:size`."""
     if call.node.op.startswith("aten.narrow"):

@@ -3,8 +3,6 @@
 The axes of a reshape are the common factors of both shapes; sizes in arguments become local ones.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from math import prod
 
@@ -36,9 +34,8 @@ from shardwise.sharding.rules.building_blocks import (
 )
 from shardwise.sharding.rules.elementwise import elementwise_rule
 
+
 # ---------------------------------------------------------------- reshapes
-
-
 def regroup(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[range, range]]:
     """Return the smallest groups of neighbouring dims with equal products.
 
@@ -75,10 +72,7 @@ def factor_view(call: Call, *, localize: bool = True) -> NodeRule:
             tuple(source[d] for d in left if source[d] != 1),
             tuple(target[d] for d in right if target[d] != 1),
         )
-        for side, span, sizes, dims in (
-            ("i", left, source, operand),
-            ("o", right, target, result),
-        ):
+        for side, span, sizes, dims in (("i", left, source, operand), ("o", right, target, result)):
             remaining = list(enumerate(factors or ()))
             for d in span:
                 if factors is None:
@@ -172,8 +166,6 @@ def view_as_complex(call: Call) -> NodeRule:
 
 
 # ---------------------------------------------------------------- permutations and diagonals
-
-
 @rule("aten.permute", "aten.transpose", "aten.t", "aten.numpy_T", "aten.matrix_H", "aten.mT")
 @rule("aten.mH", "aten.adjoint", "aten.movedim", "aten.moveaxis", "aten.swapaxes", "aten.swapdims")
 def permute(call: Call) -> NodeRule:
@@ -232,8 +224,6 @@ def glu(call: Call) -> NodeRule:
 
 
 # ---------------------------------------------------------------- expansions
-
-
 @rule("aten.expand", "aten.broadcast_to")
 def expand(call: Call) -> NodeRule:
     """Pass the local result's shape as the size; new axes are in the result only."""

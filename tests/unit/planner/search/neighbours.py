@@ -303,9 +303,9 @@ class Neighbours:
         """Return the elements that a node is the first to use, and a number for their storage."""
         execution = ExecutionConfig(groups=(), cuts=(0,), placement=(0,))
         numel, storage = np.zeros(len(self.rows)), [list[object]() for _ in self.rows]
-        for (axes, _, itemsize), share in layers.parameters(execution).items():
+        for (axes, _, itemsize, _), share in layers.parameters(execution).items():
             numel += np.diff(share.numel)
-            columns = [np.diff(getattr(share, name)) for name in float_arrays(share)]
+            columns = [np.diff(getattr(share, name)) for name in float_arrays(type(share))]
             for i, values in enumerate(zip(*columns, strict=True)):
                 if any(values):
                     storage[i].append((axes, itemsize, values))

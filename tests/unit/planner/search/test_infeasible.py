@@ -59,6 +59,7 @@ def test_the_smallest_memory_does_not_depend_on_the_limit() -> None:
     assert plan.search.best.memory.peak_bytes <= 1.0001 * needs
 
 
+@pytest.mark.slow
 def test_a_suggested_device_size_fits() -> None:
     ids = torch.zeros(16, 512, dtype=torch.long)
     graph = sw.capture(Tokens(width=64, layers=2, words=20_000), {"ids": ids, "labels": ids})

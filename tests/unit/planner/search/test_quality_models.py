@@ -182,6 +182,6 @@ def test_matches_brute_force(name: str) -> None:
     case = CASES[name]
     graph, memory_gib = case.graph(), None
     if case.memory < 1:
-        free = sw.plan(graph, case.cluster, progress=False)
+        free = sw.plan(graph, case.cluster, progress=False, all_devices=True)
         memory_gib = free.search.best.memory.peak_bytes / 2**30 * case.memory
     check(graph, case.cluster, memory_gib)

@@ -26,10 +26,7 @@ def mixed(speed: float, new: int = 2, old: int = 2) -> sw.Cluster:
     first = sw.Cluster.preset("h100", devices_per_node=new)
     second = sw.Cluster.preset("a100", devices_per_node=old).nodes[0]
     slow = tuple(replace(device, speed=speed) for device in second.devices)
-    nodes = (
-        replace(second, name="old", devices=slow),
-        replace(first.nodes[0], name="new"),
-    )
+    nodes = (replace(second, name="old", devices=slow), replace(first.nodes[0], name="new"))
     return sw.Cluster(name="mixed", nodes=nodes, network=first.network)
 
 
@@ -93,19 +90,34 @@ def test_options_of_the_user_may_require_all_devices(graph: sw.Graph) -> None:
     assert sw.plan(graph, mixed(speed=0.1), progress=False, dp=4).num_ranks == 4
 
 
-def test_equal_devices_are_never_left_out() -> None:
-    cluster = sw.Cluster.preset("h100", nodes=2, devices_per_node=2)
+def test_equal_devices_of_a_node_are_used_together() -> None:
+    cluster = sw.Cluster.preset("h100", devices_per_node=4)
     assert list(subsets(cluster, [1.0] * 4)) == []
     assert list(subsets(cluster, [1.0, 0.9, 1.0, 0.95])) == []  # measured ones differ a little
+    assert [s.ranks for s in subsets(cluster, [1.0, 0.2, 1.0, 1.0])] == [(0, 2, 3)]
 
 
-def test_the_slowest_devices_are_left_out_first() -> None:
+def test_the_slowest_devices_are_left_out_first_then_nodes() -> None:
     cluster = mixed(speed=0.1, new=2, old=3)
     rates = [0.1, 0.1, 0.3, 1.0, 1.0]
-    assert [subset.ranks for subset in subsets(cluster, rates)] == [(2, 3, 4), (3, 4)]
+    chosen = [subset.ranks for subset in subsets(cluster, rates)]
+    assert chosen == [(2, 3, 4), (3, 4), (0, 1, 2)]
     slow_nic = replace(cluster.nodes[1], name="far", nic=replace(cluster.nodes[1].nic, count=1))
     far = replace(cluster, nodes=(slow_nic, replace(cluster.nodes[1], name="near")))
-    assert [subset.ranks for subset in subsets(far, [1.0] * 4)] == [(2, 3)]
+    assert [subset.ranks for subset in subsets(far, [1.0] * 4)] == [(2, 3), (0, 1)]
+    equal = sw.Cluster.preset("h100", nodes=3, devices_per_node=2)
+    assert [subset.ranks for subset in subsets(equal, [1.0] * 6)] == [(0, 1)]
+
+
+def test_a_slow_network_leaves_one_node(graph: sw.Graph) -> None:
+    four = sw.Cluster.preset("a100", devices_per_node=4, nic_gbit_per_s=1)
+    one = sw.Cluster.preset("h100", devices_per_node=1, nic_gbit_per_s=1).nodes[0]
+    nodes = (replace(one, name="single", link=None), replace(four.nodes[0], name="four"))
+    plan = sw.plan(graph, sw.Cluster(name="slow", nodes=nodes), progress=False)
+    assert plan.search.left_out.used == "1-4"
+    one_node_s = sw.plan(graph, four, progress=False).search.best.step_time_s
+    assert plan.search.best.step_time_s == pytest.approx(one_node_s)
+    assert 2 * one_node_s < plan.search.left_out.step_time_s
 
 
 def test_an_axis_that_only_shards_the_batch_is_data_parallel(graph: sw.Graph) -> None:

@@ -152,10 +152,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "unknown field": (lambda b: b.update(stepp=9), "unknown field 'stepp'; did you mean 'step'"),
     "step": (lambda b: b.update(step="1"), "step is '1'"),
     "sections": (lambda b: b.update(sections=[1]), "sections is a list"),
-    "path upwards": (
-        lambda b: b["files"].update({"../model-00000.safetensors": 5}),
-        "'../model",
-    ),
+    "path upwards": (lambda b: b["files"].update({"../model-00000.safetensors": 5}), "'../model"),
     "absolute path": (lambda b: b["files"].update({"/etc/passwd": 5}), "'/etc"),
     "box in unknown file": (
         lambda b: tensor_of(b)["boxes"][0].update(file="x"),
@@ -173,8 +170,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "checksum": (lambda b: tensor_of(b)["boxes"][0].update(crc32="0"), "crc32 is '0'"),
     "larger than its file": (
         lambda b: tensor_of(b).update(
-            shape=[1 << 40, 8],
-            boxes=[{**tensor_of(b)["boxes"][0], "size": [1 << 40, 8]}],
+            shape=[1 << 40, 8], boxes=[{**tensor_of(b)["boxes"][0], "size": [1 << 40, 8]}]
         ),
         "but its boxes need",
     ),

@@ -29,13 +29,7 @@ def plain() -> Run:
 def test_a_training_equals_plain_lightning(plain: Run) -> None:
     run = fit(ShardwiseStrategy("ddp"))
     assert_same(run, plain)
-    assert set(run.metrics[0]) >= {
-        "train_loss_epoch",
-        "hits",
-        "accuracy",
-        "val_loss",
-        "val_worst",
-    }
+    assert set(run.metrics[0]) >= {"train_loss_epoch", "hits", "accuracy", "val_loss", "val_worst"}
 
 
 def test_init_initializes_a_meta_module() -> None:

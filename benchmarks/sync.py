@@ -1,0 +1,277 @@
+"""Compare synchronization per parameter with DDP on two emulated hosts of a slow network.
+
+    python -m benchmarks.sync [--model words dlrm vgg] [--gbit 1 10] [--pairs 40]
+
+Needs root and Debian's iproute2. Every process trains the same model with DDP and with a plan, step
+by step in turns, with plain SGD on the same batches; DDP also runs with `sparse=True` embeddings.
+Figures are medians of the slowest rank's steps, and losses must agree. Writes
+benchmarks/results/sync.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import shardwise as sw
+from benchmarks.collectives import hosts
+from benchmarks.pipeline import machine
+from shardwise.collectives import Network
+from shardwise.collectives.bench.emulation import emulated, run_on_hosts
+
+RESULTS = Path(__file__).parent / "results" / "sync.json"
+RANKS, WARM_UP, TIMEOUT_S = 2, 2, 1800.0
+Batch = dict[str, Tensor]
+
+
+class Words(nn.Module):
+    """A bag-of-words classifier with a table of 1,000,000 rows."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(1_000_000, 32, sparse=sparse)
+        self.out = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.out(self.table(x).mean(1)), y)
+
+    @staticmethod
+    def batch() -> Batch:
+        return {"x": torch.randint(0, 1_000_000, (64, 32)), "y": torch.randint(0, 10, (64,))}
+
+
+class Dlrm(nn.Module):
+    """A small DLRM: four tables, two perceptrons, and products of their outputs."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        sizes = (300_000, 200_000, 100_000, 50_000)
+        self.tables = nn.ModuleList(nn.Embedding(rows, 32, sparse=sparse) for rows in sizes)
+        for table in self.tables:
+            nn.init.uniform_(table.weight, -0.1, 0.1)  # type: ignore[arg-type]
+        self.bottom = nn.Sequential(nn.Linear(13, 64), nn.ReLU(), nn.Linear(64, 32))
+        self.top = nn.Sequential(nn.Linear(32 + 25, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, dense: Tensor, ids: Tensor, y: Tensor) -> Tensor:
+        bottom = self.bottom(dense)
+        vectors = torch.stack([bottom, *(t(ids[:, i]) for i, t in enumerate(self.tables))], 1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
+        logits = self.top(torch.cat([bottom, products], 1)).squeeze(1)
+        return nn.functional.binary_cross_entropy_with_logits(logits, y)
+
+    @staticmethod
+    def batch() -> Batch:
+        return {
+            "dense": torch.randn(256, 13),
+            "ids": torch.randint(0, 50_000, (256, 4)),
+            "y": torch.randint(0, 2, (256,)).float(),
+        }
+
+
+class Vgg(nn.Module):
+    """Some convolutions and large dense layers."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        widths = (3, 16, 32, 64)
+        convs = [
+            m
+            for a, b in pairwise(widths)
+            for m in (nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+        ]
+        self.features = nn.Sequential(*convs, nn.Flatten())
+        self.dense = nn.Sequential(
+            nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 2048), nn.ReLU(), nn.Linear(2048, 100)
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.dense(self.features(x)), y)
+
+    @staticmethod
+    def batch() -> Batch:
+        return {"x": torch.randn(32, 3, 32, 32), "y": torch.randint(0, 100, (32,))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model, the synchronization of its parameters, and the highest ratio to DDP."""
+
+    model: Callable[..., Any]
+    syncs: dict[str, sw.Sync]
+    at_most: float
+
+
+CASES = {
+    "words": Case(model=Words, syncs={"table.*": sw.Sync(sparse="gather")}, at_most=0.3),
+    "dlrm": Case(model=Dlrm, syncs={"tables.*": sw.Sync(sparse="gather")}, at_most=0.4),
+    "vgg": Case(model=Vgg, syncs={"dense.*": sw.Sync(factors=True)}, at_most=0.8),
+}
+
+
+def built(case: Case, sparse: bool = False) -> nn.Module:
+    """Return the model with the same weights on every rank and side."""
+    torch.manual_seed(0)
+    model: nn.Module = case.model(sparse=sparse)
+    return model
+
+
+class Side:
+    """One way to train, with the times of its steps."""
+
+    def __init__(self, step: Callable[[Batch], float]) -> None:
+        self.step, self.seconds, self.losses = step, list[float](), list[float]()
+
+    def run(self, batch: Batch) -> None:
+        dist.barrier()
+        began = time.perf_counter()
+        self.losses.append(self.step(batch))
+        seconds = torch.tensor([time.perf_counter() - began])
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        self.seconds.append(float(seconds))
+
+
+def ddp_side(case: Case, sparse: bool) -> Side:
+    """Train with DDP on this rank's rows; the loss is the mean over ranks."""
+    model = DistributedDataParallel(built(case, sparse), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: Batch) -> float:
+        local = {n: torch.chunk(t, RANKS)[dist.get_rank()] for n, t in batch.items()}
+        optimizer.zero_grad()
+        loss = model(**local)
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return float(total) / RANKS
+
+    return Side(step)
+
+
+def own_side(case: Case, batch: Batch, cluster: sw.Cluster) -> Side:
+    """Train with the plan of the case."""
+    model = built(case)
+    plan = sw.strategies.ddp(sw.capture(model, batch), cluster, constraints=case.syncs)
+    module = sw.parallelize(model, batch, plan)
+    optimizer = sw.optimizer(module, torch.optim.SGD, lr=0.1)
+
+    def step(batch: Batch) -> float:
+        optimizer.zero_grad()
+        loss = module.train_step(batch)
+        optimizer.step()
+        return float(loss)
+
+    return Side(step)
+
+
+def train(name: str, pairs: int, gbit: float) -> dict[str, Any]:
+    """Train all sides in turns, on all ranks."""
+    case = CASES[name]
+    torch.manual_seed(1)
+    batches = [case.model.batch() for _ in range(2)]
+    cluster = sw.Cluster.from_yaml(hosts([gbit * 1000.0] * RANKS))
+    sides = {"ddp": ddp_side(case, False), "ours": own_side(case, batches[0], cluster)}
+    if name != "vgg":
+        sides["ddp_sparse"] = ddp_side(case, True)
+    for number in range(WARM_UP + pairs):
+        for side in sides.values():
+            side.run(batches[number % 2])
+    return {n: {"seconds": s.seconds[WARM_UP:], "losses": s.losses} for n, s in sides.items()}
+
+
+def worker(folder: Path, rank: int, name: str, pairs: int, gbit: float) -> None:
+    """Run one rank in its namespace."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'rendezvous'}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=300),
+    )
+    result = train(name, pairs, gbit)
+    if rank == 0:
+        (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(name: str, gbit: float, pairs: int) -> dict[str, Any]:
+    """Emulate two hosts, train, and return the figures."""
+    network = Network.of_cluster(sw.Cluster.from_yaml(hosts([gbit * 1000.0] * RANKS)))
+    with tempfile.TemporaryDirectory() as folder, emulated(network) as layout:
+        commands = [
+            [
+                *(sys.executable, "-m", "benchmarks.sync", "--model", name, "--gbit", str(gbit)),
+                *("--pairs", str(pairs), "--worker", folder, str(rank)),
+            ]
+            for rank in range(RANKS)
+        ]
+        run_on_hosts(layout, commands, timeout_s=TIMEOUT_S, environment={"OMP_NUM_THREADS": "1"})
+        figures = json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
+    medians = {side: statistics.median(values["seconds"]) for side, values in figures.items()}
+    losses = [figures[side]["losses"] for side in ("ddp", "ours")]
+    assert all(map(math.isfinite, [*losses[0], *losses[1]])), losses
+    apart = max(abs(a - b) / abs(a) for a, b in zip(*losses, strict=True))
+    result = {
+        "model": name,
+        "gbit_per_s": gbit,
+        "pairs": pairs,
+        "medians_s": medians,
+        "ratio": medians["ours"] / medians["ddp"],
+        "at_most": CASES[name].at_most,
+        "losses_apart": apart,
+        "losses": [losses[1][0], losses[1][-1]],
+        "seconds": {side: values["seconds"] for side, values in figures.items()},
+    }
+    times = ", ".join(f"{side} {value * 1e3:.1f} ms" for side, value in medians.items())
+    reached = result["ratio"] <= result["at_most"] and apart < 1e-4
+    print(
+        f"{name}, {gbit:g} Gbit/s: {times}; {'reached' if reached else 'MISSED'}: "
+        f"{result['ratio']:.3f} of DDP (at most {result['at_most']}), losses {apart:.1e} apart",
+        flush=True,
+    )
+    return result
+
+
+def main() -> None:
+    """Measure the cases, and write their figures next to those of earlier runs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--gbit", nargs="+", type=float, default=[1.0, 10.0])
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--worker", nargs=2, metavar=("FOLDER", "RANK"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        folder, rank = options.worker
+        worker(Path(folder), int(rank), options.model[0], options.pairs, options.gbit[0])
+        return
+    earlier = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
+    cases = {(c["model"], c["gbit_per_s"]): c for c in earlier.get("cases", [])}
+    for name in options.model:
+        for gbit in options.gbit:
+            cases[name, gbit] = measure(name, gbit, options.pairs)
+            result = {"command": "python -m benchmarks.sync", "machine": machine()}
+            result["cases"] = list(cases.values())
+            options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""The messages of every form of synchronization: their number and bytes, and their time.
+
+The runtime's exchanges send exactly these bytes; the simulator, the choice of forms and the test of
+counted bytes read them here.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from shardwise.arrays import Ints
+from shardwise.cluster import Cluster
+from shardwise.ir import Graph, Ref
+from shardwise.plans import Plan, Sync
+from shardwise.plans.sync import applied_sync, operator_uses
+
+COUNT_BYTES = 8  # of a number of rows
+INDEX_BYTES = 4  # of the index of a row
+
+
+@dataclass(frozen=True, slots=True)
+class SyncMessage:
+    """One collective of a step: `num_bytes` is the tensor that all ranks together hold after it.
+
+    `busiest` is the time of the busiest rank relative to that of an even collective. With a `level`
+    of k it runs inside of runs of k ranks, with -k across these.
+    """
+
+    purpose: str  # "reduce" or "update"
+    op: str
+    num_bytes: float
+    busiest: float = 1.0
+    level: int = 0
+
+    @property
+    def busy_bytes(self) -> float:
+        """The bytes of an even collective that takes as long."""
+        return self.num_bytes * self.busiest
+
+
+_reduce, _update = partial(SyncMessage, "reduce"), partial(SyncMessage, "update")
+
+
+def is_special(form: Sync) -> bool:
+    """Return whether a parameter has messages of its own, other than buckets and ZeRO."""
+    return bool(form.has_owners or form.sparse or form.factors or form.hierarchical)
+
+
+def special_syncs(graph: Graph, plan: Plan) -> dict[str, Sync]:
+    """Return the parameters of a graph with messages of their own, and their synchronization."""
+    if all(entry.sync is None for entry in plan.parameters.values()):
+        return {}
+    uses = operator_uses(graph)
+    forms = {
+        p.name: applied_sync(graph, p, plan.entry(p.name).sync, uses) for p in graph.parameters
+    }
+    return {name: form for name, form in forms.items() if is_special(form)}
+
+
+def step_rows(graph: Graph) -> dict[str, int]:
+    """Return the rows of a step's batch at the uses of each value: lookups, or rows of a product.
+
+    Lookups are an upper limit of the distinct rows of a table.
+    """
+    rows: Counter[str] = Counter()
+    for node in graph.nodes:
+        refs = [arg for arg in node.args if isinstance(arg, Ref)]
+        if node.op.startswith("aten.embedding") and len(refs) > 1:
+            rows[refs[0].name] += graph.values[refs[1].name].numel
+        elif node.op == "aten.linear.default" and len(refs) > 1:
+            x = graph.values[refs[0].name]
+            rows[refs[1].name] += x.numel // max(1, x.shape[-1])
+    return rows
+
+
+def sync_messages(
+    form: Sync,
+    shape: Sequence[int],
+    item_bytes: int,
+    reduced_bytes: int,
+    rows: int,
+    num_ranks: int,
+    rates: Sequence[float] = (),
+) -> tuple[SyncMessage, ...]:
+    """Return the messages of one parameter of this local shape in a step.
+
+    `rates` are those of the ranks' links, equal by default.
+    `rows` are those of all ranks together: distinct rows per rank of a sparse gradient, or rows of
+    the two factors. An updated row is sent once by its owner; here each is counted as distinct.
+    """
+    numel, width = math.prod(shape), math.prod(shape[1:])
+    busiest = _busiest(form, num_ranks, rates) if form.has_owners else 1.0
+    counts = _reduce("all_gather", num_ranks * COUNT_BYTES)
+    if form.sparse:
+        sent = rows * (width * reduced_bytes + INDEX_BYTES)
+        if not form.has_owners:
+            return counts, _reduce("all_gather", sent)
+        changed = min(rows, shape[0]) * (width * item_bytes + INDEX_BYTES)
+        return (
+            _reduce("all_gather", num_ranks**2 * COUNT_BYTES),
+            _reduce("all_to_all", sent, busiest),
+            _update("all_gather", num_ranks * COUNT_BYTES),
+            _update("all_gather", changed, busiest),
+        )
+    total, near = numel * reduced_bytes, form.hierarchical
+    if form.factors:
+        if rows * sum(shape) < 2 * numel:
+            return counts, _reduce("all_gather", rows * sum(shape) * reduced_bytes)
+        return counts, _reduce("all_reduce", total)
+    if near:
+        across = numel / near * reduced_bytes  # on average
+        return (
+            _reduce("reduce_scatter", total, level=near),
+            _reduce("all_reduce", across, level=-near),
+            _reduce("all_gather", total, level=near),
+        )
+    if form.has_owners:
+        updated = _update("all_gather", numel * item_bytes, busiest)
+        return _reduce("reduce_scatter", total, busiest), updated
+    return (_reduce("all_reduce", total),)
+
+
+def sync_seconds(
+    messages: Sequence[SyncMessage], groups: Ints, seconds: Callable[[str, Ints, float], float]
+) -> float:
+    """Return the time of messages, of collectives that take `seconds(op, groups, bytes)`."""
+    return sum(seconds(m.op, level_groups(groups, m.level), m.busy_bytes) for m in messages)
+
+
+def level_groups(groups: Ints, level: int) -> Ints:
+    """Return the groups of ranks inside of nodes of `level` ranks, or across them if negative."""
+    if not level:
+        return groups
+    nodes = groups.reshape(-1, groups.shape[-1] // abs(level), abs(level))
+    inside = nodes if level > 0 else nodes.swapaxes(1, 2)
+    return inside.reshape(-1, inside.shape[-1])
+
+
+def link_rates(cluster: Cluster, ranks: Sequence[int]) -> tuple[float, ...]:
+    """Return the bytes per second of each rank's share of its node's network card; () if equal."""
+    if cluster.num_nodes == 1:
+        return ()
+    nodes = [cluster.node_of(rank) for rank in ranks]
+    rates = tuple(
+        n.nic.count * n.nic.bandwidth_bytes_per_s / n.count if n.nic else math.inf for n in nodes
+    )
+    return rates if len(set(rates)) > 1 else ()
+
+
+def link_time(shares: Sequence[float], rates: Sequence[float]) -> float:
+    """Return the time of the busiest link while owners receive and others send their gradients.
+
+    A rank sends what it does not own, and receives what it owns from all others: on full-duplex
+    links, equal shares are the fastest, however unequal the links are.
+    """
+    others = len(shares) - 1
+    pairs = zip(shares, rates or (1.0,) * len(shares), strict=True)
+    return max(max(sum(shares) - share, others * share) / rate for share, rate in pairs)
+
+
+def _busiest(form: Sync, num_ranks: int, rates: Sequence[float]) -> float:
+    """Return the time of the busiest link, relative to equal shares on links as the slowest."""
+    weights = form.weights(num_ranks) or (1,) * num_ranks
+    shares = [weight / sum(weights) for weight in weights]
+    busy = link_time(shares, rates) * min(rates, default=1.0)
+    return busy * num_ranks / max(1, num_ranks - 1)

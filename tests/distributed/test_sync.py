@@ -1,0 +1,179 @@
+"""Every exact form of synchronization computes what one process computes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.cost.sync import step_rows, sync_messages
+from shardwise.plans import ParameterEntry
+from shardwise.plans.sync import applied_sync, operator_uses
+from tests.support.sync_model import assert_equal, make_model, make_plan, reference, train
+
+pytestmark = pytest.mark.distributed
+
+
+def owners(ranks: int) -> tuple[int, ...]:
+    """Return unequal weights, one of which is zero."""
+    return tuple(3 * rank % 5 for rank in range(ranks))
+
+
+def forms(ranks: int) -> dict[str, dict[str, Any]]:
+    last = ranks - 1
+    tables = sw.Sync(kind="partitioned", dim=0, owners=owners(ranks), sparse="rows")
+    return {
+        "owner": {"*": sw.Sync(kind="owner", owner=last)},
+        "partitioned": {"*": sw.Sync(kind="partitioned", owners=owners(ranks))},
+        "dims": {
+            "up.*": sw.Sync(kind="partitioned", dim=0),
+            "down.*": sw.Sync(kind="partitioned", dim=1, owners=owners(ranks)),
+            "words.*": sw.Sync(kind="partitioned", dim=1, host=True),
+        },
+        "sparse gather": {
+            "words.*": sw.Sync(sparse="gather"),
+            "places.*": sw.Sync(sparse="gather"),
+        },
+        "sparse rows": {"words.*": tables, "places.*": tables},
+        "sparse owner": {"words.*": sw.Sync(kind="owner", owner=0, sparse="rows")},
+        "factors": {"*": sw.Sync(factors=True)},
+        "buckets": {"*": sw.Sync(bucket_mib=0.0005, chunk=2)},
+        "mixed": {
+            "words.*": tables,
+            "up.*": sw.Sync(kind="owner", owner=last, host=True),
+            "down.*": sw.Sync(factors=True),
+        },
+    }
+
+
+FORMS = list(forms(2))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_equals_one_process(pool: Any, form: str) -> None:
+    for result in pool(2).run(train, forms(2)[form]):
+        assert_equal(result, reference("adamw"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 4, 5])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "momentum", "adagrad"])
+@pytest.mark.parametrize("form", FORMS)
+def test_equals_one_process_everywhere(
+    pool: Any, form: str, optimizer: str, ranks: int, tmp_path: Path
+) -> None:
+    """With clipping, micro-batches and a checkpoint in between."""
+    options = {"num_microbatches": 2} if optimizer in ("sgd", "adagrad") else {}
+    saved = str(tmp_path / "step") if optimizer != "sgd" else ""
+    results = pool(ranks).run(
+        train, forms(ranks)[form], optimizer, 0.3, saved, optimizer == "sgd", **options
+    )
+    for result in results:
+        assert_equal(result, reference(optimizer, clip=0.3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [4])
+def test_hierarchical(pool: Any, ranks: int) -> None:
+    for result in pool(ranks).run(train, {"*": sw.Sync(hierarchical=2)}):
+        assert_equal(result, reference("adamw"))
+
+
+def counted_bytes(entries: dict[str, Any]) -> dict[tuple[str, str], float]:
+    """Return the bytes of a step's gradients and updates by cause and operation, on rank 0."""
+    ranks = torch.distributed.get_world_size()
+    model, batch = make_model(), distinct_batch()
+    plan = make_plan(sw.capture(model, batch), ranks, entries)
+    pm = sw.parallelize(model, batch, plan, record=True)
+    opt = sw.optimizer(pm, torch.optim.SGD, lr=0.1)
+    for _ in range(2):  # the first step also agrees on the order of gradients
+        pm.trace()
+        pm.train_step(batch)
+        opt.step()
+    trace = pm.trace()
+    totals: Counter[tuple[str, str]] = Counter()
+    for event in [] if trace is None else trace["traceEvents"]:
+        args = event.get("args", {})
+        if "bytes" in args and event["name"] in ("gradients", "update"):
+            every = args["op"] in ("all_reduce", "reduce_scatter")  # each rank has all of it
+            totals[event["name"], args["op"]] += args["bytes"] / (ranks if every else 1)
+    return dict(totals)
+
+
+def distinct_batch() -> dict[str, torch.Tensor]:
+    return {"x": torch.arange(20).view(10, 2) + 3, "y": torch.arange(20).view(10, 2) % 7}
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_counted_bytes_equal_the_prediction(pool: Any, ranks: int) -> None:
+    graph = sw.capture(make_model(), distinct_batch())
+    rows, uses = step_rows(graph), operator_uses(graph)
+    every = forms(ranks) | ({"hierarchical": {"*": sw.Sync(hierarchical=2)}} if ranks == 4 else {})
+    for name, entries in every.items():
+        if name == "sparse gather":
+            entries = {"words.*": entries["words.*"]}  # places occur several times
+        if name == "sparse rows":
+            entries = {"words.*": entries["words.*"]}
+        plan = make_plan(graph, ranks, entries)
+        predicted: Counter[tuple[str, str]] = Counter()
+        for parameter in graph.parameters:
+            form = applied_sync(graph, parameter, plan.entry(parameter.name).sync, uses)
+            shape, used = graph.values[parameter.value].shape, rows.get(parameter.value, 0)
+            for m in sync_messages(form, shape, 8, 8, used, ranks):
+                cause = "gradients" if m.purpose == "reduce" else "update"
+                nodes = ranks // m.level if m.level > 0 and m.op == "all_gather" else 1
+                predicted[cause, m.op] += m.num_bytes * nodes
+        counted = pool(ranks).run(counted_bytes, entries)[0]
+        assert counted == pytest.approx({k: v for k, v in predicted.items() if v}), name
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(101, 6, sparse=True), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.out(self.table(x).mean(1)), y)
+
+
+def train_rows(strategy: str) -> tuple[float, int]:
+    """Train with SparseAdam next to one process; return the difference and the rows of a rank."""
+    torch.manual_seed(0)
+    model, single = Table().double(), Table().double()
+    single.load_state_dict(model.state_dict())
+    batch = {"x": torch.randint(0, 101, (12, 3)), "y": torch.randint(0, 4, (12,))}
+    graph, cluster = sw.capture(model, batch), sw.Cluster.local(torch.distributed.get_world_size())
+    entry = ParameterEntry(layout={"tp": "0"}, sync=sw.Sync(sparse="gather"))
+    if strategy == "parallax":
+        plan = sw.strategies.parallax(graph, cluster)
+    else:
+        plan = sw.strategies.tensor(graph, cluster, constraints={"table.weight": entry})
+    pm = sw.parallelize(model, batch, plan)
+    optimizers = [
+        sw.optimizer(pm, torch.optim.SparseAdam, params="table.*", lr=0.1),
+        sw.optimizer(pm, torch.optim.SGD, params="out.*", lr=0.1),
+        torch.optim.SparseAdam(list(single.table.parameters()), lr=0.1),
+        torch.optim.SGD(single.out.parameters(), lr=0.1),
+    ]
+    for _ in range(3):
+        pm.train_step(batch)
+        single(**batch).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = pm.gather_state_dict()
+    apart = max(float((state[n] - v).abs().max()) for n, v in single.state_dict().items())
+    return apart, len(pm.store.entry("table.weight").piece)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["parallax", "tensor"])
+def test_rows_of_tables_with_sparse_adam(pool: Any, strategy: str) -> None:
+    for apart, rows in pool(3).run(train_rows, strategy):
+        assert apart < 1e-12
+        assert rows in (33, 34)
