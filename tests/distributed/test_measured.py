@@ -90,7 +90,7 @@ class SlowRank(sw.Callback):
             quick = inner.step
 
             def step(*args: Any, **kwargs: Any) -> Any:
-                time.sleep(0.1)
+                time.sleep(0.3)
                 return quick(*args, **kwargs)
 
             inner.step = step  # type: ignore[method-assign]
@@ -117,7 +117,7 @@ def test_a_trainer_records_steps_and_the_times_of_its_ranks(
         assert 0 < row["own_s"]["min"] <= row["own_s"]["max"] <= row["step_s"]["max"]
         assert row["memory_bytes"]["min"] > 0
         assert row["slowest"][0]["rank"] == 1
-        assert row["slowest"][0]["own_s"] > 0.1
+        assert row["slowest"][0]["own_s"] > 0.3
     run_record = json.loads((run / "run.json").read_text())
     state = [run_record[name] for name in ("state", "ranks", "total_steps")]
     assert state == ["finished", 2, 8]

@@ -169,25 +169,27 @@ def test_other_backends_are_refused():
 
 
 def stopped() -> tuple[float, str, str]:
-    """Return the waiting time and both errors of the other ranks when rank 3 does not take part."""
-    messenger = Messenger(timeout_s=0.5)
-    if dist.get_rank() == 3:
-        time.sleep(3)
-        return 0.0, "", ""
+    """Return the waiting time and both errors of the other ranks when rank 3 stops."""
     network = Network.of_links({(0, 1): 1e9, (1, 0): 1e9, (1, 2): 1e9, (2, 1): 1e9} | TO_3)
     program = solve(network, "all_reduce", 100_000).program
+    messenger = Messenger()
+    messenger.run(program, torch.ones(100_000))  # also rank 3
+    messenger.timeout_s = 2.0
+    dist.barrier()  # so that a slow start is not taken for a rank that stopped
     began = time.monotonic()
     messages = []
-    for _ in range(2):
+    for _ in range(2 if dist.get_rank() != 3 else 0):
         try:
             messenger.run(program, torch.ones(100_000))
         except LinkError as error:
             messages.append(str(error))
-    return time.monotonic() - began, messages[0], messages[1]
+    took = time.monotonic() - began
+    dist.barrier()  # rank 3 keeps its connections open until the others have given up
+    return took, *(messages or ("", ""))
 
 
 def test_a_stopped_rank_causes_a_timeout_that_names_the_edge(pool: Callable[[int], Pool]):
     for took, first, second in pool(4).run(f"{__name__}:stopped", timeout=60)[:3]:
-        assert took < 10
+        assert took < 20
         assert "edge 3 -> 2" in first or "edge 2 -> 3" in first
         assert second == first

@@ -111,8 +111,9 @@ def test_a_rank_that_died_between_calls_is_replaced(pool: PoolOf) -> None:
 
 
 def test_a_hanging_rank_is_named_with_its_stack(pool: PoolOf) -> None:
-    with pytest.raises(RankTimeout, match=r"ranks \[0\] of 2 gave no answer within 1 s") as caught:
-        pool(2).run(sleep_on, 0, timeout=1)
+    pool(2).run(pid)  # the processes have started and imported this module
+    with pytest.raises(RankTimeout, match=r"ranks \[0\] of 2 gave no answer within 3 s") as caught:
+        pool(2).run(sleep_on, 0, timeout=3)
     assert "in sleep_on" in str(caught.value)
 
 

@@ -200,7 +200,7 @@ def failing() -> tuple[str, float]:
 def test_the_reason_of_a_failed_rank_is_raised_on_all(pool: Callable[[int], Pool]):
     for message, took in pool(3).run(f"{__name__}:failing", timeout=60):
         assert message == "rank 1: MemoryError: no room"
-        assert took < links.ROLL_S
+        assert took < 15  # of 30
 
 
 def refused() -> None:
@@ -224,19 +224,19 @@ def test_wrong_calls_are_refused(pool: Callable[[int], Pool]):
 
 
 def absent() -> tuple[str, float]:
-    links.ROLL_S, roll_s = 0.7, links.ROLL_S
-    shared = opened(timeout_s=0.5)
-    if dist.get_rank() == 2:
-        time.sleep(1.5)
-        return "", 0.0
+    """The error of each rank when rank 2 does not take part."""
+    shared = opened(timeout_s=2.0)
+    dist.barrier()  # so that a slow start is not taken for a missing rank
     began = time.monotonic()
+    message = "nothing"
     try:
-        shared.all_reduce(torch.ones(100)).wait()
+        if dist.get_rank() != 2:
+            shared.all_reduce(torch.ones(100)).wait()
     except LinkError as error:
-        return str(error), time.monotonic() - began
-    finally:
-        links.ROLL_S = roll_s
-    return "nothing", 0.0
+        message = str(error)
+    took = time.monotonic() - began
+    dist.barrier()  # rank 2 keeps its connections open until the others have given up
+    return message, took
 
 
 def test_a_missing_rank_is_named_by_all(pool: Callable[[int], Pool]):
@@ -245,7 +245,7 @@ def test_a_missing_rank_is_named_by_all(pool: Callable[[int], Pool]):
         message, took = answers[rank]
         assert f"edge 2 -> {rank}" in message
         assert "rank 2 sent nothing" in message
-        assert took < 3
+        assert took < 20
 
 
 def without(what: str) -> tuple[bool, list[str]]:

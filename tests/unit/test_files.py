@@ -51,12 +51,12 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     ],
 )
 def test_invalid_json_is_refused(text: str, message: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(PlanError, match=message) as caught:
         parse_json(text, PlanError, where="plan.json")
     assert "plan.json" in str(caught.value)
     assert len(str(caught.value)) < 1000
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_valid_json_is_read() -> None:
@@ -82,11 +82,11 @@ def test_valid_json_is_read() -> None:
     ],
 )
 def test_invalid_yaml_is_refused(text: str, message: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(ConfigError, match=message) as caught:
         parse_yaml(text, ConfigError, where="config.yaml", max_values=20_000)
     assert "config.yaml" in str(caught.value)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_small_aliases_are_read() -> None:
@@ -207,10 +207,10 @@ def test_an_absurdly_large_mesh_or_schedule_is_refused() -> None:
         ({"schedule": [["0F0"], "0F1"]}, "schedule"),
         ({"schedule": [1]}, "schedule"),
     ):
-        began = time.monotonic()
+        began = time.process_time()
         with pytest.raises(PlanError, match=message):
             sw.Plan.from_json(json.loads(json.dumps({**plan, **change})))
-        assert time.monotonic() - began < 2
+        assert time.process_time() - began < 2
     with pytest.raises(PlanError, match="more than"):
         make("zb_v", num_groups=512, num_microbatches=65_536)
 

@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 import torch
 
@@ -82,12 +84,16 @@ def test_the_first_failing_rank_is_named_and_the_others_are_released() -> None:
 
 
 def test_a_missing_rank_is_named_after_the_timeout() -> None:
+    started = threading.Barrier(3)
+
     def run(rank: int, transport: ThreadTransport) -> None:
+        axis = _axis(rank, transport, 3)
+        started.wait(60)  # so that only rank 2 is missing
         if rank != 2:
-            _axis(rank, transport, 3).all_reduce(torch.ones(1)).wait()
+            axis.all_reduce(torch.ones(1)).wait()
 
     with pytest.raises(RankError, match=r"ranks \[2\] did not join all_reduce"):
-        run_threads(3, run, timeout_s=0.2)
+        run_threads(3, run, timeout_s=2.0)
 
 
 def test_ranks_that_call_different_operations_are_named() -> None:

@@ -136,15 +136,16 @@ def test_the_measurement_server_survives_failing_requests() -> None:
         assert len(server.race_plans([plan])) == 1
 
 
-def test_a_late_answer_is_not_taken_for_the_next() -> None:
+def test_a_late_answer_is_not_taken_for_the_next(tmp_path: Path) -> None:
     def serve(question: str) -> str:
-        time.sleep(1.0 if question == "late" else 0.0)
+        while question == "late" and not (tmp_path / "is_late").exists():
+            time.sleep(0.01)
         return question
 
     with fork_server(serve, timeout_s=0.2) as ask:
         with pytest.raises(RankError, match="no answer within"):
             ask("late")
-        time.sleep(1.0)
+        (tmp_path / "is_late").touch()
         with pytest.raises(RankError, match="has ended"):
             ask("next")
 
@@ -205,8 +206,8 @@ def test_the_error_names_the_rank_that_timed_out() -> None:
         if rank == 0:
             meet()
 
-    with pytest.raises(RankError, match=r"rank 0 did not finish within 0\.2 s"):
-        fork_ranks(work, 2, timeout_s=0.2)
+    with pytest.raises(RankError, match="rank 0 did not finish within 3 s"):
+        fork_ranks(work, 2, timeout_s=3.0)
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ import io
 import json
 import math
 import os
-import threading
-import time
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -237,18 +235,19 @@ def test_the_command_prints_once_or_as_json_or_reports_a_missing_run(tmp_path: P
     assert "after 0.2 s" in str(missing.exception)
 
 
-def test_lines_are_printed_until_the_run_ends(tmp_path: Path) -> None:
-    def write() -> None:
-        time.sleep(0.3)
-        make_run(tmp_path / "run", 4)
-        time.sleep(0.8)
-        make_run(tmp_path / "run", 0, state="finished")
+def test_lines_are_printed_until_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = [(4, "running"), (0, "finished")]
 
-    writer = threading.Thread(target=write)
-    writer.start()
-    result = CliRunner().invoke(app, ["watch", str(tmp_path / "run"), "--wait-s", "20"])
-    writer.join()
+    def write_next(seconds: float) -> None:
+        """Continue the run whenever the command waits."""
+        num_rows, state = states.pop(0)
+        make_run(tmp_path / "run", num_rows, state=state)
+
+    monkeypatch.setattr("shardwise.cli.train.time.sleep", write_next)
+    result = CliRunner().invoke(app, ["watch", str(tmp_path / "run"), "--wait-s", "60"])
     assert result.exit_code == 0
-    assert "waiting up to 20 s" in result.stderr
+    assert "waiting up to 60 s" in result.stderr
     assert "step 4" in result.stdout
     assert "finished" in result.stdout.splitlines()[-1]
