@@ -30,31 +30,6 @@ import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-__all__ = [
-    "BatchError",
-    "CaptureError",
-    "CheckpointError",
-    "ClusterError",
-    "ConfigError",
-    "InfeasiblePlan",
-    "LaunchError",
-    "LinkError",
-    "LossError",
-    "OptimizerError",
-    "PlanError",
-    "PlanMismatch",
-    "ProgramError",
-    "RankError",
-    "RuleError",
-    "ShardwiseError",
-    "TraceError",
-    "TrainingError",
-    "VerifyError",
-    "WatchError",
-    "WeightsError",
-    "did_you_mean",
-]
-
 
 class ShardwiseError(Exception):
     """The base class of all errors: a message, the place, and what to try."""

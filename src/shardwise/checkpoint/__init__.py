@@ -9,13 +9,3 @@ from shardwise.checkpoint.load import Loaded, load_checkpoint
 from shardwise.checkpoint.manager import CheckpointManager
 from shardwise.checkpoint.open import verify_checkpoint
 from shardwise.checkpoint.save import Saving, save_checkpoint
-
-__all__ = [
-    "CheckpointManager",
-    "Loaded",
-    "Saving",
-    "convert_checkpoint",
-    "load_checkpoint",
-    "save_checkpoint",
-    "verify_checkpoint",
-]

@@ -19,8 +19,6 @@ from shardwise.cli.output import FAILURE, echo, exit_code, fit
 from shardwise.errors import InfeasiblePlan, ShardwiseError
 from shardwise.version import __version__
 
-__all__ = ["app", "load_target", "main"]
-
 app = typer.Typer(name="shardwise", no_args_is_help=True, pretty_exceptions_enable=False)
 
 

@@ -6,23 +6,3 @@ from shardwise.cluster.links import Domain, Factor, Link, Network, Nic, Switch, 
 from shardwise.cluster.mesh import Mesh
 from shardwise.cluster.presets import preset_device, preset_names
 from shardwise.cluster.topology import Topology
-
-__all__ = [
-    "Cluster",
-    "ClusterNode",
-    "Curve",
-    "Device",
-    "Domain",
-    "Factor",
-    "Link",
-    "Mesh",
-    "Network",
-    "Nic",
-    "Ssh",
-    "Start",
-    "Switch",
-    "Topology",
-    "Trunk",
-    "preset_device",
-    "preset_names",
-]

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     choose: Callable[..., Any]
     tune: Callable[..., Any]
 
-__all__ = ["OPERATIONS", "Network", "Send", "Solution", "choose", "solve", "tune"]
 
 _HOMES = {
     "OPERATIONS": "shardwise.collectives.messages.program",

@@ -6,19 +6,3 @@ from shardwise.cost.meta_run import call_cost, cost_of
 from shardwise.cost.signature import Signature, call_signature
 from shardwise.cost.table import OpTable, call_seconds
 from shardwise.cost.timing import measure
-
-__all__ = [
-    "CallCost",
-    "CollectiveModel",
-    "Kernel",
-    "OpTable",
-    "Signature",
-    "call_cost",
-    "call_seconds",
-    "call_signature",
-    "collective_model",
-    "cost_of",
-    "kernel_seconds",
-    "kernels_seconds",
-    "measure",
-]

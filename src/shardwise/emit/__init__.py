@@ -2,5 +2,3 @@
 
 from shardwise.emit.module import emit
 from shardwise.emit.pipeline import emit_pipeline
-
-__all__ = ["emit", "emit_pipeline"]

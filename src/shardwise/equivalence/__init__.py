@@ -3,5 +3,3 @@
 from shardwise.equivalence.certificate import Certificate
 from shardwise.equivalence.check import check
 from shardwise.equivalence.reference import double, run_reference
-
-__all__ = ["Certificate", "check", "double", "run_reference"]

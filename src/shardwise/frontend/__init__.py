@@ -3,5 +3,3 @@
 from shardwise.batch import flatten_batch, rebuild_output
 from shardwise.frontend.capture import capture
 from shardwise.frontend.fake import skeleton
-
-__all__ = ["capture", "flatten_batch", "rebuild_output", "skeleton"]

@@ -17,22 +17,3 @@ from shardwise.ir.graph import (
     tensor_bytes,
 )
 from shardwise.ir.guards import Guard, Guards
-
-__all__ = [
-    "Buffer",
-    "Constant",
-    "GradientHook",
-    "Graph",
-    "Guard",
-    "Guards",
-    "Input",
-    "Node",
-    "Parameter",
-    "Ref",
-    "TensorType",
-    "format_arg",
-    "iter_refs",
-    "map_refs",
-    "node_keys",
-    "tensor_bytes",
-]

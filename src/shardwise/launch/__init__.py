@@ -15,15 +15,6 @@ if TYPE_CHECKING:
     from shardwise.launch.jobs import pytorch_job, ray_driver, slurm_script
     from shardwise.launch.run import launch
 
-__all__ = [
-    "NodeCommand",
-    "Settings",
-    "launch",
-    "launch_commands",
-    "pytorch_job",
-    "ray_driver",
-    "slurm_script",
-]
 
 _MODULES = {"launch": "run"}
 _MODULES |= dict.fromkeys(("NodeCommand", "Settings", "launch_commands"), "hosts")

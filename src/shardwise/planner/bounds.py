@@ -27,7 +27,8 @@ from shardwise.plans.search_result import ParallelConfig
 from shardwise.schedules import schedule_kind
 from shardwise.simulation.costs import ClusterCosts, ExecutionConfig, Group
 from shardwise.simulation.estimate import Evaluator
-from shardwise.simulation.memory import Budget, stage_memory
+from shardwise.simulation.memory import Budget
+from shardwise.simulation.pass_memory import stage_memory
 from shardwise.simulation.stages import PURPOSES, Layers
 from shardwise.simulation.step import pairs
 

@@ -4,16 +4,3 @@ from shardwise.plans.execution import TIME, Precision, Stage
 from shardwise.plans.plan import ParameterEntry, Plan, model_fingerprint, used_devices
 from shardwise.plans.resolve import Resolved, resolve
 from shardwise.plans.sync import Sync
-
-__all__ = [
-    "TIME",
-    "ParameterEntry",
-    "Plan",
-    "Precision",
-    "Resolved",
-    "Stage",
-    "Sync",
-    "model_fingerprint",
-    "resolve",
-    "used_devices",
-]

@@ -3,14 +3,3 @@
 from shardwise.program.lower import lower
 from shardwise.program.pipeline import Pipeline, build_pipeline
 from shardwise.program.program import LocalValue, Program, RankProgram, Step, Storage
-
-__all__ = [
-    "LocalValue",
-    "Pipeline",
-    "Program",
-    "RankProgram",
-    "Step",
-    "Storage",
-    "build_pipeline",
-    "lower",
-]

@@ -111,24 +111,3 @@ from shardwise.runtime.sync_forms import linear_factors
 from shardwise.runtime.tracing import Recorder, Records, bubble_fraction, probe, recording
 from shardwise.runtime.transport.process_group import process_meshes
 from shardwise.runtime.user_model import RegisteredHooks, TrainedFlags, hooked
-
-__all__ = [
-    "BATCH_CHECK_EVERY", "BufferSpec", "Compression", "Inexact", "LossScaler", "OuterOptimizer",
-    "OutputSpec", "ParallelModule", "ParameterSpec", "ParameterStore", "PipelineSpec",
-    "ProcessMesh",
-    "ProgramKey", "Recorder", "Records", "RegisteredHooks", "Rng", "Scope", "ShardedOptimizer",
-    "Split", "StageSpec", "StepOptions", "StepProgram", "TiedSpec", "TrainedFlags",
-    "TransferSpec", "WeightQueue", "addmm", "all_to_all", "all_true",
-    "alpha_dropout", "amax", "amin", "any_true", "arange", "as_partial", "attach", "attention",
-    "batch_norm", "bernoulli", "bubble_fraction", "checksum", "clip_grad_norm_", "collect", "conv",
-    "cross_entropy", "declare", "declare_buffer", "dispatch", "draw", "draw_like", "dropout",
-    "embedding", "embedding_rows", "empty_result", "empty_results", "eye", "fanout", "gather",
-    "gather_fanout", "grouped_linear", "hooked", "keep_products", "layer_norm",
-    "linear", "linear_factors", "linspace", "log_softmax", "logsumexp", "matmul", "multinomial",
-    "naming_failures", "native_dropout", "nll_loss", "no_channels", "nothing", "once",
-    "one_hot", "optimizer", "pad", "partial_loss", "partial_mean", "probe", "process_meshes",
-    "recording", "reduce", "reduce_fanout", "reduce_scatter", "require_in_range",
-    "require_same_lengths", "ring_attention", "rms_norm", "route", "shard", "share",
-    "share_lists", "signature", "softmax", "std", "std_mean", "take", "take_local", "to_experts",
-    "to_tokens", "tril", "triu", "var", "var_mean", "vector_norm", "weight_norm",
-]  # fmt: skip

@@ -25,34 +25,3 @@ from shardwise.schedules.messages import (
 )
 from shardwise.schedules.replay import Durations, Timeline, replay
 from shardwise.schedules.schedule import Action, Links, Schedule, ScheduleError, Span
-
-__all__ = [
-    "DEFAULT_SCHEDULE",
-    "SCHEDULES",
-    "Action",
-    "Durations",
-    "Facts",
-    "Links",
-    "Message",
-    "MessageOrder",
-    "Round",
-    "Schedule",
-    "ScheduleError",
-    "ScheduleKind",
-    "Span",
-    "Timeline",
-    "check",
-    "check_messages",
-    "default_schedule",
-    "forward_only",
-    "gpipe",
-    "interleaved",
-    "make",
-    "one_f_one_b",
-    "order_messages",
-    "register_schedule",
-    "replay",
-    "schedule_kind",
-    "zero_bubble_h1",
-    "zero_bubble_v",
-]

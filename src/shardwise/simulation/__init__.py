@@ -6,16 +6,3 @@ from shardwise.simulation.folded_graph import FoldedGraph
 from shardwise.simulation.memory import MemoryUse
 from shardwise.simulation.step import Timeline
 from shardwise.simulation.workload import WorkloadModel
-
-__all__ = [
-    "Estimate",
-    "Evaluator",
-    "ExecutionConfig",
-    "FoldedGraph",
-    "Group",
-    "MemoryUse",
-    "Timeline",
-    "WorkloadModel",
-    "simulate",
-    "stored_estimate",
-]

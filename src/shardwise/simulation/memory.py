@@ -14,10 +14,7 @@ from typing import Any
 
 from shardwise.cluster import Device
 from shardwise.schedules import Action, Schedule
-from shardwise.simulation.pass_memory import PARTS, PassPeak, StageMemory, stage_memory
-
-__all__ = ["PARTS", "MemoryUse", "StageMemory", "group_memory", "peak_of", "stage_memory"]
-
+from shardwise.simulation.pass_memory import PARTS, PassPeak, StageMemory
 
 # ------------------------------------------------------------ budget
 #

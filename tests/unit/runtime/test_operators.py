@@ -25,10 +25,6 @@ def part(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
     return x.narrow(dim, axis.start(n), axis.length(n))
 
 
-def test_all_exported_names_exist() -> None:
-    assert [name for name in rt.__all__ if not hasattr(rt, name)] == []
-
-
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_statistics_are_as_precise_as_in_torch(

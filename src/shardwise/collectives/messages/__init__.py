@@ -2,5 +2,3 @@
 
 from shardwise.collectives.messages.choice import CollectiveChoice
 from shardwise.collectives.messages.program import Chunk, Instruction, MessageProgram
-
-__all__ = ["Chunk", "CollectiveChoice", "Instruction", "MessageProgram"]

@@ -9,13 +9,3 @@ from shardwise.equivalence.twin.build import (
     parameter_bytes,
     prepare_twin,
 )
-
-__all__ = [
-    "Twin",
-    "available_bytes",
-    "build_twin",
-    "certify_twin",
-    "needed_bytes",
-    "parameter_bytes",
-    "prepare_twin",
-]

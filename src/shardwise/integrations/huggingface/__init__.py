@@ -6,8 +6,8 @@ It trains the same on any number of ranks, and its checkpoints are folders for `
 from shardwise.errors import ShardwiseError
 
 try:
-    import accelerate  # noqa: F401
-    import transformers  # noqa: F401
+    import accelerate
+    import transformers
 except ImportError as error:
     raise ShardwiseError(
         f"the Hugging Face integration needs {error.name}, which is not installed",

@@ -50,28 +50,6 @@ if TYPE_CHECKING:
     )
     from shardwise.plans import Plan
 
-__all__ = [
-    "balanced_parameter_server",
-    "context",
-    "ddp",
-    "diloco",
-    "expert",
-    "find_strategy",
-    "fsdp",
-    "hybrid",
-    "local_sgd",
-    "make_plan",
-    "parallax",
-    "parameter_server",
-    "partitioned_all_reduce",
-    "partitioned_parameter_server",
-    "pipeline",
-    "register_strategy",
-    "strategy_names",
-    "tensor",
-    "zero1",
-    "zero2",
-]
 
 # The table of strategies: None for those of `named.py`, and functions that users registered.
 _STRATEGIES: dict[str, Callable[..., Plan] | None] = dict.fromkeys(
@@ -107,7 +85,7 @@ def register_strategy(name: str, function: Callable[..., Plan]) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in ("make_plan", *_STRATEGIES):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = "make" if name == "make_plan" else "named"
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -12,16 +12,3 @@ from shardwise.sharding.rules import (
     slices,
     views,
 )
-
-__all__ = [
-    "convolutions",
-    "elementwise",
-    "factories",
-    "indexing",
-    "norms_losses",
-    "products",
-    "reductions",
-    "routing",
-    "slices",
-    "views",
-]
