@@ -42,7 +42,7 @@ EVERYDAY = {("overlap", 3), ("stale_int8", 2)}
     [
         pytest.param(form, ranks, marks=[] if (form, ranks) in EVERYDAY else pytest.mark.slow)
         for form in FORMS
-        for ranks in (2, 3, 4, 5)
+        for ranks in (2, 3, 4, 5, 8)
     ],
 )
 def test_ranks_compute_the_reference(pool: Pool, form: str, ranks: int) -> None:

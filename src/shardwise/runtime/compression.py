@@ -31,7 +31,13 @@ def _round_randomly(scaled: Tensor, noise: Tensor) -> Tensor:
 
 _FLOATS = {"bf16": (torch.bfloat16, 7, -126), "fp16": (torch.float16, 10, -14)}
 _FLOATS["fp8"] = (torch.float8_e4m3fn, 3, -6)  # dtype, bits of the mantissa, smallest exponent
-_BIT = [1, 2, 4, 8, 16, 32, 64, 128]
+_PACK = 0x0102040810204080  # times eight bytes of 0 or 1: the highest byte has a bit of each
+
+
+def _signs(device: torch.device) -> Tensor:
+    """Return the eight signs that each byte of packed bits stands for."""
+    bits = torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device)
+    return (bits & 1) * 2 - 1
 
 
 def encode(kind: str, values: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,10 +45,9 @@ def encode(kind: str, values: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     if not values.numel():
         return values.new_ones(1), torch.empty(0, dtype=torch.uint8, device=values.device)
     if kind == "onebit":
-        bits = torch.nn.functional.pad(values >= 0, (0, -len(values) % 8)).view(-1, 8)
-        weights = torch.tensor(_BIT, dtype=torch.uint8, device=values.device)
-        packed = (bits * weights).sum(1, dtype=torch.uint8)
-        return values.abs().mean().reshape(1), packed
+        bits = torch.nn.functional.pad(values >= 0, (0, -len(values) % 8)).view(torch.int64)
+        scale = torch.linalg.vector_norm(values, 1).reshape(1) / len(values)
+        return scale, (bits * _PACK >> 56).to(torch.uint8)
     largest = values.abs().amax().reshape(1)
     if kind == "int8":
         scale = torch.where(largest == 0, 1, largest / 127)
@@ -63,9 +68,7 @@ def encode(kind: str, values: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 def decode(kind: str, scale: Tensor, data: Tensor, numel: int) -> Tensor:
     """Return the values that `encode` rounded, in the dtype of the scale."""
     if kind == "onebit":
-        weights = torch.tensor(_BIT, dtype=torch.uint8, device=data.device)
-        signs = (data.unsqueeze(1) & weights).ne(0).view(-1)[:numel]
-        return torch.where(signs, scale, -scale)
+        return (_signs(data.device) * scale).index_select(0, data.int()).view(-1)[:numel]
     dtype = torch.int8 if kind == "int8" else _FLOATS[kind][0]
     return data.view(dtype).to(scale.dtype) * scale
 
@@ -109,13 +112,16 @@ class CompressedSum:
     def start(self, tensors: Sequence[Tensor], step: int) -> Pending:
         """Start the sum number `step` of flat tensors, in which all ranks take part.
 
-        The result is one flat tensor. Collectives of a second message run in `wait`.
+        The result is one flat tensor; the given ones are overwritten. Collectives of a second
+        message run in `wait`.
         """
         if step < self.compression.warmup or self.axis.size == 1:
-            return self.axis.all_reduce(torch.cat(list(tensors)))
+            return self.axis.all_reduce(joined(tensors))
         residuals = self.feedback.residuals if self.compression.error_feedback else {}
-        pairs = zip(self.names, tensors, strict=True)
-        return self._start([t + residuals[n] if n in residuals else t for n, t in pairs], step)
+        for name, tensor in zip(self.names, tensors, strict=True):
+            if name in residuals:
+                tensor += residuals[name]
+        return self._start(list(tensors), step)
 
     def _start(self, values: list[Tensor], step: int) -> Pending:
         raise NotImplementedError
@@ -126,9 +132,11 @@ class CompressedSum:
         A tensor that is not finite is reported by its sum; it must not spoil the next one.
         """
         if self.compression.error_feedback:
-            self.feedback.residuals[self.names[index]] = residual.nan_to_num(0.0, 0.0, 0.0)
+            self.feedback.residuals[self.names[index]] = residual.nan_to_num_(0.0, 0.0, 0.0)
 
     def _noise(self, step: int, index: int, rank: int, sample: Tensor, phase: str) -> Tensor:
+        if self.compression.kind == "onebit":
+            return sample
         key = (self.compression.seed, step, self.names[index], rank, phase)
         source = seeded(sample.device, *key)
         return torch.rand(len(sample), generator=source, dtype=torch.float64, device=sample.device)
@@ -147,8 +155,8 @@ class Quantized(CompressedSum):
             encoded = [encode(kind, part, random) for part, random in parts]
             decoded = [decode(kind, *e, n) for e, n in zip(encoded, sizes, strict=True)]
             messages.append(encoded)
-            self._keep(index, value - torch.cat(decoded))
-        outgoing = [_joined([row[rank] for row in messages]) for rank in range(axis.size)]
+            self._keep(index, value.sub_(joined(decoded)))
+        outgoing = [_message([row[rank] for row in messages]) for rank in range(axis.size)]
         own = len(outgoing[axis.index])
         sent = axis.all_to_all(torch.cat(outgoing), [len(m) for m in outgoing], [own] * axis.size)
         return sent.then(lambda arrived: self._add(arrived, ranges, values[0], step))
@@ -174,10 +182,10 @@ class Quantized(CompressedSum):
         scale = sample.element_size()
         by_rank = [[row[rank] for row in ranges] for rank in range(axis.size)]
         sizes = [sum(message_bytes(kind, n, scale) for n in row) for row in by_rank]
-        every = axis.all_gather(_joined(encoded), sizes).wait()
+        every = axis.all_gather(_message(encoded), sizes).wait()
         pairs = zip(torch.split(every, sizes), by_rank, strict=True)
         parts = [self._read(message, row, sample) for message, row in pairs]
-        return torch.cat([part for tensor in zip(*parts, strict=True) for part in tensor])
+        return joined([part for tensor in zip(*parts, strict=True) for part in tensor])
 
     def _read(self, message: Tensor, numels: Sequence[int], sample: Tensor) -> list[Tensor]:
         """Return the decoded tensors of a message."""
@@ -191,7 +199,12 @@ class Quantized(CompressedSum):
         ]
 
 
-def _joined(encoded: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return flat tensors as one, without a copy of a single one."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _message(encoded: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Return one message: all scales, then all data."""
     scales = torch.cat([scale for scale, _ in encoded]).view(torch.uint8)
     return torch.cat([scales, *(data for _, data in encoded)])
@@ -207,7 +220,7 @@ class TopK(CompressedSum):
             places = value.abs().topk(counts[index], sorted=False).indices
             indices.append(places.to(torch.int32))
             chosen.append(value[places])
-            self._keep(index, value.index_fill(0, places, 0.0))
+            self._keep(index, value.index_fill_(0, places, 0.0))
         sample, total = values[0], sum(counts)
         message = torch.cat([torch.cat(part).view(torch.uint8) for part in (chosen, indices)])
         sent = self.axis.all_gather(message, [len(message)] * self.axis.size)
@@ -220,7 +233,7 @@ class TopK(CompressedSum):
                 parts = zip(torch.split(numbers, counts), torch.split(places, counts), strict=True)
                 for result, (part, at) in zip(sums, parts, strict=True):
                     result.index_add_(0, at, part)
-            return torch.cat(sums)
+            return joined(sums)
 
         return sent.then(add)
 
@@ -234,10 +247,10 @@ class RandomK(CompressedSum):
     def _start(self, values: list[Tensor], step: int) -> Pending:
         counts = [self.compression.count(numel) for numel in self.numels]
         places = [self._places(step, i, n, values[i].device) for i, n in enumerate(counts)]
+        chosen = joined([value[at] for value, at in zip(values, places, strict=True)])
         for index, value in enumerate(values):
-            self._keep(index, value.index_fill(0, places[index], 0.0))
-        pairs = zip(values, places, strict=True)
-        sent = self.axis.all_reduce(torch.cat([value[at] for value, at in pairs]))
+            self._keep(index, value.index_fill_(0, places[index], 0.0))
+        sent = self.axis.all_reduce(chosen)
         unbiased = not self.compression.error_feedback
 
         def spread(chosen: Tensor) -> Tensor:
@@ -245,7 +258,7 @@ class RandomK(CompressedSum):
             for numel, at, part in zip(self.numels, places, parts, strict=True):
                 scaled = part * (numel / max(len(at), 1)) if unbiased else part
                 sums.append(chosen.new_zeros(numel).index_copy_(0, at, scaled))
-            return torch.cat(sums)
+            return joined(sums)
 
         return sent.then(spread)
 
@@ -270,21 +283,25 @@ class PowerSGD(CompressedSum):
         lefts = list(values)
         for index, matrix in matrices.items():
             lefts[index] = matrix @ self._right(index, matrix)
-        sent = self.axis.all_reduce(torch.cat([left.reshape(-1) for left in lefts]))
+        sent = self.axis.all_reduce(joined([left.reshape(-1) for left in lefts]))
 
         def multiply(flat: Tensor) -> Tensor:
-            sums = list(torch.split(flat, [left.numel() for left in lefts]))
+            sums = torch.split(flat, [left.numel() for left in lefts])
+            result = flat.new_empty(sum(self.numels))
+            totals = torch.split(result, self.numels)
             bases = {i: torch.linalg.qr(sums[i].view_as(lefts[i])).Q for i in matrices}
             rights = [matrix.T @ bases[i] for i, matrix in matrices.items()]
             if rights:
-                joined = torch.cat([right.reshape(-1) for right in rights])
-                joined = self.axis.all_reduce(joined).wait()
-                totals = torch.split(joined, [right.numel() for right in rights])
-                for i, right, total in zip(matrices, rights, totals, strict=True):
-                    self.feedback.warm[self.names[i]] = total.view_as(right).clone()
-                    sums[i] = (bases[i] @ total.view_as(right).T).reshape(-1)
-                    self._keep(i, values[i] - sums[i] / self.axis.size)
-            return torch.cat(sums)
+                both = self.axis.all_reduce(joined([right.reshape(-1) for right in rights])).wait()
+                sizes = [right.numel() for right in rights]
+                for i, right in zip(matrices, torch.split(both, sizes), strict=True):
+                    warm = right.view(-1, self.compression.rank).clone()
+                    self.feedback.warm[self.names[i]] = warm
+                    torch.mm(bases[i], warm.T, out=totals[i].view_as(matrices[i]))
+                    self._keep(i, values[i].sub_(totals[i], alpha=1 / self.axis.size))
+            for i in set(range(len(sums))) - set(matrices):
+                totals[i].copy_(sums[i])
+            return result
 
         return sent.then(multiply)
 

@@ -230,8 +230,9 @@ class InexactReduction(Reduction):
 
     def launch(self) -> None:
         self.launched = True
-        # Residuals must not depend on the scale of the loss.
-        grads = [_take_gradient(e).to(self.master).reshape(-1) * self.factor for e in self.entries]
+        grads = [_take_gradient(e).to(self.master).reshape(-1) for e in self.entries]
+        if self.factor != 1.0:  # residuals must not depend on the scale of the loss
+            grads = [grad.mul_(self.factor) for grad in grads]
         self._pending = self._state.start(
             self.entries, grads, self.axis, self.dtype, self._state.step
         )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.runtime.compression import CompressedSum, Feedback, compressed_sum
+from shardwise.runtime.compression import CompressedSum, Feedback, compressed_sum, joined
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.parameters import Entry
 from shardwise.runtime.transport import Pending
@@ -54,7 +54,7 @@ class SyncState:
         inexact = entries[0].spec.inexact
         assert inexact is not None
         if inexact.compression is None:
-            return axis.all_reduce(torch.cat(list(values)).to(dtype))
+            return axis.all_reduce(joined(values).to(dtype))
         names = tuple(entry.spec.name for entry in entries)
         if (names, axis.name) not in self._sums:
             shapes = [entry.local_shape for entry in entries]
