@@ -8,17 +8,23 @@ model without side effects, through `stateless_call`.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
+import threading
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import CaptureError
 
+LossFn = Callable[[Any, Any], Any]
 _ADAPTER = "_shardwise_module"
+_CALLING = threading.RLock()  # a call replaces attributes of the model's layers for a while
 
 
 def without_keras(model: nn.Module) -> nn.Module:
@@ -46,10 +52,11 @@ class KerasSettings(Mapping[str, str]):
     Copies of the module share the Keras model: they only call it statelessly.
     """
 
-    __slots__ = ("model",)
+    __slots__ = ("losses", "model")
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.losses: list[Any] | None = []  # of the last call; None once a step has read them
 
     def __getitem__(self, name: str) -> str:
         if name != "layers":
@@ -73,6 +80,27 @@ def _describe(layer: Any) -> str:
     return f"{layer.path} {settings}"
 
 
+class _Numbers(TorchFunctionMode):
+    """While active, Python numbers that become tensors are operators, not rounded constants.
+
+    `sw.verify` compares in float64, where Keras would round a regularizer's 0.01 differently.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.as_tensor and isinstance(args[0], float):
+            return torch.full((), *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class _Layer(nn.Module):
+    """The place of a Keras layer: its tensors, and the module path of its operators."""
+
+    def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+
 class KerasModule(nn.Module):
     """The tensors of a Keras model in a tree of modules, and its call.
 
@@ -84,48 +112,118 @@ class KerasModule(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self._keras = KerasSettings(model)
-        self._paths = {id(v): _path(v, model.name) for v in _variables(model)}
+        self._paths: dict[int, tuple[str, ...]] = {}  # of variables and layers
+        for layer in model._flatten_layers(include_self=False):
+            folders = _path(layer, model.name)
+            self._paths[id(layer)] = folders
+            self._folder(folders)
         for variable in _variables(model):
-            self._register(variable)
+            self._register(variable, _path(variable, model.name))
+
+    @property
+    def losses(self) -> Sequence[torch.Tensor]:
+        """The losses that layers added in the last call; a step function adds them to its own."""
+        losses, self._keras.losses = self._keras.losses, None
+        return losses or ()
 
     def presents(self, model: Any) -> bool:
         """Return whether this module still has the tensors of the model."""
-        if self._keras.model is not model or len(self._paths) != len(_variables(model)):
+        variables, layers = _variables(model), model._flatten_layers(include_self=False)
+        known = {id(item) for item in (*variables, *layers)}
+        if self._keras.model is not model or known != self._paths.keys():
             return False
         return all(
-            id(variable) in self._paths
-            and self._tensor(variable).data_ptr() == variable.value.data_ptr()
+            self._tensor(variable).data_ptr() == variable.value.data_ptr()
             and isinstance(self._tensor(variable), nn.Parameter) == variable.trainable
-            for variable in _variables(model)
+            for variable in variables
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         model = self._keras.model
-        inputs = _inputs(model, args, kwargs)
-        trained = [self._tensor(v) for v in model.trainable_variables]
-        state = [self._tensor(v) for v in model.non_trainable_variables]
-        output, updates, losses = model.stateless_call(
-            trained, state, inputs, return_losses=True, training=self.training
-        )
-        if losses:
-            raise CaptureError(
-                f"the Keras model {model.name} adds {len(losses)} losses of its own (add_loss, "
-                "regularizers), which its output does not contain",
-                hint="remove them and add their terms in loss_fn",
+        inputs, _, _ = _split(model, args, kwargs)
+        trained, state = self._tensors()
+        with _CALLING, self._inside_modules(), _unseeded(model), _Numbers():
+            output, updates, losses = model.stateless_call(
+                trained, state, inputs, return_losses=True, training=self.training
             )
+        self._keras.losses = losses
         for variable, old, new in zip(model.non_trainable_variables, state, updates, strict=True):
             if new is not old and id(variable) in self._paths:
                 *folders, name = self._paths[id(variable)]
                 self.get_submodule(".".join(folders))._buffers[name] = new.to(old.dtype)
         return output
 
-    def _register(self, variable: Any) -> None:
-        *folders, name = self._paths[id(variable)]
+    def loss_fn(self, own: LossFn | None) -> LossFn | None:
+        """Return a loss function with the losses of layers: the user's own, or the compiled one."""
+        if own is None:
+            return self._compiled_loss if getattr(self._keras.model, "compiled", False) else None
+
+        def loss_fn(output: Any, batch: Any) -> Any:
+            loss, losses = own(output, batch), self.losses
+            return sum((term.sum() for term in losses), loss) if losses else loss
+
+        return loss_fn
+
+    def _compiled_loss(self, output: Any, batch: Any) -> Any:
+        model, losses = self._keras.model, self.losses
+        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+        args = args if isinstance(args, tuple | list) else (args,)
+        inputs, labels, weights = _split(model, args, kwargs)
+        if labels is None and not losses:
+            return output
+        metrics = [torch.zeros(v.shape, dtype=v.value.dtype) for v in model.metrics_variables]
+        model._losses_override = list(losses)  # as Keras's own trainer of the JAX backend does
+        try:
+            with _Numbers():
+                loss, _ = model.stateless_compute_loss(
+                    *self._tensors(), metrics, training=self.training,
+                    x=inputs, y=labels, y_pred=output, sample_weight=weights,
+                )  # fmt: skip
+        finally:
+            model._losses_override = []
+        return loss
+
+    def require_read_losses(self) -> None:
+        """Raise if a step function has not read the losses that layers added."""
+        if losses := self._keras.losses:
+            raise CaptureError(
+                f"the Keras model {self._keras.model.name} adds {len(losses)} losses of its own "
+                "(add_loss, regularizers), which the step does not contain",
+                hint="add sum(modules.NAME.losses) to the loss of the step",
+            )
+
+    def _tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        model = self._keras.model
+        trained = [self._tensor(v) for v in model.trainable_variables]
+        return trained, [self._tensor(v) for v in model.non_trainable_variables]
+
+    @contextlib.contextmanager
+    def _inside_modules(self) -> Iterator[None]:
+        """Run the call of every layer inside the module of its path, which its nodes then have."""
+        layers = self._keras.model._flatten_layers(include_self=False)
+        for layer in layers:
+            place = self.get_submodule(".".join(self._paths[id(layer)]))
+            vars(layer)["call"] = functools.partial(place, layer.call)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del vars(layer)["call"]
+
+    def _folder(self, path: Sequence[str]) -> nn.Module:
         owner: nn.Module = self
-        for folder in folders:
+        for folder in path:
             if folder not in owner._modules:
-                owner.add_module(folder, nn.Module())
+                owner.add_module(folder, _Layer())
             owner = owner.get_submodule(folder)
+        return owner
+
+    def _register(self, variable: Any, path: tuple[str, ...]) -> None:
+        *folders, name = path
+        owner = self._folder(folders)
+        while hasattr(owner, name):  # layers of one name in different parents that have no name
+            name += "_"
+        self._paths[id(variable)] = (*folders, name)
         if variable.trainable:
             owner.register_parameter(name, variable.value)
         else:
@@ -146,15 +244,45 @@ def _variables(model: Any) -> list[Any]:
     return [v for v in model.variables if not v.path.endswith("seed_generator_state")]
 
 
-def _path(variable: Any, model_name: str) -> tuple[str, ...]:
-    parts = variable.path.split("/")
+def _path(item: Any, model_name: str) -> tuple[str, ...]:
+    """Return the path of a variable or layer without the model's name."""
+    parts = (item.path or item.name).split("/")
     if len(parts) > 1 and parts[0] == model_name:
         parts = parts[1:]
-    return tuple(part.replace(".", "_") for part in parts)
+    parts = [part.replace(".", "_") for part in parts]
+    return tuple(f"{part}_" if hasattr(nn.Module, part) else part for part in parts)
 
 
-def _inputs(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the inputs of a Keras model: the first of a sequence, or those of its names."""
+@contextlib.contextmanager
+def _unseeded(model: Any) -> Iterator[None]:
+    """Draw random numbers from torch's generator; refuse layers that have a seed of their own."""
+    random: Any = sys.modules["keras.src.backend.torch.random"]
+    config = sys.modules["keras"].config
+    filtering = config.is_traceback_filtering_enabled()  # errors would become others of Keras
+    config.disable_traceback_filtering()
+    original = random.torch_seed_generator
+
+    def generator(seed: Any) -> None:
+        if seed is None or getattr(seed, "_initial_seed", 0) is None:
+            return
+        layers = [v for v in model._flatten_layers() if getattr(v, "seed_generator", 0) is seed]
+        raise CaptureError(
+            f"{layers[0].name if layers else model.name} has a seed of its own, whose random "
+            "numbers depend on how often the layer was called",
+            hint="leave seed= out of the layer: the plan's seed determines the numbers",
+        )
+
+    random.torch_seed_generator = generator
+    try:
+        yield
+    finally:
+        random.torch_seed_generator = original
+        if filtering:
+            config.enable_traceback_filtering()
+
+
+def _split(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Return the inputs of a Keras model, the labels and the sample weights of a batch."""
     names = [tensor.name for tensor in getattr(model, "inputs", None) or ()] or ["x"]
     if kwargs:
         if len(names) == 1 and names[0] not in kwargs:
@@ -165,5 +293,7 @@ def _inputs(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
                     f"the batch has no {name!r}, an input of the Keras model {model.name}",
                     hint=f"the batch has {', '.join(kwargs)}; or pass a tuple (inputs, labels)",
                 )
-        args = tuple(kwargs[name] for name in names)
-    return args[0] if len(names) == 1 else list(args[: len(names)])
+        args = [*(kwargs[name] for name in names), kwargs.get("y"), kwargs.get("sample_weight")]
+    count = 1 if isinstance(args[0], tuple | list | dict) else len(names)
+    labels, weights = (*args[count:], None, None)[:2]
+    return (args[0] if count == 1 else list(args[:count])), labels, weights

@@ -76,6 +76,8 @@ class KeepDouble(TorchFunctionMode):
             return args[0].double()
         if func in _COMPLEX_CASTS:
             return args[0].to(torch.complex128)
+        if func in (torch.tensor, torch.as_tensor):
+            return widen_tensor(func(*args, **(kwargs or {})))  # rounded, as captured constants are
         wide = {key: widen(value) for key, value in (kwargs or {}).items()}
         args = tuple(widen(a) if isinstance(a, torch.dtype) else a for a in args)
         if func is torch.full and "dtype" not in wide and _is_float(args, 1):
@@ -218,7 +220,7 @@ def run_reference(
     for batch in batches:
         with KeepDouble(), without_checkpoints():
             output = run_objective(model, read_batch(batch), batch, loss_fn)
-            loss = find_loss(output, batch, loss_of(loss_fn)) / len(batches)
+            loss = find_loss(output, batch, loss_of(loss_fn, model)) / len(batches)
             if not loss.requires_grad:
                 raise VerifyError("the loss does not depend on a trainable parameter")
             loss.backward()  # type: ignore[no-untyped-call]

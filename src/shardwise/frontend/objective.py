@@ -17,7 +17,7 @@ from shardwise.batch import Call, register_dataclasses
 from shardwise.errors import CaptureError, LossError
 from shardwise.frontend.known_values import Inquiry, Question
 from shardwise.frontend.python_state import Change, Watch
-from shardwise.keras_model import without_keras
+from shardwise.keras_model import KerasModule, without_keras
 
 # ---------------------------------------------------------------- the loss
 LossFn = Callable[[Any, Any], Any]
@@ -156,16 +156,21 @@ def _check_call(function: Callable[..., Any], name: str, arguments: str, hint: s
 
 
 def run_objective(model: nn.Module, call: Call, batch: Any, chosen: Objective) -> Any:
-    """Return the output of one step on a batch; `find_loss` with `loss_of(chosen)` has its loss."""
+    """Return the output of one step on a batch; `find_loss` has its loss."""
     if isinstance(chosen, StepFunction):
         return chosen.fn(model, batch)
     args, kwargs = call.arguments(batch, None if chosen is None else model)
     return model(*args, **kwargs)
 
 
-def loss_of(chosen: Objective) -> LossFn | None:
+def loss_of(chosen: Objective, model: nn.Module) -> LossFn | None:
     """Return the loss function for `find_loss`; the output of a step contains its loss."""
-    return None if isinstance(chosen, StepFunction) else chosen
+    if isinstance(chosen, StepFunction):
+        for module in model.modules():
+            if isinstance(module, KerasModule):
+                module.require_read_losses()
+        return None
+    return model.loss_fn(chosen) if isinstance(model, KerasModule) else chosen
 
 
 # ---------------------------------------------------------------- outputs
@@ -253,7 +258,9 @@ class Step(nn.Module):
             output = run_objective(self.model, call, call.batch_with(tensors), chosen)
             register_dataclasses(output)
             try:
-                results.append(find_loss(output, call.batch_with(tensors), loss_of(chosen)))
+                results.append(
+                    find_loss(output, call.batch_with(tensors), loss_of(chosen, self.model))
+                )
                 report.has_loss = True
             except LossError:
                 if needs_loss or chosen is not None:

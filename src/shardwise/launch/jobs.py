@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import yaml
 
@@ -25,14 +25,7 @@ from shardwise.launch.hosts import (
     torchrun_arguments,
 )
 
-
-class JobSettings(TypedDict, total=False):
-    """Settings of every job; `options` are those of its scheduler."""
-
-    name: str | None
-    port: int
-    environment: Environment
-    options: Mapping[str, str]
+NO_OPTIONS: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +49,6 @@ class JobSpec:
     python: str
     environment: Environment
     options: Mapping[str, str]
-    port: int
 
     @property
     def num_nodes(self) -> int:
@@ -66,13 +58,15 @@ class JobSpec:
 def job_spec(
     cluster: Cluster,
     argv: Sequence[str],
-    settings: JobSettings,
+    name: str | None,
+    environment: Environment,
+    options: Mapping[str, str],
     *,
     python: str,
     known: Sequence[str] | None = None,
 ) -> JobSpec:
     """Return the job of a cluster, whose nodes must share folder, interpreter and variables."""
-    nodes, options = cluster.machines(), settings.get("options", {})
+    nodes = cluster.machines()
     starts = [node.start.over(cluster.start) for node in nodes]
     for node, start in zip(nodes, starts, strict=True):
         if start != starts[0]:
@@ -94,17 +88,15 @@ def job_spec(
             raise ClusterError(
                 f"{option}={value!r} is not a valid option", hint="--option partition=gpu"
             )
-    variables = (UNBUFFERED, *starts[0].environment, *settings.get("environment", ()))
     return JobSpec(
-        name=job_name(settings.get("name") or cluster.name),
+        name=job_name(name or cluster.name),
         groups=_groups([node.count for node in nodes]),
         is_cuda=kinds == {"cuda"},
         program=rank_program(argv),
         folder=starts[0].folder,
         python=starts[0].python or python,
-        environment=tuple(dict(variables).items()),
+        environment=tuple(dict([UNBUFFERED, *starts[0].environment, *environment]).items()),
         options=options,
-        port=settings.get("port", 0),
     )
 
 
@@ -129,6 +121,39 @@ def _groups(counts: Sequence[int]) -> tuple[Group, ...]:
 # ------------------------------------------------------------ Slurm
 # Groups of nodes with different numbers of devices are the components of a heterogeneous job, each
 # with its own step. Ranks rendezvous on the first node that Slurm allocates.
+SCRIPT = """\
+#!/bin/bash
+# {nodes} nodes, {ranks} ranks. Submit with: sbatch FILE
+{header}
+set -euo pipefail
+{settings}
+hosts=$(scontrol show hostnames "${{SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}}")
+export SHARDWISE_MASTER=${{hosts%%$'\\n'*}}
+export SHARDWISE_PORT={port}
+python={python}
+program=({program})
+
+# Arguments of each node: the number of its step's first node, devices per node, interpreter.
+node='first=$1 devices=$2 python=$3; shift 3
+exec "$python" -m torch.distributed.run --nnodes {nodes} --nproc-per-node "$devices" \\
+    --node-rank "$((first + SLURM_PROCID))" \\
+    --master-addr "$SHARDWISE_MASTER" --master-port "$SHARDWISE_PORT" "$@"'
+
+steps=()
+trap 'kill -TERM "${{steps[@]}}" 2>/dev/null || true' TERM INT
+{steps}
+# When a step fails, stop the others.
+code=0
+for _ in "${{steps[@]}}"; do
+    wait -n || code=$?
+    if [ "$code" -ne 0 ]; then
+        kill -TERM "${{steps[@]}}" 2>/dev/null || true
+        break
+    fi
+done
+wait
+exit "$code"
+"""
 STEP = """\
 srun {het}--ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 --label \\
     bash -c "$node" node {first} {devices} "$python" "${{program[@]}}" &
@@ -136,20 +161,28 @@ steps+=($!)"""
 ANY_PORT = "$((20000 + SLURM_JOB_ID % 20000))  # distinct for jobs that share a node"
 
 
-def slurm_script(cluster: Cluster, argv: Sequence[str], **settings: Unpack[JobSettings]) -> str:
+def slurm_script(
+    cluster: Cluster,
+    argv: Sequence[str],
+    *,
+    name: str | None = None,
+    port: int = 0,
+    environment: Environment = (),
+    options: Mapping[str, str] = NO_OPTIONS,
+) -> str:
     """Return a script for `sbatch`, with its options, such as `{"partition": "gpu"}`.
 
     With port 0, the port follows from the job's number.
     """
-    job = job_spec(cluster, argv, settings, python="python3")
-    lines = [f"export {key}={shlex.quote(value)}" for key, value in job.environment]
-    lines += [f"cd {quoted_path(job.folder)}"] if job.folder else []
-    return _template("slurm_job.sh.txt").format(
+    job = job_spec(cluster, argv, name, environment, options, python="python3")
+    settings = [f"export {key}={shlex.quote(value)}" for key, value in job.environment]
+    settings += [f"cd {quoted_path(job.folder)}"] if job.folder else []
+    return SCRIPT.format(
         nodes=job.num_nodes,
         ranks=cluster.num_ranks,
         header=_header(job),
-        settings="\n".join(lines),
-        port=job.port or ANY_PORT,
+        settings="\n".join(settings),
+        port=port or ANY_PORT,
         python=quoted_path(job.python),
         program=shlex.join(job.program),
         steps="\n".join(
@@ -188,9 +221,19 @@ DEFAULT_IMAGE = "shardwise:latest"  # built from this repository's Dockerfile
 PORT_NAME = "pytorchjob-port"  # required by the operator
 
 
-def pytorch_job(cluster: Cluster, argv: Sequence[str], **settings: Unpack[JobSettings]) -> str:
+def pytorch_job(
+    cluster: Cluster,
+    argv: Sequence[str],
+    *,
+    name: str | None = None,
+    port: int = 0,
+    environment: Environment = (),
+    options: Mapping[str, str] = NO_OPTIONS,
+) -> str:
     """Return a PyTorchJob as YAML; `options`: image, namespace, gpu-resource, memory, …."""
-    job = job_spec(cluster, argv, settings, python="python", known=KUBERNETES_OPTIONS)
+    job = job_spec(
+        cluster, argv, name, environment, options, python="python", known=KUBERNETES_OPTIONS
+    )
     for path in (job.folder, job.python):
         if path.startswith("~"):
             raise ClusterError(f"{path}: a container has no home folder", hint="start: {…: /work}")
@@ -202,13 +245,13 @@ def pytorch_job(cluster: Cluster, argv: Sequence[str], **settings: Unpack[JobSet
             " for all others",
             hint="list the node that differs first; or --to slurm, --to ray",
         )
-    port = job.port or cluster.port
+    port = port or cluster.port
     replicas = {"Master": _replica(job, 1, groups[0].num_devices, port)}
     if job.num_nodes > 1:
         replicas["Worker"] = _replica(job, job.num_nodes - 1, groups[-1].num_devices, port)
     metadata = {"name": job.name}
-    if "namespace" in job.options:
-        metadata["namespace"] = job.options["namespace"]
+    if "namespace" in options:
+        metadata["namespace"] = options["namespace"]
     document = {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
@@ -265,32 +308,37 @@ RAY_OPTIONS = ("address", "timeout_s")
 PLACEHOLDER = '"JOB"'  # of the job in the driver's template
 
 
-def ray_driver(cluster: Cluster, argv: Sequence[str], **settings: Unpack[JobSettings]) -> str:
+def ray_driver(
+    cluster: Cluster,
+    argv: Sequence[str],
+    *,
+    name: str | None = None,
+    port: int = 0,
+    environment: Environment = (),
+    options: Mapping[str, str] = NO_OPTIONS,
+) -> str:
     """Return a driver script, which needs only `ray` and `torch`.
 
     `options`: `address` of the Ray cluster, `timeout_s` for its nodes. With port 0, the first node
     selects a free one.
     """
-    job = job_spec(cluster, argv, settings, python="", known=RAY_OPTIONS)
-    timeout_s = job.options.get("timeout_s", "600")
+    job = job_spec(cluster, argv, name, environment, options, python="", known=RAY_OPTIONS)
+    timeout_s = options.get("timeout_s", "600")
     if not timeout_s.isdigit():
         raise ClusterError(
             f"timeout_s={timeout_s!r} is not an integer", hint="--option timeout_s=600"
         )
-    values = {
-        "address": job.options.get("address", "auto"),
+    settings = {
+        "address": options.get("address", "auto"),
         "resource": "GPU" if job.is_cuda else "CPU",
         "devices": [group.num_devices for group in job.groups for _ in range(group.num_nodes)],
-        "port": job.port,
+        "port": port,
         "program": list(job.program),
         "folder": job.folder,
         "python": job.python,
         "environment": dict(job.environment),
         "timeout_s": int(timeout_s),
     }
+    text = resources.files("shardwise.launch").joinpath("ray_driver.py.txt").read_text("utf-8")
     # JSON inside a Python string literal: no value of the job can become code.
-    return _template("ray_driver.py.txt").replace(PLACEHOLDER, repr(json.dumps(values)), 1)
-
-
-def _template(name: str) -> str:
-    return resources.files("shardwise.launch").joinpath(name).read_text("utf-8")
+    return text.replace(PLACEHOLDER, repr(json.dumps(settings)), 1)

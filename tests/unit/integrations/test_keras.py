@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.errors import CaptureError
+from shardwise.ir.operators import is_random
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 keras = pytest.importorskip("keras", reason="Keras models need shardwise[keras]")
@@ -157,10 +158,31 @@ def test_a_frozen_layer_is_not_trained():
     assert not any(parameter.name.startswith("up.") for parameter in graph.parameters)
 
 
-def test_a_seeded_layer_a_model_without_weights_and_a_missing_input_are_refused():
+def test_nodes_have_the_paths_of_layers():
+    inner = keras.Sequential([keras.Input((8,)), layers.Dense(8, activation="gelu")], name="inner")
+    inputs = keras.Input((8,))
+    outputs = layers.Dense(CLASSES, name="head")(
+        layers.Activation("tanh", name="act")(inner(inputs))
+    )
+    graph = sw.capture(keras.Model(inputs, outputs), batch_of_rows(), loss_fn)
+    places = {node.op.split(".")[-2]: node.module for node in graph.nodes}
+    assert places["gelu"].startswith("inner.")
+    assert places["tanh"] == "act"
+    assert "head" in {node.module for node in graph.nodes}
+
+
+def test_a_layer_without_a_seed_draws_from_torch_and_one_with_a_seed_is_refused():
+    noise = [layers.GaussianNoise(0.5), layers.SpatialDropout1D(0.5), layers.Flatten()]
+    model = keras.Sequential([keras.Input((4, 2)), *noise, layers.Dense(3)])
+    batch = (batch_of_rows()[0].view(ROWS, 4, 2), labels())
+    graph = sw.capture(model, batch, loss_fn)
+    assert len([node for node in graph.nodes if is_random(node)]) == 2
     seeded = keras.Sequential([keras.Input((8,)), layers.Dropout(0.5, seed=3), layers.Dense(3)])
-    with pytest.raises(CaptureError):
+    with pytest.raises(CaptureError, match=r"dropout\S* has a seed of its own"):
         sw.capture(seeded, batch_of_rows(), loss_fn)
+
+
+def test_a_model_without_weights_and_a_missing_input_are_refused():
     with pytest.raises(CaptureError, match="no weights yet"):
         sw.capture(keras.Sequential([layers.Dense(3)]), batch_of_rows(), loss_fn)
     model, batch = two_inputs()
@@ -168,8 +190,52 @@ def test_a_seeded_layer_a_model_without_weights_and_a_missing_input_are_refused(
         sw.capture(model, {"a": batch["a"], "y": batch["y"]}, loss_fn)
 
 
-def test_losses_that_layers_add_are_refused():
-    regularized = layers.Dense(CLASSES, kernel_regularizer="l2")
-    model = keras.Sequential([keras.Input((8,)), regularized])
-    with pytest.raises(CaptureError, match="1 losses"):
-        sw.capture(model, batch_of_rows(), loss_fn)
+def regularized():
+    """Return a model whose layers add three losses: of weights, of outputs, and by add_loss."""
+
+    class Penalty(layers.Layer):
+        def call(self, x):
+            self.add_loss(0.1 * keras.ops.mean(keras.ops.abs(x)))
+            return x
+
+    keras.utils.set_random_seed(0)
+    up = layers.Dense(8, kernel_regularizer="l2", activity_regularizer="l1", name="up")
+    return keras.Sequential([keras.Input((8,)), up, Penalty(), layers.Dense(CLASSES)])
+
+
+def test_losses_of_layers_are_added():
+    model, batch = regularized(), batch_of_rows()
+    output = model(batch[0], training=True)
+    expected = loss_fn(output, batch) + sum(model.losses)
+    pm, _ = train(model, batch)
+    torch.testing.assert_close(pm.train_step(batch).detach(), expected.detach())
+    plan = sw.strategies.tensor(sw.capture(model, batch, loss_fn), sw.Cluster.local(2))
+    assert sw.verify(model, batch, plan, loss_fn).ok
+
+
+def test_the_compiled_loss_is_that_of_keras():
+    model, (x, y) = regularized(), batch_of_rows()
+    model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    weights = torch.linspace(0.5, 2, ROWS)
+    expected = model.compute_loss(x, y, model(x, training=True), weights)
+    for batch in ((x, y, weights), {"x": x, "y": y, "sample_weight": weights}):
+        plan = sw.strategies.fsdp(sw.capture(model, batch), sw.Cluster.local(2))
+        certificate = sw.verify(model, batch, plan)
+        assert certificate.ok, certificate
+        pm = sw.parallelize(model, batch, lambda g: sw.strategies.ddp(g, sw.Cluster.local(1)))
+        torch.testing.assert_close(pm.train_step(batch).detach(), expected.detach())
+        del pm  # the next one trains the same parameters
+
+
+def test_a_step_adds_the_losses_of_layers_itself():
+    model, batch = regularized(), batch_of_rows()
+
+    def step(modules, batch):
+        return loss_fn(modules.net(batch[0]), batch)
+
+    def complete(modules, batch):
+        return step(modules, batch) + sum(modules.net.losses)
+
+    with pytest.raises(CaptureError, match="3 losses"):
+        sw.capture({"net": model}, batch, step=step)
+    sw.capture({"net": model}, batch, step=complete)
