@@ -348,6 +348,18 @@ def sweep_programs(strategy: str, tally: Tally) -> None:
 # ------------------------------------------------ wrong rules
 
 
+class CouplesGradients(torch.autograd.Function):
+    """Has a correct forward pass; the backward pass subtracts a mean over rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 1.5 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 1.5 * gradient - 0.3 * gradient.mean(0)
+
+
 RULES = {  # an operator, and a wrong rule for it
     "centered": (lambda x: x - x.mean(0), "b n -> b n"),
     "scaled_by_largest": (lambda x: x / (1 + x.abs().amax(0)), "b n -> b n"),
@@ -361,6 +373,7 @@ RULES = {  # an operator, and a wrong rule for it
     "numbered": (lambda x: x * torch.arange(1.0, 1 + len(x)).to(x)[:, None], "b n -> b n"),
     "counted": (lambda x: x * len(x), "b n -> b n"),
     "sorted": (lambda x: x.sort(0).values * 1.0, "b n -> b n"),
+    "couples_gradients": (CouplesGradients.apply, "b n -> b n"),
 }
 
 
@@ -414,6 +427,7 @@ RULE_SETUPS: dict[str, Callable[[Any, Tensors], None]] = {
     "a loss term of 1e14": lambda model, batch: setattr(model, "coefficient", 1e14),
     "a buffer with finfo.min": lambda model, batch: model.limits.fill_(-3e38),
     "a row of 1e12": lambda model, batch: batch["x"][0].fill_(1e12),
+    "a batch of 1e-30": lambda model, batch: batch["x"].mul_(1e-30),
 }
 
 

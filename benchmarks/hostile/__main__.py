@@ -174,10 +174,10 @@ def _show(outcome: Outcome) -> None:
         print(" | ".join(parts).encode(errors="replace").decode(), flush=True)
 
 
-def sweep_strings(formats: list[Format], count: int, folder: Path) -> list[Outcome]:
+def sweep_strings(formats: list[Format], count: int, folder: Path, seed: int = 0) -> list[Outcome]:
     """Read every format with every hostile string in one of its fields, in turn."""
     sentinel = folder.parent / "ran"
-    strings = mutate.hostile_strings(count, str(sentinel))
+    strings = mutate.hostile_strings(count, str(sentinel), seed)
     outcomes = []
     for form in formats:
         for begin in range(0, count, 50):
@@ -235,7 +235,12 @@ def main() -> None:
     parser.add_argument("--strings", type=int, default=1000, help="hostile strings for each format")
     parser.add_argument("--format", help="only this format")
     parser.add_argument("--json", type=Path, help="write the counts to this file")
-    parser.add_argument("--first", type=int, default=0, help="the number of the first file")
+    parser.add_argument(
+        "--first",
+        type=int,
+        default=0,
+        help="the number of the first file, and the seed of the strings",
+    )
     options = parser.parse_args()
     numbers = range(options.first, options.first + options.files)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as base:
@@ -248,7 +253,7 @@ def main() -> None:
             if how != "done" or result[0] != "right":
                 raise SystemExit(f"the example of {form.name} is not read: {how} {result}")
         files = sweep_files(formats, numbers, Path(base) / "work")
-        strings = sweep_strings(formats, options.strings, Path(base) / "work")
+        strings = sweep_strings(formats, options.strings, Path(base) / "work", options.first)
     faults = [o for o in (*files, *strings) if o.how in FAULTS]
     slowest = max(files, key=lambda o: o.seconds, default=None)
     result = {

@@ -13,7 +13,7 @@ import yaml
 DEEP = 50_000
 
 
-def hostile_strings(count: int, sentinel: str) -> list[str]:
+def hostile_strings(count: int, sentinel: str, seed: int = 0) -> list[str]:
     """Strings that would make the file `sentinel`, or break out of wherever they stand."""
     code = f"__import__('pathlib').Path('{sentinel}').touch()"
     shell = f"touch {sentinel}"
@@ -61,7 +61,7 @@ def hostile_strings(count: int, sentinel: str) -> list[str]:
         "tests.support.trainer:{code}",
         "os:system",
     )
-    chance = random.Random(0)
+    chance = random.Random(seed)
     words = (
         "class",
         "self",

@@ -27,6 +27,9 @@ from shardwise.equivalence.trial import Tensors, Trial, make_trial, perturbed
 from shardwise.errors import ShardwiseError
 from shardwise.ir import Graph
 from shardwise.program import Pipeline, Program
+from shardwise.sharding.candidates import candidates
+from shardwise.sharding.factors import analyze
+from shardwise.sharding.registry import is_registered
 
 AS_GIVEN = "weights and batch as given"
 Rerun = Callable[[Tensors, Tensors], Reference]  # the model's step with a state and inputs
@@ -62,6 +65,30 @@ def not_exercised(graph: Graph, trials: Sequence[Trial]) -> tuple[str, ...]:
     if len(trials) == 1:
         lines.append("other weights and batches: the model does not run on changed ones")
     return tuple(lines)
+
+
+def unused_choices(subject: Subject) -> tuple[str, ...]:
+    """Describe the choices of users' rules that no node takes, so that no trial confirms them."""
+    taken: dict[str, dict[str, bool]] = {}  # operator -> choice -> whether a node takes it
+    for program in (view.program for view in subject.views):
+        nodes = [node for node in program.graph.nodes if is_registered(node.op)]
+        if not nodes:
+            continue
+        facts, rank = analyze(program.graph), program.rank_programs[0]
+        steps = {step.node: step for step in rank.steps if not step.is_move}
+        for node in nodes:
+            choices, step = taken.setdefault(node.op, {}), steps[node.name]
+            layouts = (step.needs, [rank.values[name].layout for name in node.outputs])
+            placed = [
+                tuple(tuple(layout[axis] for layout in side) for side in layouts)
+                for axis, _ in program.mesh.axes
+            ]
+            for option in candidates(facts.rules[node.name], facts.structures[node.name])[1:]:
+                text = str(option.choice).partition(":")[0]
+                is_taken = (option.operands, option.results) in placed
+                choices[text] = choices.get(text, False) or is_taken
+    unused = {op: [text for text in choices if not choices[text]] for op, choices in taken.items()}
+    return tuple(f"rule of {op}: no node takes {', '.join(c)}" for op, c in unused.items() if c)
 
 
 def _is_zero(tensor: torch.Tensor | None) -> bool:
@@ -119,7 +146,7 @@ def check(
         first_difference=difference,
         scaled=scaled,
         trials=tuple(trial.about for trial in trials),
-        not_exercised=not_exercised(subject.computed, trials),
+        not_exercised=(*unused_choices(subject), *not_exercised(subject.computed, trials)),
     )
 
 

@@ -256,15 +256,17 @@ def perturb_inputs(
 
 
 def _other_floats(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Mix random pairs of elements, which preserves the range, without extreme elements."""
+    """Mix random pairs of elements, which preserves usual ranges, without extreme elements."""
     usual = tensor[tensor.isfinite() & (tensor.abs() < EXTREME)]
     count = tensor.numel()
     weight = torch.rand(count, generator=generator, dtype=tensor.dtype)
     if not len(usual) or bool((usual == usual[0]).all()):
         size = abs(usual[0].item()) if len(usual) else 0.0
         return (weight * (size if SMALLEST < size < LARGEST else 1.0)).reshape(tensor.shape)
-    nonzero = usual[usual != 0].abs()
-    limit = WIDEST * nonzero.median().item()
+    median = usual[usual != 0].abs().median().item()
+    if not SMALLEST <= median <= LARGEST:  # rounding could hide other terms, or be hidden
+        usual, median = usual / median, 1.0
+    limit = WIDEST * median
     a, b = (
         usual[torch.randint(len(usual), (count,), generator=generator)].clamp(-limit, limit)
         for _ in range(2)

@@ -8,6 +8,7 @@ the details that reports show without the model: modules, links, what-if rows, g
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -435,6 +436,10 @@ class SearchResult:
             if not 0 <= stage.group < num_groups:
                 where = f"search.step.stages[{index}]"
                 raise _damaged(f"group {stage.group} of {num_groups}", where)
+        for index, use in enumerate(self.memory):
+            for size in use.over_time_gib.split():
+                if not re.fullmatch(r"\d+(\.\d+)?(e[+-]\d\d)?", size, re.ASCII):
+                    raise _damaged("over_time_gib is not a list of numbers", f"memory[{index}]")
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data, without empty fields."""

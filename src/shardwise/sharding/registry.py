@@ -283,6 +283,11 @@ def require_operators() -> None:
         require_operator(name)
 
 
+def is_registered(op: str) -> bool:
+    """Return whether a user registered the rule of an operator, such as `mylib.op.default`."""
+    return op in REGISTERED or op.rsplit(".", 1)[0] in REGISTERED
+
+
 def rules_revision() -> int:
     """Return a number that changes whenever a user registers a rule, to invalidate programs."""
     return len(REGISTERED)

@@ -148,6 +148,44 @@ def test_a_certificate_names_what_was_not_exercised() -> None:
     assert "not exercised: input other: nothing reads it" in text
 
 
+@torch.library.custom_op("blinding::triple", mutates_args=())
+def triple(x: torch.Tensor) -> torch.Tensor:
+    return 3 * x
+
+
+triple.register_fake(torch.empty_like)
+triple.register_autograd(lambda ctx, grad: 3 * grad - 0.1 * grad.mean(0))
+sw.register_rule("blinding::triple", "~b n -> b n")  # wrong for b in the backward pass
+
+
+class Tripled(nn.Module):
+    """The loss does not reach the coupling of rows if the batch is tiny: the rows are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(triple(self.a(x))).square().mean()
+
+
+def test_a_wrong_gradient_is_caught_behind_a_tiny_batch() -> None:
+    torch.manual_seed(0)
+    model, batch = Tripled().double(), {"x": 1e-30 * torch.randn(6, 4, dtype=torch.float64)}
+    certificate = sw.verify(model, batch, planned(model, batch))
+    assert not certificate.ok
+    assert "blinding.triple" in str(certificate.first_difference)
+
+
+def test_a_certificate_names_the_choices_of_rules_that_no_node_takes() -> None:
+    model, batch = Tripled(), {"x": torch.randn(6, 4)}
+    rule = "rule of blinding.triple.default: no node takes"
+    for strategy, unused in (("ddp", "shard n, pass 0"), ("tensor", "shard b, pass 0")):
+        certificate = sw.verify(model, batch, planned(model, batch, strategy))
+        assert f"{rule} {unused}" in certificate.not_exercised
+        assert certificate.ok == (strategy == "tensor")  # which does not shard the rows
+
+
 class Critic(nn.Module):
     """A score whose last bias cancels: its gradient is zero up to rounding."""
 
