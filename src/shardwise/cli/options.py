@@ -206,7 +206,7 @@ class PlanOptions:
 
     def search_options(self) -> dict[str, Any]:
         """Return the keyword arguments for `sw.plan`."""
-        for name in ("per_microbatch", "cp", "sequence_parallel", "attention"):
+        for name in ("per_microbatch", "sequence_parallel", "attention"):
             if getattr(self, name):
                 raise typer.BadParameter(f"{_flag(name)} needs a --strategy")
         _one_of("schedule", self.schedule, tuple(SCHEDULES))

@@ -86,6 +86,7 @@ class FixedOptions(TypedDict, total=False):
 
     dp: int | None
     ep: int | None
+    cp: int | None
     tp: int | None
     pp: int | None
     virtual_stages: int | None

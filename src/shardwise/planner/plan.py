@@ -21,7 +21,7 @@ from shardwise.errors import InfeasiblePlan, PlanError, ShardwiseError
 from shardwise.ir import Graph
 from shardwise.layouts.tie_layers import tie_layers
 from shardwise.planner.device_groups import Grouping, groupings, left_out, subsets
-from shardwise.planner.expert_search import faster_with_experts
+from shardwise.planner.extra_axes import faster_with_extra_axes, has_extra_axes
 from shardwise.planner.figures import search_result, simulated_step, with_details
 from shardwise.planner.infeasible import infeasible
 from shardwise.planner.layout_cache import FASTEST, LEAN, LEANEST, MIXED, LayoutCache
@@ -43,6 +43,7 @@ from shardwise.planner.search_space import (
 )
 from shardwise.planner.strategies.experts import expert_parameters
 from shardwise.planner.strategies.make import batch_inputs
+from shardwise.planner.strategies.sequence import attentions
 from shardwise.planner.sync_choice import with_syncs
 from shardwise.planner.what_if import Rerun
 from shardwise.planner.write import in_captured_names, with_choices, write_plan
@@ -83,10 +84,10 @@ def plan(
     are left out, so the plan may be for fewer ranks; `all_devices` uses all of them.
 
     `constraints` maps globs of parameters to a sharding ("0", "replicate") or to shardings by mesh
-    axis. Options fix parts of the plan: `dp`, `ep`, `tp`, `pp`, `virtual_stages`, `schedule`,
-    `num_microbatches`, `zero`, `recompute`, `offload`. `memory_gib` limits the memory of each
-    device. Raises `InfeasiblePlan`, with figures and the smallest changes that help, if nothing
-    fits.
+    axis. Options fix parts of the plan: `dp`, `ep`, `cp`, `tp`, `pp`, `virtual_stages`,
+    `schedule`, `num_microbatches`, `zero`, `recompute`, `offload`. `memory_gib` limits the memory
+    of each device. Raises `InfeasiblePlan`, with figures and the smallest changes that help, if
+    nothing fits.
     """
     fixed = UserOptions.of(dict(options))
     _check_memory(memory_gib)
@@ -123,8 +124,8 @@ def plan(
         def fastest(devices: Cluster, below: float = math.inf) -> _Searched:
             return _faster_graph(graph, fixed, partial(search_graph, devices, below))
 
-        experts = partial(
-            faster_with_experts,
+        extra = partial(
+            faster_with_extra_axes,
             graph,
             cluster,
             fixed,
@@ -133,8 +134,8 @@ def plan(
             precision=dtypes,
             table=table,
         )
-        if fixed.ep not in (None, 1):
-            return _only_with_experts(experts, graph, cluster, fixed)
+        if (fixed.ep or 1) * (fixed.cp or 1) > 1:
+            return _only_with_extra_axes(extra, graph, cluster, fixed)
         chosen, idle = fastest(cluster), None
         if not all_devices:
             chosen, idle = _without_slow_devices(chosen, cluster, fastest)
@@ -147,8 +148,10 @@ def plan(
         rerun = Rerun(
             options=partial(_run, search, limits), constraints=unconstrained if placements else None
         )
-        searched = fixed.ep is None and expert_parameters(graph)
-        better = experts(outcome.step_time_s * (1 - SIMPLER_SLACK)) if searched else None
+        better = None
+        if has_extra_axes(graph, fixed):
+            saves = not outcome.feasible or outcome.best.config.recompute != "none"
+            better = extra(outcome.step_time_s * (1 - SIMPLER_SLACK), short_of_memory=saves)
         if better is not None:
             return with_choices(better, search.evaluator.costs.choose)
         if not outcome.feasible:
@@ -167,17 +170,20 @@ def plan(
         return with_details(best.with_figures(figures), step, search.memory_limit)
 
 
-def _only_with_experts(
-    experts: Callable[[float], Plan | None], graph: Graph, cluster: Cluster, options: UserOptions
+def _only_with_extra_axes(
+    extra: Callable[[float], Plan | None], graph: Graph, cluster: Cluster, options: UserOptions
 ) -> Plan:
-    """Return the fastest plan with the user's number of ranks along `ep`."""
-    best = experts(math.inf)
+    """Return the fastest plan with the user's numbers of ranks along `ep` and `cp`."""
+    best = extra(math.inf)
     if best is None:
-        count = max(expert_parameters(graph).values(), default=1)
+        sizes = {a: n for a in ("ep", "cp") if (n := getattr(options, a)) not in (None, 1)}
+        text = ", ".join(f"{axis}={n}" for axis, n in sizes.items())
+        count = max(expert_parameters(graph).values(), default=0)
+        length = max((a.queries for a in attentions(graph)), default=0)
         raise InfeasiblePlan(
-            f"ep={options.ep}: no plan on the {cluster.num_ranks} ranks of {cluster.name} divides "
-            f"the {count} experts of {graph.name} and fits in memory",
-            hint="another ep, or leave ep to the planner",
+            f"{text}: no plan on the {cluster.num_ranks} ranks of {cluster.name} divides the "
+            f"{count} experts or {length} positions of {graph.name} like this and fits in memory",
+            hint=f"other sizes, or leave {' and '.join(sizes)} to the planner",
         )
     return best
 

@@ -51,6 +51,7 @@ class UserOptions:
 
     dp: int | None = None
     ep: int | None = None
+    cp: int | None = None
     tp: int | None = None
     pp: int | None = None
     virtual_stages: int | None = None
@@ -77,7 +78,7 @@ class UserOptions:
 
     def check(self) -> None:
         """Raise `PlanError` for an invalid value."""
-        for name in ("dp", "ep", "tp", "pp", "virtual_stages", "num_microbatches"):
+        for name in ("dp", "ep", "cp", "tp", "pp", "virtual_stages", "num_microbatches"):
             value = getattr(self, name)
             is_int = isinstance(value, int) and not isinstance(value, bool)
             if value is not None and (not is_int or value < 1):

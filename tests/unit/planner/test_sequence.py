@@ -99,3 +99,35 @@ def test_verification_catches_a_ring_with_another_mask_or_another_length() -> No
         m.unsynced(subject.program, subject.program.graph.parameters[0].name),
     ):
         assert not subject.check(change).ok
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cp", "mesh"),
+    [(3, 3, {"cp": 3}), (4, 2, {"dp": 2, "cp": 2}), (6, 3, {"dp": 2, "cp": 3})],
+)
+def test_the_planner_divides_the_sequence_as_asked(
+    ranks: int, cp: int, mesh: dict[str, int]
+) -> None:
+    graph, cluster = gpt(), sw.Cluster.local(ranks)
+    plan = sw.plan(graph, cluster, cp=cp, tp=1, progress=False)
+    assert dict(plan.mesh.axes) == mesh
+    assert plan.sequence == {"input_ids": 1, "labels": 1}
+
+
+def test_the_planner_refuses_more_ranks_than_positions() -> None:
+    with pytest.raises(InfeasiblePlan, match=r"cp=4.*3 positions"):
+        sw.plan(gpt(length=3), sw.Cluster.local(4), cp=4, progress=False)
+
+
+@pytest.mark.slow
+def test_the_planner_divides_the_sequence_where_rows_are_too_few() -> None:
+    with torch.device("meta"):
+        model = zoo.FusedGPT(vocab=32000, dim=4096, heads=32, layers=2, length=131072)
+        ids = torch.zeros((2, 131072), dtype=torch.int64)
+    graph = sw.capture(model, {"input_ids": ids, "labels": ids})
+    cluster = sw.Cluster.preset("h100", nodes=4, devices_per_node=8)
+    plans = [sw.plan(graph, cluster, cp=cp, progress=False) for cp in (None, 1)]
+    assert plans[0].sequence
+    assert not plans[1].sequence
+    times = [sw.simulate(graph, plan, cluster).step_time_s for plan in plans]
+    assert times[0] < times[1]

@@ -1,0 +1,150 @@
+"""Search for plans that divide experts or the sequence over ranks.
+
+The main search has neither axis. Plans with several ranks along `ep` or `cp` are simulated as well,
+with the sizes and savings that the user leaves open.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+from shardwise.cluster import Cluster
+from shardwise.cost import OpTable
+from shardwise.errors import InfeasiblePlan
+from shardwise.formatting import seconds
+from shardwise.ir import Graph
+from shardwise.planner.options import Constraints
+from shardwise.planner.search_space import RECOMPUTES, ZERO_LEVELS, UserOptions, divisors
+from shardwise.planner.strategies.experts import expert_parameters
+from shardwise.planner.strategies.make import batch_inputs, make_plan
+from shardwise.planner.strategies.sequence import ATTENTION, attentions
+from shardwise.plans import Plan, Precision
+from shardwise.simulation.estimate import simulate
+
+
+class _Candidate(NamedTuple):
+    step_time_s: float
+    peak_bytes: float  # infinite if the plan does not fit
+    plan: Plan
+
+
+def faster_with_extra_axes(
+    graph: Graph,
+    cluster: Cluster,
+    options: UserOptions,
+    below: float,
+    *,
+    short_of_memory: bool = True,
+    constraints: Constraints | None = None,
+    memory_gib: float | None = None,
+    precision: Precision | None = None,
+    table: OpTable | None = None,
+) -> Plan | None:
+    """Return the fastest plan with `ep` or `cp` above 1 whose step takes less than `below` seconds.
+
+    None if there is none that fits in memory, or if the model has neither experts nor attention.
+    Unless the user asks for `cp`, the sequence is divided only if there are fewer rows than ranks,
+    or if the best plan without it is `short_of_memory`: otherwise `dp` sends less.
+    """
+
+    def simulated(plan: Plan) -> _Candidate:
+        estimate = simulate(graph, plan, cluster, table=table)
+        peak = max(memory.peak_bytes for memory in estimate.memory) if estimate.fits else math.inf
+        return _Candidate(estimate.step_time_s, peak, plan)
+
+    limit = math.inf if memory_gib is None else memory_gib * 2**30
+    best, shortest_s = None, below
+    for sizes in _sizes(graph, cluster, options, short_of_memory=short_of_memory):
+        drafts = _drafts(graph, cluster, sizes, options, constraints, precision)
+        fastest = min(map(simulated, drafts), key=lambda c: c.step_time_s, default=None)
+        for recompute in RECOMPUTES if options.recompute is None else (options.recompute,):
+            if fastest is None:
+                break
+            levels = ZERO_LEVELS if options.zero is None else (options.zero,)
+            plans = [simulated(_with_savings(fastest.plan, recompute, zero)) for zero in levels]
+            if min(c.step_time_s for c in plans) >= shortest_s:
+                break  # recomputing more would only take longer
+            fitting = [c for c in plans if c.peak_bytes < limit and c.step_time_s < shortest_s]
+            if fitting:
+                shortest_s, _, best = min(fitting, key=lambda c: c.step_time_s)
+                break
+    if best is None or below == math.inf:
+        return best
+    gain = f"{best.mesh}: {seconds(shortest_s)} a step, {seconds(below)} without ep and cp"
+    return best.with_(notes=(*best.notes, gain))
+
+
+def has_extra_axes(graph: Graph, options: UserOptions) -> bool:
+    """Return whether there are experts or attention that the user lets the planner divide."""
+    experts = options.ep is None and bool(expert_parameters(graph))
+    return experts or (options.cp is None and bool(attentions(graph)))
+
+
+def _sizes(
+    graph: Graph, cluster: Cluster, options: UserOptions, *, short_of_memory: bool
+) -> Iterator[dict[str, int]]:
+    """Yield the numbers of ranks along all axes, with more than one along `ep` or `cp`.
+
+    Both are above one only if the user asks for one of them.
+    """
+    shapes = {i.name: graph.values[i.value].shape for i in graph.inputs}
+    rows = [shapes[n][dim] for n, dim in batch_inputs(graph, None).items() if dim is not None]
+    pp, ranks = options.pp or 1, cluster.num_ranks
+    experts = max(expert_parameters(graph).values(), default=1)
+    length = max((min(a.queries, a.keys) for a in attentions(graph)), default=1)
+    num_rows = min(rows, default=1)
+    if not (options.cp or short_of_memory or num_rows < ranks):
+        length = 1
+    asked = options.tp or options.ep or options.cp
+    tensor_ranks = ranks if asked else max(node.count for node in cluster.nodes)
+    for ep, cp, tp in product(divisors(ranks), repeat=3):
+        dp, remainder = divmod(ranks, ep * cp * tp * pp)
+        sizes = {"dp": dp, "ep": ep, "cp": cp, "tp": tp, "pp": pp}
+        is_open = all((getattr(options, axis) or n) == n for axis, n in sizes.items())
+        if remainder or not is_open or ep * cp == 1 or tp > tensor_ranks or dp * ep > num_rows:
+            continue
+        both = min(ep, cp) > 1 and not (options.ep or options.cp)
+        # Rows are divided first: that needs no messages in attention.
+        more_rows = any(cp % n == 0 and dp * ep * n <= num_rows for n in range(2, cp + 1))
+        divides_rows = cp > 1 and more_rows and not (options.cp or options.dp)
+        if ep <= experts and cp <= length and not (both or divides_rows):
+            yield sizes
+
+
+def _drafts(
+    graph: Graph,
+    cluster: Cluster,
+    sizes: dict[str, int],
+    options: UserOptions,
+    constraints: Constraints | None,
+    precision: Precision | None,
+) -> Iterator[Plan]:
+    """Yield a plan for each way in which attention meets the keys of other ranks."""
+    for attention in ATTENTION[1:] if sizes["cp"] > 1 else ATTENTION[:1]:
+        try:
+            yield make_plan(
+                "auto",
+                graph,
+                cluster,
+                dp=sizes["dp"],
+                ep=sizes["ep"],
+                cp=sizes["cp"],
+                tp=sizes["tp"],
+                pp=sizes["pp"],
+                attention=attention,
+                num_microbatches=options.num_microbatches or 1,
+                virtual_stages=options.virtual_stages,
+                offload=options.offload or (),
+                constraints=constraints,
+                precision=precision,
+                schedule=options.schedule,
+            )
+        except InfeasiblePlan:  # fewer rows than ranks, or nothing to shard
+            continue
+
+
+def _with_savings(plan: Plan, recompute: str, zero: int) -> Plan:
+    entries = {glob: replace(entry, zero=zero) for glob, entry in plan.parameters.items()}
+    return plan.with_(recompute=recompute, parameters=entries)
