@@ -6,6 +6,9 @@ take unequal ones. Compiler and runtime pass either to `part`, which handles bot
 An even split is that of `numpy.array_split`: sizes differ by at most one, the larger ones first. By
 weights, part i ends at the integer nearest to `size` times the sum of the first i + 1 weights over
 the sum of all: no boundary is off by more than one half. In both cases a part may be empty.
+
+A dim of a tensor may be a concatenation of segments, each a product `outer x size x inner`, whose
+factor `size` is split: `dim_runs` returns the positions of one rank.
 """
 
 from __future__ import annotations
@@ -72,6 +75,8 @@ class Shares:
 
 
 AxisSize: TypeAlias = int | Shares
+Segments = tuple[tuple[int, int, int], ...]  # outer, size, inner
+Runs = tuple[tuple[int, int], ...]  # start and length, in order, not adjacent
 
 
 def num_ranks(axis: AxisSize) -> int:
@@ -95,6 +100,66 @@ def part(size: int, axis: AxisSize, index: int) -> tuple[int, int]:
         return start, axis.start(size, index + 1) - start
     small, extra = divmod(size, axis)
     return index * small + min(index, extra), small + (index < extra)
+
+
+def nested_part(size: int, axes: Iterable[tuple[AxisSize, int]]) -> tuple[int, int]:
+    """Return start and length of a part; each axis splits what the axes before it leave.
+
+    >>> nested_part(8, [(2, 1), (2, 0)])
+    (4, 2)
+    """
+    start = 0
+    for axis, index in axes:
+        offset, size = part(size, axis, index)
+        start += offset
+    return start, size
+
+
+def dim_runs(splits: Iterable[tuple[Segments, AxisSize, int]]) -> Runs:
+    """Return the positions of the rank with index `i` on each axis, for splits `(of, axis, i)`.
+
+    Axes split different factors of the dim, or the same one, nested.
+
+    >>> dim_runs([(((3, 4, 2),), 2, 1)]), dim_runs([(((2, 4, 1),), 2, 0), (((1, 2, 4),), 2, 1)])
+    (((4, 4), (12, 4), (20, 4)), ((4, 2),))
+    """
+    axes_of_factor: dict[Segments, list[tuple[AxisSize, int]]] = {}
+    for of, axis, index in splits:
+        axes_of_factor.setdefault(of, []).append((axis, index))
+    runs: Runs | None = None
+    for of, axes in axes_of_factor.items():
+        of_factor = _segment_runs(of, [nested_part(size, axes) for _, size, _ in of])
+        runs = of_factor if runs is None else _intersection(runs, of_factor)
+    return runs or ()
+
+
+def _segment_runs(of: Segments, parts: Sequence[tuple[int, int]]) -> Runs:
+    """Return the positions of a part of every segment."""
+    runs: list[tuple[int, int]] = []
+    offset = 0
+    for (outer, size, inner), (start, length) in zip(of, parts, strict=True):
+        for step in range(outer if length * inner else 0):
+            begin = offset + (step * size + start) * inner
+            if runs and sum(runs[-1]) == begin:
+                runs[-1] = (runs[-1][0], runs[-1][1] + length * inner)
+            else:
+                runs.append((begin, length * inner))
+        offset += outer * size * inner
+    return tuple(runs)
+
+
+def _intersection(a: Runs, b: Runs) -> Runs:
+    common = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        begin, end = max(a[i][0], b[j][0]), min(sum(a[i]), sum(b[j]))
+        if begin < end:
+            common.append((begin, end - begin))
+        if sum(a[i]) < sum(b[j]):
+            i += 1
+        else:
+            j += 1
+    return tuple(common)
 
 
 def lengths(size: int, axis: AxisSize) -> set[int]:

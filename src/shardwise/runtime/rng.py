@@ -16,7 +16,8 @@ from torch import Tensor
 from shardwise.errors import ProgramError, did_you_mean
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.operators import untraced
-from shardwise.runtime.splits import Segments, Split, local_shape, take_local
+from shardwise.runtime.splits import Split, local_shape, take_local
+from shardwise.shares import Segments
 
 MODES = ("exact", "fast")
 Splits = Sequence[Split] | Sequence[tuple[str, int, Segments]]  # generated code writes tuples

@@ -20,11 +20,9 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ProgramError
-from shardwise.shares import AxisSize, part
+from shardwise.shares import AxisSize, Runs, Segments, dim_runs, part
 
-Segments = tuple[tuple[int, int, int], ...]
 Of = int | Segments
-Runs = tuple[tuple[int, int], ...]
 Place = Mapping[str, int]  # coordinates on mesh axes
 Axes = Mapping[str, AxisSize]
 
@@ -65,21 +63,7 @@ def runs(of: Of, parts: AxisSize, index: int) -> Runs:
     >>> runs(((3, 4, 2),), 2, 1)
     ((4, 4), (12, 4), (20, 4))
     """
-    return _runs_of(segments(of), [part(size, parts, index) for _, size, _ in segments(of)])
-
-
-def _runs_of(of: Segments, ranges: Sequence[tuple[int, int]]) -> Runs:
-    result: list[tuple[int, int]] = []
-    offset = 0
-    for (outer, size, inner), (start, length) in zip(of, ranges, strict=True):
-        for step in range(outer if length * inner else 0):
-            begin = offset + (step * size + start) * inner
-            if result and sum(result[-1]) == begin:
-                result[-1] = (result[-1][0], result[-1][1] + length * inner)
-            else:
-                result.append((begin, length * inner))
-        offset += outer * size * inner
-    return tuple(result)
+    return dim_runs([(segments(of), parts, index)])
 
 
 def take_part(full: Tensor, dim: int, of: Of, parts: AxisSize, index: int) -> Tensor:
@@ -129,40 +113,14 @@ def local_runs(
 
 
 def _dim_runs(length: int, splits: Sequence[Split], coords: Place, sizes: Axes) -> Runs:
-    result: Runs = ((0, length),) if length else ()
-    by_factor: dict[Segments, list[str]] = {}
     for split in splits:
-        by_factor.setdefault(split.of, []).append(split.axis)
-    for of, axes in by_factor.items():
-        if full_length(of) != length:
-            raise ProgramError(f"a dim of {length} does not consist of {of} (split over {axes})")
-        ranges = [_nested(size, axes, coords, sizes) for _, size, _ in of]
-        result = _intersect(result, _runs_of(of, ranges))
-    return result
-
-
-def _nested(size: int, axes: Sequence[str], coords: Place, sizes: Axes) -> tuple[int, int]:
-    """Return the innermost range: each axis splits the range of the axis before it."""
-    start, length = 0, size
-    for axis in axes:
-        begin, length = part(length, sizes[axis], coords[axis])
-        start += begin
-    return start, length
-
-
-def _intersect(a: Runs, b: Runs) -> Runs:
-    result = []
-    i = j = 0
-    while i < len(a) and j < len(b):
-        begin = max(a[i][0], b[j][0])
-        end = min(sum(a[i]), sum(b[j]))
-        if begin < end:
-            result.append((begin, end - begin))
-        if sum(a[i]) < sum(b[j]):
-            i += 1
-        else:
-            j += 1
-    return tuple(result)
+        if full_length(split.of) != length:
+            raise ProgramError(
+                f"a dim of {length} does not consist of {split.of} (split over {split.axis})"
+            )
+    if not splits:
+        return ((0, length),) if length else ()
+    return dim_runs((s.of, sizes[s.axis], coords[s.axis]) for s in splits)
 
 
 def local_shape(

@@ -7,7 +7,7 @@ rank: parts are even or weighted, and may be empty.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -15,7 +15,7 @@ from math import prod
 
 from shardwise.errors import RuleError
 from shardwise.sharding.dims import Pattern, merge
-from shardwise.shares import AxisSize, num_ranks, part
+from shardwise.shares import AxisSize, dim_runs, nested_part, num_ranks, part
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +175,12 @@ def factor_range(
     layout: Layout, dim: int, segment: int, factor: tuple[int, int, int], coordinate: Coordinate
 ) -> tuple[int, int]:
     """Return start and length of this rank's part of a factor that several mesh axes may shard."""
-    start, size = 0, factor[1]
-    for axis, shard in layout.shards:
-        if shard.dim == dim and segment < len(shard.of) and shard.of[segment] == factor:
-            index, parts = coordinate[axis]
-            offset, size = part(size, parts, index)
-            start += offset
-    return start, size
+    axes = [
+        coordinate[axis][::-1]
+        for axis, shard in layout.shards
+        if shard.dim == dim and segment < len(shard.of) and shard.of[segment] == factor
+    ]
+    return nested_part(factor[1], axes)
 
 
 def local_dim(layout: Layout, dim: int, size: int, coordinate: Coordinate) -> int:
@@ -249,22 +248,6 @@ def same_pattern(a: Pattern, b: Pattern, axis: AxisSize) -> bool:
     return _same_nested((a,), (b,), (axis,))
 
 
-def _ranges(pattern: Pattern, parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the maximal ranges of positions, given start and length of each segment's part."""
-    ranges: list[tuple[int, int]] = []
-    base = 0
-    for (outer, size, inner), (start, count) in zip(pattern, parts, strict=True):
-        for o in range(outer if count else 0):
-            first = base + (o * size + start) * inner
-            last = first + count * inner
-            if ranges and ranges[-1][1] == first:
-                ranges[-1] = (ranges[-1][0], last)
-            else:
-                ranges.append((first, last))
-        base += outer * size * inner
-    return ranges
-
-
 def same_shards(a: DimShards, b: DimShards, sizes: Mapping[str, AxisSize]) -> bool:
     """Return whether mesh axes that shard a dim as `a` and as `b` give ranks the same elements.
 
@@ -293,42 +276,9 @@ def _same_nested(
     a: tuple[Pattern, ...], b: tuple[Pattern, ...], sizes: tuple[AxisSize, ...]
 ) -> bool:
     return all(
-        _intervals(a, sizes, place) == _intervals(b, sizes, place)
+        dim_runs(zip(a, sizes, place, strict=True)) == dim_runs(zip(b, sizes, place, strict=True))
         for place in product(*(range(num_ranks(size)) for size in sizes))
     )
-
-
-def _intervals(
-    patterns: tuple[Pattern, ...], sizes: tuple[AxisSize, ...], place: tuple[int, ...]
-) -> list[tuple[int, int]]:
-    """Return the maximal ranges of positions of one rank; each axis shards what others leave."""
-    local: list[tuple[int, int]] | None = None
-    for pattern in dict.fromkeys(patterns):
-        axes = [i for i, of in enumerate(patterns) if of == pattern]
-        parts = []
-        for _, size, _ in pattern:
-            start, count = 0, size
-            for i in axes:
-                offset, count = part(count, sizes[i], place[i])
-                start += offset
-            parts.append((start, count))
-        ranges = _ranges(pattern, parts)
-        local = ranges if local is None else _common(local, ranges)
-    return local or []
-
-
-def _common(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    common = []
-    i = j = 0
-    while i < len(a) and j < len(b):
-        first, last = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if first < last:
-            common.append((first, last))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
 
 
 def compatible(a: Pattern, b: Pattern) -> bool:

@@ -24,13 +24,13 @@ from shardwise.runtime.collectives import CommunicationThread
 from shardwise.runtime.mesh import TIME, coordinates
 from shardwise.runtime.parameters import Entry, torch_dtype
 from shardwise.runtime.pipeline import PipelineSpec, TiedSpec, TransferSpec
-from shardwise.runtime.splits import Runs, Split, local_runs, local_shape, offsets
+from shardwise.runtime.splits import Split, local_runs, local_shape, offsets
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.tracing import Recorder
 from shardwise.runtime.transport import Flat, Group, Pending, Transport
 from shardwise.schedules import Action, Round
 from shardwise.schedules import Message as StageMessage
-from shardwise.shares import AxisSize
+from shardwise.shares import AxisSize, Runs
 
 
 @dataclass(frozen=True, slots=True)
