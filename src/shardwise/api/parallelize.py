@@ -110,7 +110,7 @@ def parallelize(
         from shardwise.malloc_tuning import keep_heap
 
         keep_heap()
-    mesh = factory.mesh()
+    mesh = process_mesh(factory.plan, timeout_s)
     if record:
         rank, enabled = mesh.ranks[mesh.rank], record != "paused"
         factory.recorder = rt.Recorder(rank, enabled=enabled, device=factory.device)
@@ -165,6 +165,19 @@ def derive_for(plan: Plan) -> Derive | None:
     for choice in plan.collectives:
         verify(choice)
     return derive
+
+
+def process_mesh(plan: Plan, timeout_s: float) -> rt.ProcessMesh:
+    """Return this rank's mesh, with a process group for every combination of its axes."""
+    stages = {stage.ranks: dict(stage.mesh.axes) for stage in plan.all_stages}
+    return rt.process_meshes(
+        list(stages.items()),
+        timeout_s=timeout_s,
+        num_microbatches=plan.num_microbatches,
+        timed=plan.splits_time,
+        choices=plan.collectives,
+        derive=derive_for(plan),
+    )
 
 
 def _scaler(plan: Plan) -> rt.LossScaler | None:
@@ -246,18 +259,6 @@ class _Factory:
             staged = fixed.with_(stages=staged.stages)
             program = layouts.compile(graph, plan_for_graph(graph, staged))
         return program
-
-    def mesh(self) -> rt.ProcessMesh:
-        """Return this rank's mesh, with a process group for every combination of its axes."""
-        stages = {stage.ranks: dict(stage.mesh.axes) for stage in self.plan.all_stages}
-        return rt.process_meshes(
-            list(stages.items()),
-            timeout_s=self.timeout_s,
-            num_microbatches=self.plan.num_microbatches,
-            timed=self.plan.splits_time,
-            choices=self.plan.collectives,
-            derive=derive_for(self.plan),
-        )
 
     def first_steps(
         self,

@@ -22,10 +22,9 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from shardwise import runtime as rt
 from shardwise.api.compile import PipelineProgram, Program, compile
 from shardwise.api.memory import SingleRank
-from shardwise.api.parallelize import derive_for
+from shardwise.api.parallelize import process_mesh
 from shardwise.cluster import Cluster
 from shardwise.ir import Graph
 from shardwise.plans import Plan
@@ -125,7 +124,8 @@ class _Runner:
     """Run steps of one plan on this rank."""
 
     def __init__(self, program: Program | PipelineProgram, rank: int) -> None:
-        self.single_rank = SingleRank(program, rank, torch.device("cpu"), mesh=_mesh(program.plan))
+        mesh = process_mesh(program.plan, TIMEOUT_S)
+        self.single_rank = SingleRank(program, rank, torch.device("cpu"), mesh=mesh)
         fill(self.single_rank)
         self.batch = batch_of(self.single_rank)
         self.adamw = optimizer(self.single_rank.module, torch.optim.AdamW, lr=0.0)
@@ -139,15 +139,3 @@ class _Runner:
         self.adamw.zero_grad()
         dist.barrier()
         return time.perf_counter() - began
-
-
-def _mesh(plan: Plan) -> rt.ProcessMesh:
-    stages = {stage.ranks: dict(stage.mesh.axes) for stage in plan.all_stages}
-    return rt.process_meshes(
-        list(stages.items()),
-        timeout_s=TIMEOUT_S,
-        num_microbatches=plan.num_microbatches,
-        timed=plan.splits_time,
-        choices=plan.collectives,
-        derive=derive_for(plan),
-    )
