@@ -551,15 +551,4 @@ def _remaining_network(network: Network, names: set[str]) -> Network:
             raise ClusterError(f"cannot remove nodes that form groups of {every}")
         return patterns if len(selected) == len(all_names) else selected
 
-    domains = [replace(d, nodes=select(d.nodes, d.every)) for d in network.domains]
-    switches = [replace(s, nodes=select(s.nodes, s.every)) for s in network.switches]
-    trunks = [
-        replace(t, between=(select(t.between[0], 0), select(t.between[1], 0)))
-        for t in network.trunks
-    ]
-    return replace(
-        network,
-        domains=tuple(d for d in domains if d.nodes),
-        switches=tuple(s for s in switches if s.nodes),
-        trunks=tuple(t for t in trunks if all(t.between)),
-    )
+    return network.with_nodes(select)

@@ -4,10 +4,12 @@
 are named by patterns: `gpu[0-63]` stands for 64 of them.
 """
 
+from __future__ import annotations
+
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated
 
@@ -256,6 +258,30 @@ class Network:
     def __post_init__(self) -> None:
         check_fields(self, ClusterError, "network")
         _check_factors(self.collectives, "network.collectives")
+
+    def with_nodes(
+        self, select: Callable[[tuple[str, ...], int], tuple[str, ...]], prefix: str = ""
+    ) -> Network:
+        """Return the network of other nodes; `prefix` is put before names of switches and trunks.
+
+        `select` receives the patterns of each part, and the size of the groups that they form or 0.
+        Parts for which it returns nothing are dropped.
+        """
+        domains = [replace(d, nodes=select(d.nodes, d.every)) for d in self.domains]
+        switches = [
+            replace(s, name=prefix + s.name, nodes=select(s.nodes, s.every)) for s in self.switches
+        ]
+        trunks = [
+            replace(t, name=prefix + t.name, between=(select(a, 0), select(b, 0)))
+            for t in self.trunks
+            for a, b in (t.between,)
+        ]
+        return replace(
+            self,
+            domains=tuple(d for d in domains if d.nodes),
+            switches=tuple(s for s in switches if s.nodes),
+            trunks=tuple(t for t in trunks if all(t.between)),
+        )
 
 
 def _check_factors(factors: Factors, where: str) -> None:

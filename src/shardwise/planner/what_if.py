@@ -315,11 +315,7 @@ def _rename_node(cluster: Cluster, node: ClusterNode, name: str) -> Cluster | No
     return replace(
         cluster,
         nodes=(replace(node, name=name, address="", ssh=None),),
-        network=replace(
-            network,
-            domains=tuple(replace(d, nodes=(name,)) for d in network.domains),
-            switches=tuple(replace(s, nodes=(name,)) for s in network.switches),
-        ),
+        network=network.with_nodes(lambda nodes, every: (name,)),
     )
 
 
@@ -346,21 +342,12 @@ def copy_cluster(cluster: Cluster, factor: int) -> Cluster | None:
 
 def _join_network(network: Network, original: Network, prefix: str) -> Network:
     """Return the network with a copy of the original's domains, switches and trunks."""
-
-    def names(patterns: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(prefix + pattern for pattern in patterns)
-
-    domains = (replace(d, nodes=names(d.nodes)) for d in original.domains)
-    switches = (replace(s, name=prefix + s.name, nodes=names(s.nodes)) for s in original.switches)
-    trunks = (
-        replace(t, name=prefix + t.name, between=(names(t.between[0]), names(t.between[1])))
-        for t in original.trunks
-    )
+    copy = original.with_nodes(lambda nodes, every: tuple(prefix + n for n in nodes), prefix)
     return replace(
         network,
-        domains=(*network.domains, *domains),
-        switches=(*network.switches, *switches),
-        trunks=(*network.trunks, *trunks),
+        domains=(*network.domains, *copy.domains),
+        switches=(*network.switches, *copy.switches),
+        trunks=(*network.trunks, *copy.trunks),
     )
 
 
