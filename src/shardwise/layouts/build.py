@@ -11,7 +11,7 @@ import numpy as np
 
 from shardwise.errors import InfeasiblePlan, ProgramError
 from shardwise.ir import Graph, TensorType
-from shardwise.layouts.factor_graph import INF, Model, MultiUse, Use, Variable
+from shardwise.layouts.factor_graph import INF, Model, MultiUse, Use, Variable, impossible_variable
 from shardwise.layouts.moves import plan_moves
 from shardwise.layouts.options import Demand, Option, Options
 from shardwise.layouts.problem import LayoutTask, Placements, Prices
@@ -107,29 +107,21 @@ class Built:
 
 
 def build(
-    options: Options,
-    prices: Prices,
-    *,
-    joint: dict[str, tuple[Option, ...]] | None = None,
-    limit: float | None = None,
+    options: Options, prices: Prices, joint: dict[str, tuple[Option, ...]] | None = None
 ) -> Built:
-    """Return the model of all joint options, or of those given; `limit` bounds the bytes."""
-    return _Builder(options, prices, options.of if joint is None else joint, limit).run()
+    """Return the model of all joint options, or of those given."""
+    return _Builder(options, prices, options.of if joint is None else joint).run()
 
 
 class _Builder:
     def __init__(
-        self,
-        options: Options,
-        prices: Prices,
-        joint: dict[str, tuple[Option, ...]],
-        limit: float | None,
+        self, options: Options, prices: Prices, joint: dict[str, tuple[Option, ...]]
     ) -> None:
         self.graph, self.facts, self.task = options.graph, options.facts, options.task
         self.options, self.prices, self.pure = options, prices, options.pure
         graph = self.graph
         parameters = options.pure.parameters
-        self.built = Built(Model(limit=limit), options=dict(joint), parameters=parameters)
+        self.built = Built(Model(), options=dict(joint), parameters=parameters)
         self.model = self.built.model
         self.paths = Paths(graph, self.task, prices)
         self.users: dict[str, list[str]] = {}
@@ -187,17 +179,11 @@ class _Builder:
         by_choice: dict[int, tuple[float, float]] = {}
         for option in row:
             if id(option.choice) not in by_choice:
-                weight = 0.0
-                if self._weighs:
-                    weight = copies * self.prices.saved_bytes(node, option.choice)
+                weight = copies * self.prices.saved_bytes(node, option.choice)
                 time = copies * self.prices.node(node, option.choice)
                 by_choice[id(option.choice)] = time + self.task.memory_weight * weight, weight
         costs = [by_choice[id(option.choice)] for option in row]
         return [cost for cost, _ in costs], [weight for _, weight in costs]
-
-    @property
-    def _weighs(self) -> bool:
-        return self.task.memory_weight > 0 or self.model.limit is not None
 
     def _parameter_roots(self) -> dict[str, str]:
         """Tie the parameters that tied nodes use at the same position."""
@@ -216,7 +202,7 @@ class _Builder:
         for value, row in zip(values, rows, strict=True):
             copies = self.task.copies.get(value, 1)
             for i, stored in enumerate(row):
-                weight = copies * self.prices.stored_bytes(value, stored) if self._weighs else 0.0
+                weight = copies * self.prices.stored_bytes(value, stored)
                 unary[i] += copies * self.prices.store(value, stored)
                 unary[i] += self.task.memory_weight * weight
                 weights[i] += weight
@@ -402,11 +388,10 @@ def _legal(placements: Placements, pure: frozenset[int], need: Need) -> bool:
 
 def check_feasible(built: Built) -> None:
     """Raise if a variable has no possible state."""
-    names = {v: k for k, v in (*built.nodes.items(), *built.sources.items())}
-    for number, variable in built.model.variables.items():
-        if len(variable) == 0:
-            raise InfeasiblePlan(
-                f"no sharding of {names[number]} is compatible with the constraints on its "
-                "neighbours",
-                hint="loosen the entries for this parameter or node and its neighbours",
-            )
+    number = impossible_variable(built.model)
+    if number is not None:
+        names = {v: k for k, v in (*built.nodes.items(), *built.sources.items())}
+        raise InfeasiblePlan(
+            f"no sharding of {names[number]} is compatible with the constraints on its neighbours",
+            hint="loosen the entries for this parameter or node and its neighbours",
+        )

@@ -132,8 +132,7 @@ class LayoutTask:
     graph stands, by which its costs are multiplied; `moves` is the multiplier for moves of a value
     if it differs from that of the value's producer. `tied` maps a node to an earlier one that must
     make the same choice on every axis; parameters that tied nodes use at the same position are
-    stored in the same layout. Memory counts as `memory_weight` seconds per byte, and
-    `memory_limit_bytes` bounds it.
+    stored in the same layout. Memory counts as `memory_weight` seconds per byte.
 
     A parameter is stored in the layout that its use needs, or that one of several uses needs. With
     `move_parameters` it may also be stored in another layout and redistributed in every step.
@@ -146,7 +145,6 @@ class LayoutTask:
     moves: Mapping[str, int] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
     memory_weight: float = 0.0
-    memory_limit_bytes: float | None = None
     move_parameters: bool = False
 
     @property
@@ -162,19 +160,15 @@ class LayoutTask:
 class LayoutSolution:
     """The cheapest layouts found, with a lower bound on the cost of any layouts.
 
-    `cost_s` is the sum of time and weighted memory; `seconds` is the duration of the search. If
-    `restricted` is not empty, it describes the restriction of the problem for which the bound
-    holds.
+    `cost_s` is the sum of time and weighted memory. If `restricted` is not empty, it describes the
+    restriction of the problem for which the bound holds.
     """
 
     graph: Graph = field(repr=False, compare=False)
     assignments: tuple[Assignment, ...]
     cost_s: float
     bound_s: float
-    memory_bytes: float
-    num_variables: int
     restricted: str = ""
-    seconds: float = field(compare=False)
 
     @property
     def gap(self) -> float:

@@ -14,7 +14,6 @@ If elimination would need large tables, `LayoutMilp` decides:
                 the same for every use k of a multi-use: w[k,h,n]                    (_multi_use)
                 z[h,m] >= sum over needs n with m on the path from h of w[k,h,n]     (_move)
                 x(R on an axis) <= sum of x(uses of the same work on it)             (_replicated)
-                sum_v sum_s weight[v,s] x[v,s] <= limit                              (_limit)
                 x in {0, 1};  w, z >= 0
 
 `x(a)` is the sum over the states of a variable with equal rows in a pair, or with equal holdings or
@@ -33,17 +32,15 @@ from scipy.sparse import csr_array
 
 from shardwise.arrays import Floats, Ints
 from shardwise.errors import InfeasiblePlan
-from shardwise.formatting import GIB
 from shardwise.ir import Graph
 from shardwise.layouts.build import Built, build, check_feasible, without_grad
 from shardwise.layouts.factor_graph import (
     INF,
     Model,
     MultiUse,
-    Reducer,
     Solved,
     Use,
-    restore,
+    simplify,
     solve_by_elimination,
 )
 from shardwise.layouts.options import Option, Options
@@ -88,14 +85,13 @@ class LayoutMilp:
         """Return the best states found within the time limit."""
         model = self.model
         if not model.variables:
-            return Solved(chosen={}, cost=model.constant, bound=model.constant, num_variables=0)
+            return Solved(chosen={}, cost=0.0, bound=0.0)
         for number in sorted(model.variables):
             self._choose(number)
         for key in sorted(model.pairs):
             self._pair(key)
         for multi_use in model.multi_uses:
             self._multi_use(multi_use)
-        self._limit()
         return self._run(time_limit_s)
 
     def _variable(self, cost: float, *, integral: bool = False) -> int:
@@ -104,10 +100,13 @@ class LayoutMilp:
         return len(self.costs) - 1
 
     def _choose(self, number: int) -> None:
-        variable = self.model.variables[number]
-        columns = [self._variable(float(c), integral=True) for c in variable.unary]
+        costs = self.model.variables[number].unary.tolist()
+        columns = [self._variable(c if c < INF else 0.0, integral=True) for c in costs]
         self.first[number] = columns[0]
         self.rows.add([(c, 1.0) for c in columns], 1.0, 1.0)
+        for column, cost in zip(columns, costs, strict=True):
+            if cost == INF:
+                self.rows.add([(column, 1.0)], 0.0, 0.0)
 
     def _members(self, number: int, groups: Ints) -> dict[int, list[tuple[int, float]]]:
         """Return the columns of a variable's states by group."""
@@ -199,22 +198,9 @@ class LayoutMilp:
             ]
             self.rows.add(terms, -INF, 0.0)
 
-    def _limit(self) -> None:
-        if self.model.limit is None:
-            return
-        terms = [
-            (self.first[number] + state, float(weight))
-            for number, variable in sorted(self.model.variables.items())
-            for state, weight in enumerate(variable.weight)
-        ]
-        scale = max((abs(w) for _, w in terms), default=1.0) or 1.0
-        available = self.model.limit - self.model.weight
-        self.rows.add([(c, w / scale) for c, w in terms], -INF, available / scale)
-
     def _scale(self, costs: Floats) -> float:
         """Return a unit of the objective that makes the solver's absolute tolerances harmless."""
-        lower_bound = self.model.constant
-        lower_bound += sum(float(v.unary.min()) for v in self.model.variables.values())
+        lower_bound = sum(float(v.unary.min()) for v in self.model.variables.values())
         positive = costs[costs > 0]
         if lower_bound <= 0:
             return float(positive.min()) if positive.size else 1.0
@@ -238,20 +224,13 @@ class LayoutMilp:
         if result.x is None:
             if result.status == 1:
                 raise InfeasiblePlan(f"no layouts were found in {time_limit_s:.1f} s")
-            within = "" if model.limit is None else f" within {model.limit / GIB:.2f} GiB"
-            raise InfeasiblePlan(f"no layouts satisfy the constraints{within}")
+            raise InfeasiblePlan("no layouts satisfy the constraints")
         chosen = {}
         for number, variable in model.variables.items():
             first = self.first[number]
-            state = int(np.argmax(result.x[first : first + len(variable)]))
-            chosen[number] = int(variable.index[state])
+            chosen[number] = int(np.argmax(result.x[first : first + len(variable)]))
         bound = result.fun if result.mip_dual_bound is None else result.mip_dual_bound
-        return Solved(
-            chosen=chosen,
-            cost=float(result.fun) * scale + model.constant,
-            bound=float(bound) * scale + model.constant,
-            num_variables=len(self.costs),
-        )
+        return Solved(chosen=chosen, cost=float(result.fun) * scale, bound=float(bound) * scale)
 
 
 MAX_JOINT = 1_500  # options of all nodes together: some seconds to solve
@@ -269,23 +248,15 @@ def solve_options(
     options: Options, prices: Prices, *, time_limit_s: float = 30.0
 ) -> LayoutSolution:
     """Return the cheapest layouts of precomputed options, as `solve_layouts` does."""
-    start = time.monotonic()
-    search = _Search(options, prices, start + time_limit_s)
-    solution = search.run(None)
-    limit = options.task.memory_limit_bytes
-    # Most limits do not bind, and the unlimited problem is much easier to solve.
-    if limit is not None and search.memory(solution) > limit:
-        solution = search.run(limit)
+    search = _Search(options, prices, time.monotonic() + time_limit_s)
+    solution = search.run()
     solved = solution.solved
     return LayoutSolution(
         graph=options.graph,
         assignments=assignments_of(options.task, solution.built, solution.chosen, solved.cost),
         cost_s=solved.cost,
         bound_s=min(solved.bound, solved.cost),
-        memory_bytes=search.memory(solution),
-        num_variables=solved.num_variables,
         restricted=search.restricted,
-        seconds=time.monotonic() - start,
     )
 
 
@@ -317,20 +288,20 @@ class _Search:
             names = ", ".join(self.task.axes[i].name for i in self.wide)
             self.restricted = f"of the axes {names} one is open at a time"
 
-    def run(self, limit: float | None) -> _ModelSolution:
-        """Return the best solution within a limit on bytes."""
-        return self._descend(limit) if self.restricted else self._solve(self.options.of, limit)
+    def run(self) -> _ModelSolution:
+        """Return the best solution."""
+        return self._descend() if self.restricted else self._solve(self.options.of)
 
-    def _solve(self, joint: dict[str, tuple[Option, ...]], limit: float | None) -> _ModelSolution:
-        built = build(self.options, self.prices, joint=joint, limit=limit)
-        eliminated = Reducer(built.model).run()
-        check_feasible(built)
+    def _solve(self, joint: dict[str, tuple[Option, ...]]) -> _ModelSolution:
+        built = build(self.options, self.prices, joint)
+        simplify(built.model)
         solved = solve_by_elimination(built.model)
         if solved is None:
+            check_feasible(built)
             solved = LayoutMilp(built.model).solve(self.deadline - time.monotonic())
-        return _ModelSolution(built, restore(eliminated, solved.chosen), solved)
+        return _ModelSolution(built, solved.chosen, solved)
 
-    def _descend(self, limit: float | None) -> _ModelSolution:
+    def _descend(self) -> _ModelSolution:
         """Open one axis for parameters at a time; all start with the same work on every rank."""
         options = self.options
         now = {i: {n: (row[0],) for n, row in options.rows[i].items()} for i in self.wide}
@@ -342,7 +313,7 @@ class _Search:
                 if best is not None and time.monotonic() > self.deadline:
                     return best
                 fixed = {i: row for i, row in now.items() if i != axis}
-                best = self._solve(options.joint(fixed), limit)
+                best = self._solve(options.joint(fixed))
                 now[axis] = {name: (best.choice(name)[axis],) for name in now[axis]}
                 for name, chosen in now[axis].items():
                     tried[axis][name] |= dict.fromkeys(chosen)
@@ -353,20 +324,8 @@ class _Search:
         if time.monotonic() > self.deadline:
             return best
         narrow = {i: {name: tuple(cs) for name, cs in row.items()} for i, row in tried.items()}
-        joint = self._solve(options.joint(narrow), limit)
+        joint = self._solve(options.joint(narrow))
         return joint if joint.solved.cost <= best.solved.cost else best
-
-    def memory(self, solution: _ModelSolution) -> float:
-        """Return the bytes of parameters and of values saved for backward."""
-        total, built, copies = 0.0, solution.built, self.task.copies
-        for value, variable in built.sources.items():
-            if value in built.parameters:
-                stored = built.storages[value][solution.chosen[variable]]
-                total += copies.get(value, 1) * self.prices.stored_bytes(value, stored)
-        for node in self.options.graph.nodes:
-            saved = self.prices.saved_bytes(node, solution.choice(node.name))
-            total += copies.get(node.name, 1) * saved
-        return total
 
 
 def assignments_of(

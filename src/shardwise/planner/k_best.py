@@ -55,7 +55,7 @@ def k_best(
     order = _order(model, factors)
     place = {variable: at for at, variable in enumerate(order)}
     ends = [max(place[v] for v in members) for members, _ in factors]
-    costs, picks = np.array([model.constant]), np.zeros((1, 0), dtype=np.int64)
+    costs, picks = np.zeros(1), np.zeros((1, 0), dtype=np.int64)
     complete = True
     for at, variable in enumerate(order):
         ending = [f for f, end in zip(factors, ends, strict=True) if end == at]

@@ -132,7 +132,7 @@ class LayoutCache:
         options, prices = self._priced(task, group, num_microbatches)
         if options.num_joint() > MAX_JOINT:
             return [], False
-        built = build(options, prices, limit=float("inf"))
+        built = build(options, prices)
         stored = {  # costs of parameters, by the variable of how they are stored
             number: built.model.variables[number].unary
             for number in {built.sources[value] for value in built.parameters}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import InfeasiblePlan, PlanError
+from shardwise.errors import PlanError
 from shardwise.ir import Graph
 from shardwise.layouts.problem import LayoutAxis, LayoutSolution, LayoutTask
 from shardwise.layouts.solve import solve_layouts
@@ -226,21 +226,19 @@ def test_copies_multiply_costs(llama: tuple[Graph, Facts]) -> None:
     assert thrice.cost_s == pytest.approx(3 * once.cost_s)
 
 
-def test_memory_is_weighed_and_bounded() -> None:
+def test_memory_is_weighed() -> None:
     graph, facts = captured("fused_gpt")
     task = make_task(graph, "tp4")
     fast = {**SLOW, "flops_per_s": 1e13, "latency_s": 1e-3}  # sharding never pays off
     prices = LinkPrices(graph=graph, facts=facts, task=task, **fast)
+
+    def memory_bytes(solution: LayoutSolution) -> float:
+        (tp,) = solution.assignments
+        stored = sum(
+            prices.stored_bytes(p.value, (tp.parameters[p.value],)) for p in graph.parameters
+        )
+        return stored + sum(prices.saved_bytes(n, (tp.nodes[n.name],)) for n in graph.nodes)
+
     free = solve_layouts(graph, facts, task, prices)
     weighed = solve_layouts(graph, facts, replace(task, memory_weight=1e-6), prices)
-    assert weighed.memory_bytes < 0.5 * free.memory_bytes
-    limit = 0.7 * free.memory_bytes
-    bounded = solve_layouts(graph, facts, replace(task, memory_limit_bytes=limit), prices)
-    assert weighed.memory_bytes < bounded.memory_bytes <= limit
-    assert free.cost_s < bounded.cost_s
-    same = solve_layouts(
-        graph, facts, replace(task, memory_limit_bytes=2 * free.memory_bytes), prices
-    )
-    assert same.cost_s == pytest.approx(free.cost_s)
-    with pytest.raises(InfeasiblePlan, match="GiB"):
-        solve_layouts(graph, facts, replace(task, memory_limit_bytes=1000.0), prices)
+    assert memory_bytes(weighed) < 0.5 * memory_bytes(free)
