@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.errors import BatchError, ShardwiseError
 from shardwise.listening import listening_socket
-from shardwise.runtime import consistency
+from shardwise.runtime import consistency, failures
 from shardwise.runtime.module import AGREED_CHANGES
 
 BATCH = {"x": torch.ones(4, 3)}
@@ -107,6 +107,36 @@ def test_a_change_on_one_rank_is_named_at_once(tmp_path: Path, what: str) -> Non
     for rank, text in enumerate(errors):
         assert re.search(rf"RankError: .*rank 1 .*{what}", text), text
         assert float((tmp_path / str(rank)).read_text()) < 30
+
+
+def weight_of_one_rank() -> list[tuple[str, str, float]]:
+    """Rank 1 fails and lives on; a second attempt there must not wait, either."""
+    model, errors = Scaled(), []
+    pm = parallel(model)
+    pm.train_step(BATCH)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.line.weight.add_(1.0)
+    for _ in range(2):
+        start = time.monotonic()
+        try:
+            with mock.patch.object(failures, "CLOSE_S", 0.5):
+                pm.train_step(BATCH)
+        except ShardwiseError as error:
+            errors.append((type(error).__name__, str(error), time.monotonic() - start))
+            time.sleep(2.0)
+    return errors[: 2 if dist.get_rank() == 1 else 1]
+
+
+@pytest.mark.distributed
+def test_ranks_do_not_wait_for_one_that_failed_and_lives_on(pool: Callable[[int], Any]) -> None:
+    other, own = pool(2).run(weight_of_one_rank, timeout=100)
+    [(kind, text, seconds)] = other
+    assert kind == "RankError"
+    assert "rank 1 failed: ProgramError: line.weight" in text
+    assert seconds < 30
+    assert [kind for kind, _, _ in own] == ["ProgramError", "RankError"]
+    assert "closed its connections" in own[1][1]
 
 
 class Deepening(nn.Module):

@@ -12,10 +12,11 @@ for at most ten seconds and never longer than its timeout. If the store is lost,
 rank 0, or torchrun's agent. Since rank 0 may merely have given up, it stays for up to three seconds
 until the others know the cause.
 
-A rank that waits in gloo for a living peer cannot be interrupted: it returns when that peer's
-process ends, or at the process group's own timeout. Nor can gloo be stopped from finishing its work
-when the interpreter exits: after a failure, a process that is still exiting after five seconds is
-ended with exit status 1.
+A rank that waits in gloo for a living peer cannot be interrupted: it returns when the peer closes
+the connection, or at the process group's own timeout. A rank that failed and lives on therefore
+closes its connections if, after three seconds, another rank waits for it in the same step. Nor can
+gloo be stopped from finishing its work when the interpreter exits: after a failure, a process that
+is still exiting after five seconds is ended with exit status 1.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -38,6 +40,7 @@ from shardwise.errors import LinkError, RankError
 from shardwise.runtime.rendezvous import (
     DEAD_AFTER_S,
     ENDED,
+    HEARTBEAT_S,
     Connection,
     Heartbeat,
     Liveness,
@@ -50,9 +53,11 @@ from shardwise.runtime.rendezvous import (
 
 if TYPE_CHECKING:
     from shardwise.runtime.nccl_watch import NcclWatch
+    from shardwise.runtime.transport.process_group import ProcessGroupTransport
 
 GRACE_S = 10.0
 LINGER_S = 3.0
+CLOSE_S = 3.0
 EXIT_S = 5.0
 POLL_S = 0.05
 
@@ -172,23 +177,31 @@ def _failure_reports() -> FailureReports | None:
 
 
 @contextlib.contextmanager
-def naming_failures(timeout_s: float, groups: Sequence[dist.ProcessGroup] = ()) -> Iterator[None]:
+def naming_failures(
+    timeout_s: float, transport: ProcessGroupTransport | None = None
+) -> Iterator[None]:
     """Turn a failure of communication within the body into a `RankError` that names its cause.
 
     Any other exception is published, so that the other ranks name it and this rank, and raised
     unchanged. Finding the cause takes at most `timeout_s`. All ranks use this around the same work.
-    If the `groups` that the body uses are NCCL's, `nccl_watch` also watches the device.
+    With the `transport` that the body uses, other ranks do not wait for this one after a failure;
+    over NCCL, `nccl_watch` also watches the device.
     """
     reports = _failure_reports()
     if reports is None:
         yield
         return
     reports.withdraw()
+    if transport is not None:
+        reports.heartbeat.num_bodies += 1
     try:
-        with _watching(reports, groups, timeout_s):
+        with _watching(reports, transport, timeout_s):
             yield
     except BaseException as error:
         _limit_exit_time()
+        if transport is not None:
+            args = (reports, transport, error, timeout_s)
+            threading.Thread(target=_close_if_awaited, args=args, daemon=True).start()
         if not _is_communication(error):
             text = f"{type(error).__name__}: {first_line(error)}"
             with contextlib.suppress(RuntimeError):
@@ -208,10 +221,30 @@ def naming_failures(timeout_s: float, groups: Sequence[dist.ProcessGroup] = ()) 
         raise cause.as_error(reports.rank, first_line(error)) from error
 
 
+def _close_if_awaited(
+    reports: FailureReports,
+    transport: ProcessGroupTransport,
+    error: BaseException,
+    timeout_s: float,
+) -> None:
+    """Close this rank's connections if another rank waits for it in the body that failed here."""
+    number, end = reports.heartbeat.num_bodies, time.monotonic() + timeout_s
+    with contextlib.suppress(RuntimeError):
+        time.sleep(CLOSE_S)
+        while reports.heartbeat.num_bodies == number and time.monotonic() < end:
+            waiting = [r for r in reports.others() if not reports.report_of(r)]
+            if any(reports.liveness.num_bodies(r) == number for r in waiting):
+                traceback.clear_frames(error.__traceback__)  # they may refer to connections
+                transport.close(f"{type(error).__name__}: {first_line(error)}")
+                return
+            time.sleep(HEARTBEAT_S)
+
+
 def _watching(
-    reports: FailureReports, groups: Sequence[dist.ProcessGroup], timeout_s: float
+    reports: FailureReports, transport: ProcessGroupTransport | None, timeout_s: float
 ) -> contextlib.AbstractContextManager[None]:
     """Watch a step whose groups are NCCL's."""
+    groups = [] if transport is None else transport.groups
     if not groups or str(dist.get_backend(groups[0])) != "nccl":
         return contextlib.nullcontext()
     from shardwise.runtime.nccl_watch import NcclWatch, abort_groups, kernels_end

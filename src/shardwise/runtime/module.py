@@ -176,7 +176,7 @@ class ParallelModule(nn.Module):
         """Make other ranks name a rank that fails, where ranks are processes."""
         transport = unwrap_transport(self.mesh.transport)
         if isinstance(transport, ProcessGroupTransport):
-            return naming_failures(self.timeout_s, transport.groups)
+            return naming_failures(self.timeout_s, transport)
         return contextlib.nullcontext()
 
     def local_batch(self, batch: Any, training: bool = True, *, step: str = "") -> Any:
@@ -468,9 +468,16 @@ class StepLoss(Tensor):
         # Called on plain tensors: printing, formatting and copying ask for the exact class.
         args, kwargs = tree_map_only(cls, _plain, (args, kwargs))
         result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.requires_grad:
+            raise ProgramError(
+                "backward of this loss has already run: a term that is added to it now, or "
+                "multiplied by it, is not part of the training",
+                hint="compute the term in the model's forward or in loss_fn; float(loss) is the "
+                "value of the loss",
+            )
         if type(result) is not Tensor or result.dim() > 1 or not result.is_floating_point():
             return result
-        return result if result.requires_grad else result.as_subclass(cls)
+        return result.as_subclass(cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Saved as a plain tensor, which torch.load reads with weights_only.

@@ -201,6 +201,7 @@ class Heartbeat:
         self.rank = dist.get_rank()
         self.cause: str | None = None
         self.num_runs = 0  # of programs that this rank has begun to run
+        self.num_bodies = 0  # of `naming_failures` that this rank has entered
         self._connection = Connection(timeout_s=10.0)
         self._stop = threading.Event()
         self._beat(0)
@@ -217,7 +218,7 @@ class Heartbeat:
                 self._beat(beats)
 
     def _beat(self, beats: int) -> None:
-        text = json.dumps([beats, self.cause is not None, self.num_runs])
+        text = json.dumps([beats, self.cause is not None, self.num_runs, self.num_bodies])
         self._connection.write(f"heartbeat/{self.rank}", text)
 
     def end(self) -> None:
@@ -257,16 +258,20 @@ class Liveness:
 
     def heartbeat(self, rank: int) -> tuple[int | None, bool]:
         """Return a rank's counter, and whether it knows the cause of a failure."""
-        beats, knows_cause, _ = self._read(rank)
+        beats, knows_cause, *_ = self._read(rank)
         return beats, knows_cause
 
     def num_runs(self, rank: int) -> int:
         """Return how many programs a rank has begun to run, as of its last heartbeat."""
         return self._read(rank)[2]
 
-    def _read(self, rank: int) -> tuple[int | None, bool, int]:
+    def num_bodies(self, rank: int) -> int:
+        """Return how many bodies of `naming_failures` a rank has entered, likewise."""
+        return self._read(rank)[3]
+
+    def _read(self, rank: int) -> tuple[int | None, bool, int, int]:
         text = self._connection.read(f"heartbeat/{rank}")
-        return (None, False, 0) if text is None else tuple(json.loads(text))
+        return (None, False, 0, 0) if text is None else tuple(json.loads(text))
 
     def observe(self, rank: int) -> tuple[int | None, float]:
         """Return a rank's counter, and for how many seconds it has not changed."""

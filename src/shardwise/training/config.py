@@ -184,6 +184,7 @@ class LogConfig:
 class TrainConfig:
     """The settings of a training run. All files go to `folder`; without one, none are written.
 
+    `init` gives weights to a model on meta, as in `sw.parallelize`.
     `metrics` are functions of the model's output and the batch, by name, for evaluations.
     A batch is computed in `num_microbatches` parts; the loss remains that of the full batch.
     `verify` first checks the plan's program against the model, once for each program and folder.
@@ -193,6 +194,7 @@ class TrainConfig:
     model: Part
     data: DataConfig
     loss_fn: Part = None
+    init: Part = None
     steps: Count | None = None
     epochs: Count | None = None
     plan: Annotated[Any, PlanConfig] = field(default_factory=PlanConfig)

@@ -199,6 +199,7 @@ class Session:
             loss_fn,
             device=world.device,
             seed=config.seed,
+            init=load_function(config.init, "init", base),
             compile=config.compile,
             record="paused" if config.folder is not None else False,
             timeout_s=config.timeout_s,

@@ -10,6 +10,7 @@ Every process of a group runs the same code; only rank 0 prints and writes logs.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,7 @@ class Trainer:
         self._base: Path | None = None
         self._session: Session | None = None
         self._stack = contextlib.ExitStack()
+        weakref.finalize(self, self._stack.close)  # also when the interpreter exits
         self._stops = StopRequests()
         self._resumed_from: Path | None = None
 

@@ -58,12 +58,34 @@ class ProcessGroupTransport:
                     self._groups[ranks] = pg
         default = dist.group.WORLD
         assert default is not None
-        self._world_group = self._groups.setdefault(world, default)
+        self._groups.setdefault(world, default)
+        self._closed = ""
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The process groups of this rank, the one of all ranks first."""
         return list(dict.fromkeys([self._world_group, *self._groups.values()]))
+
+    @property
+    def _world_group(self) -> dist.ProcessGroup:
+        self._require_open()
+        return self._groups[tuple(range(self.world_size))]
+
+    def close(self, cause: str) -> None:
+        """Close this rank's connections: its peers fail at once, and every further use here."""
+        self._closed = cause
+        groups, self._groups = set(self._groups.values()), {}
+        while groups:
+            if (group := groups.pop()) is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RankError(
+                "this rank has closed its connections, because others waited for it after: "
+                f"{self._closed}",
+                hint="start training again on all ranks, from the last checkpoint",
+            )
 
     def use(self, choices: Sequence[CollectiveChoice], derive: Derive) -> None:
         """Use other implementations than the library's for some collectives; all ranks call it."""
@@ -236,6 +258,7 @@ class ProcessGroupTransport:
 
     def _group(self, tensor: Tensor, group: Group) -> tuple[str, dist.ProcessGroup]:
         """Return the backend that will carry the tensor, and the process group."""
+        self._require_open()
         if group.ranks not in self._groups:  # not of a mesh axis; its members call this together
             self._groups[group.ranks] = dist.new_group(
                 list(group.ranks), timeout=self._timeout, use_local_synchronization=True
