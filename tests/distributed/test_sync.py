@@ -106,7 +106,7 @@ def counted_bytes(entries: dict[str, Any]) -> dict[tuple[str, str], float]:
 
 
 def distinct_batch() -> dict[str, torch.Tensor]:
-    return {"x": torch.arange(20).view(10, 2) + 3, "y": torch.arange(20).view(10, 2) % 7}
+    return {"x": torch.arange(16).view(8, 2) + 3, "y": torch.arange(16).view(8, 2) % 7}
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -15,9 +15,9 @@ from shardwise.cluster import Cluster
 from shardwise.ir import Graph, Ref
 from shardwise.plans import Plan, Sync
 from shardwise.plans.sync import applied_sync, operator_uses
+from shardwise.runtime.sync_forms import record_bytes, space_for
 
 COUNT_BYTES = 8  # of a number of rows
-INDEX_BYTES = 4  # of the index of a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +94,15 @@ def sync_messages(
     busiest = _busiest(form, num_ranks, rates) if form.has_owners else 1.0
     counts = _reduce("all_gather", num_ranks * COUNT_BYTES)
     if form.sparse:
-        sent = rows * (width * reduced_bytes + INDEX_BYTES)
+        by_rank, reduced = -(-rows // num_ranks), record_bytes(width, reduced_bytes)
         if not form.has_owners:
-            return counts, _reduce("all_gather", sent)
-        changed = min(rows, shape[0]) * (width * item_bytes + INDEX_BYTES)
+            return (_reduce("all_gather", num_ranks * (1 + space_for(by_rank)) * reduced),)
+        shares = [math.ceil(min(rows, shape[0]) * share) for share in _shares(form, num_ranks)]
+        records = sum(1 + space_for(changed) for changed in shares)
         return (
             _reduce("all_gather", num_ranks**2 * COUNT_BYTES),
-            _reduce("all_to_all", sent, busiest),
-            _update("all_gather", num_ranks * COUNT_BYTES),
-            _update("all_gather", changed, busiest),
+            _reduce("all_to_all", num_ranks * by_rank * reduced, busiest),
+            _update("all_gather", records * record_bytes(width, item_bytes), busiest),
         )
     total, near = numel * reduced_bytes, form.hierarchical
     if form.factors:
@@ -162,7 +162,11 @@ def link_time(shares: Sequence[float], rates: Sequence[float]) -> float:
 
 def _busiest(form: Sync, num_ranks: int, rates: Sequence[float]) -> float:
     """Return the time of the busiest link, relative to equal shares on links as the slowest."""
-    weights = form.weights(num_ranks) or (1,) * num_ranks
-    shares = [weight / sum(weights) for weight in weights]
-    busy = link_time(shares, rates) * min(rates, default=1.0)
+    busy = link_time(_shares(form, num_ranks), rates) * min(rates, default=1.0)
     return busy * num_ranks / max(1, num_ranks - 1)
+
+
+def _shares(form: Sync, num_ranks: int) -> list[float]:
+    """Return the part of a parameter that each rank owns."""
+    weights = form.weights(num_ranks) or (1,) * num_ranks
+    return [weight / sum(weights) for weight in weights]

@@ -21,6 +21,7 @@ gradient. If storage still requires a sum, only the first of the equal ranks con
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -34,13 +35,7 @@ from shardwise.errors import ProgramError
 from shardwise.runtime.memory import host_empty
 from shardwise.runtime.mesh import Axis, ProcessMesh
 from shardwise.runtime.parameters import Entry, FlatGroup, ParameterSpec, buckets, limits
-from shardwise.runtime.sync_forms import (
-    Exchange,
-    all_reduce_by_node,
-    gather_factors,
-    gather_rows,
-    send_rows,
-)
+from shardwise.runtime.sync_forms import Exchange, RowExchange, all_reduce_by_node, gather_factors
 from shardwise.runtime.sync_state import SyncState
 from shardwise.runtime.transport import Pending
 
@@ -100,7 +95,8 @@ class Reduction:
         self.waiting: dict[Entry, int] = {}
         self.launched = False
         self.factor, self.replicas = 1.0, 1
-        self.bytes = sum(e.numel * self.dtype.itemsize for e in self.entries)
+        dense_entries = () if first.spec.sparse else self.entries
+        self.bytes = sum(e.numel * self.dtype.itemsize for e in dense_entries)
         self._pending: Pending | None = None
         self._exchange: Exchange | None = None
         operation = "all_reduce" if group is None else "reduce_scatter"
@@ -108,6 +104,10 @@ class Reduction:
         key = (axis.name, members)
         spec = first.spec
         self.is_exchange = spec.sparse or spec.factors or (spec.node_ranks > 1 and group is None)
+        self._rows: RowExchange | None = None
+        if spec.sparse and group is None:
+            starts = itertools.accumulate((e.local_shape[0] for e in self.entries), initial=0)
+            self._rows = RowExchange(self.axis, list(starts), first.local_shape[1:])
         if key not in buckets and first.leaf.device.type == "cpu" and not self.is_exchange:
             memory = axis.bucket(sum(e.numel for e in members), self.dtype, operation)
             buckets[key] = None if memory is None else Bucket(memory)
@@ -154,10 +154,16 @@ class Reduction:
         if not entry.spec.sparse:
             joined = self._join([_take_gradient(e) for e in self.entries])
             return all_reduce_by_node(joined, axis, entry.spec.node_ranks)
-        grad = _take_rows(entry)
-        if self.group is None:
-            return gather_rows(grad, axis, dtype)
-        return send_rows(grad, axis, dtype, self.group.row_starts)
+        grads = [_take_rows(e) for e in self.entries]
+        if self._rows is not None:
+            return self._rows.gather(grads, dtype)
+        assert self.group is not None
+        return RowExchange(axis, self.group.row_starts, grads[0].shape[1:]).send(grads[0], dtype)
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether there is more to start when the first collective has ended."""
+        return self._exchange is not None and self._rows is None
 
     def advance(self) -> None:
         """Start the next collective of an exchange; all ranks call it at the same points."""
@@ -194,8 +200,10 @@ class Reduction:
         if self.group is not None:
             self._add_to_pieces(result, self.group)
             return
-        sizes = [entry.numel for entry in self.entries]
-        grads = (result,) if result.is_sparse else torch.split(result.view(-1), sizes)
+        if self._rows is not None:
+            grads: Sequence[Tensor] = self._rows.split(result)
+        else:
+            grads = torch.split(result.view(-1), [entry.numel for entry in self.entries])
         for entry, grad in zip(self.entries, grads, strict=True):
             entry.take_gradients_in(entry.master)
             entry.leaf.grad = grad if grad.is_sparse else grad.view(entry.local_shape)
@@ -213,8 +221,10 @@ class Reduction:
                 grad = grad if grad.is_sparse else grad.view(entry.piece.shape)
                 entry.piece.grad = grad if earlier is None else summed(earlier, grad)
 
-    def reset(self) -> None:
+    def reset(self, failed: bool = False) -> None:
         """Prepare for the next step, or forget one that failed."""
+        if failed and self._rows is not None:
+            self._rows.forget()
         self._pending, self.launched, self.waiting = None, False, dict(self.expected)
         self._exchange = None
         for entry in self.entries:
@@ -377,7 +387,8 @@ class Reducer:
     def _launch(self, reduction: Reduction) -> None:
         reduction.factor = self._factor * reduction.replicas
         for earlier in self._in_flight:
-            earlier.advance()
+            if earlier.has_stages:
+                earlier.advance()
         reduction.launch()
         self._in_flight.append(reduction)
         while len(self._in_flight) > 1:
@@ -418,7 +429,7 @@ class Reducer:
         """Discard a step that failed."""
         self.active = False
         for reduction in self.plan.reductions:
-            reduction.reset()
+            reduction.reset(failed=True)
         self._in_flight.clear()
         for entry in self.entries:
             entry.leaf.grad = None
@@ -455,7 +466,11 @@ class Reducer:
             axis = self._axis(entry)
             dtypes = (entry.gradient_dtype, entry.reduce_dtype, entry.master)
             single = entry if axis.size == 1 else None
-            return (axis.name, *dtypes, *limits(entry), entry.spec.inexact, single)
+            width = entry.local_shape[1:] if entry.spec.sparse else None
+            return (axis.name, *dtypes, *limits(entry), entry.spec.inexact, single, width)
+
+        def size(entry: Entry) -> int:
+            return 0 if entry.spec.sparse else entry.numel * entry.reduce_dtype.itemsize
 
         scattered: dict[FlatGroup, list[Entry]] = {}
         reduced: list[Entry] = []
@@ -464,7 +479,7 @@ class Reducer:
                 scattered.setdefault(entry.group, []).append(entry)
             else:
                 reduced.append(entry)
-        joined = buckets(reduced, key, lambda e: e.numel * e.reduce_dtype.itemsize)
+        joined = buckets(reduced, key, size)
         arrange = {e: self._arranged(e) for e in entries if e in self.plan.sync}
         return [
             *(self._reduction(bucket, arrange) for bucket in joined),

@@ -14,7 +14,7 @@ from shardwise.inexact import Inexact
 from shardwise.runtime.memory import CopyStream, host_empty
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.splits import Split
-from shardwise.runtime.sync_forms import complete, gather_by_index
+from shardwise.runtime.sync_forms import RowExchange, complete
 from shardwise.runtime.transport import Pending
 from shardwise.shares import Shares, part
 
@@ -270,6 +270,9 @@ class FlatGroup:
         self.sizes = [length for _, length in self.ranges]
         self.row_starts = [start for start, _ in parts] + [self.numel // max(1, unit)]
         self.changed: list[Tensor] = []  # rows of the shard with a gradient since the last update
+        self.rows: RowExchange | None = None
+        if first.spec.sparse:
+            self.rows = RowExchange(self.axis, self.row_starts, first.local_shape[1:])
         self.offsets = list(itertools.accumulate((e.numel for e in self.entries), initial=0))
         self.full = torch.empty(self.numel, dtype=first.dtype, device=device)
         begin, length = self.ranges[axis.index]
@@ -367,10 +370,10 @@ class FlatGroup:
         piece = entry.piece.detach()
         none = torch.empty(0, dtype=torch.int64, device=piece.device)
         own = torch.unique(torch.cat([none, *(c.to(piece.device) for c in self.changed)]))
-        indices, rows = complete(gather_by_index((own + begin).int(), piece[own], self.axis))
+        assert self.rows is not None
+        indices, rows = complete(self.rows.gather_rows(own + begin, piece[own]))
         leaf = entry.leaf.detach()
-        values = rows.wait().view(-1, *leaf.shape[1:]).to(leaf)
-        leaf.index_copy_(0, indices.to(leaf.device).long(), values)
+        leaf.index_copy_(0, indices.to(leaf.device), rows.to(leaf))
 
     def _converted(self, shard: Tensor) -> Pending:
         self.own.copy_(shard, non_blocking=True)
@@ -395,7 +398,7 @@ def group_key(entry: Entry) -> Hashable:
 def limits(entry: Entry) -> tuple[int, int, int, str]:
     """Return the properties by which gradients may be summed together."""
     spec = entry.spec
-    separate = spec.dim is not None or spec.sparse or spec.factors
+    separate = spec.dim is not None or (spec.sparse and spec.zero) or spec.factors
     return spec.bucket, spec.chunk, spec.node_ranks, spec.name if separate else ""
 
 

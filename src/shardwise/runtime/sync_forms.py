@@ -41,49 +41,115 @@ def all_reduce_by_node(flat: Tensor, axis: Axis, node_ranks: int) -> Exchange:
 
 
 # ------------------------------------------------------------ rows of sparse gradients
-def gather_rows(grad: Tensor, axis: Axis, dtype: torch.dtype) -> Exchange:
-    """Return the sum of the ranks' sparse gradients on every rank; each row occurs once."""
-    every, rows = yield from gather_by_index(*_rows(grad, dtype), axis)
-    return rows.then(lambda flat: _sparse(every, flat, grad.shape))
+def space_for(rows: int) -> int:
+    """Return the rows that the next message has space for: their numbers vary by the root."""
+    return rows + math.isqrt(rows)
 
 
-def gather_by_index(
-    indices: Tensor, rows: Tensor, axis: Axis
-) -> Generator[Pending, Tensor, tuple[Tensor, Pending]]:
-    """Return the indices of all ranks' rows, and the rows in flight as a flat tensor."""
-    counts = (yield _counts([len(indices)], axis, rows.device)).tolist()
-    width = math.prod(rows.shape[1:])
-    pending = axis.all_gather(indices, counts)
-    flat = axis.all_gather(rows.reshape(-1), [count * width for count in counts])
-    return (yield pending), flat
+def record_bytes(width: int, item_bytes: int) -> int:
+    """Return the bytes of one row of a gradient and its index.
 
-
-def send_rows(grad: Tensor, axis: Axis, dtype: torch.dtype, ranges: Sequence[int]) -> Exchange:
-    """Send each row to its owner, and return the sum of the rows that this rank owns.
-
-    `ranges` are the first rows of the ranks' ranges, and the number of all rows.
+    >>> record_bytes(6, 8), record_bytes(6, 2)
+    (56, 16)
     """
-    indices, values = _rows(grad, dtype)
-    width = math.prod(values.shape[1:])
-    ends = torch.tensor(ranges[1:], device=grad.device, dtype=indices.dtype)
-    owners = torch.searchsorted(ends, indices, right=True)
-    sent = torch.bincount(owners, minlength=axis.size).tolist()
-    table = (yield _counts(sent, axis, grad.device)).view(axis.size, axis.size)
-    received = table[:, axis.index].tolist()
-    pending = axis.all_to_all(indices, sent, received)
-    rows = axis.all_to_all(
-        values.reshape(-1), [n * width for n in sent], [n * width for n in received]
-    )
-    arrived = yield pending
-    begin, end = ranges[axis.index], ranges[axis.index + 1]
-    shape = (end - begin, *grad.shape[1:])
-    return rows.then(lambda flat: _sparse(arrived - begin, flat, shape))
+    return width * item_bytes + max(4, item_bytes)
 
 
-def _rows(grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the indices and rows of a sparse gradient, each row once."""
-    grad = grad.coalesce()
-    return grad.indices()[0].int(), grad.values().to(dtype)
+class RowExchange:
+    """The exchange of rows of tables of one width over an axis, step after step.
+
+    Tables count as one table, in which each begins at one of the rows `starts`; the last of them is
+    the number of all rows. A row travels behind its index, as a record of elements of its dtype.
+    The first record of a gathered message has the number of rows instead of an index. All ranks
+    know the message's size from the rank's last one; rows beyond it follow in a second message.
+    """
+
+    def __init__(self, axis: Axis, starts: Sequence[int], width: Sequence[int]) -> None:
+        self.axis, self.starts, self.width = axis, list(starts), tuple(width)
+        self._space = [0] * axis.size
+
+    def gather(self, grads: Sequence[Tensor], dtype: torch.dtype) -> Exchange:
+        """Return the sum of the ranks' sparse gradients on every rank, as one table."""
+        indices, rows = yield from self.gather_rows(*self._joined(grads, dtype))
+        return Pending(_sparse(indices, rows, (self.starts[-1], *self.width)))
+
+    def gather_rows(
+        self, indices: Tensor, rows: Tensor
+    ) -> Generator[Pending, Tensor, tuple[Tensor, Tensor]]:
+        """Return the indices and rows of all ranks."""
+        axis, space, own = self.axis, self._space, self._records(indices, rows)
+        length = own.shape[1]
+        message = own.new_empty(1 + max(space[axis.index], len(own)), length)
+        message[0] = self._records(indices.new_full((1,), len(own)), rows.new_zeros(1, *self.width))
+        message[1 : 1 + len(own)] = own
+        first, rest = message.tensor_split([1 + space[axis.index]])
+        sizes = [(1 + size) * length for size in space]
+        every = yield axis.all_gather(first.view(-1), sizes)
+        parts = [part.view(-1, length) for part in torch.split(every, sizes)]
+        counts = self._indices(torch.stack([part[0] for part in parts])).tolist()
+        pairs = zip(counts, space, strict=True)
+        missing = [max(0, count - known) * length for count, known in pairs]
+        parts = [part[1 : 1 + count] for part, count in zip(parts, counts, strict=True)]
+        if any(missing):
+            every = yield axis.all_gather(rest.view(-1), missing)
+            parts += [part.view(-1, length) for part in torch.split(every, missing)]
+        self._space = [space_for(count) for count in counts]
+        return self._read(torch.cat(parts))
+
+    def send(self, grad: Tensor, dtype: torch.dtype) -> Exchange:
+        """Send each row to its owner, and return the sum of the rows that this rank owns.
+
+        Here `starts` are the first rows of the ranks' ranges.
+        """
+        axis, starts = self.axis, self.starts
+        indices, rows = self._joined([grad], dtype)
+        ends = torch.searchsorted(indices, indices.new_tensor(starts)).tolist()
+        sent = [end - begin for begin, end in itertools.pairwise(ends)]
+        table = (yield _counts(sent, axis, grad.device)).view(axis.size, axis.size)
+        records = self._records(indices, rows)
+        sizes = [[n * records.shape[1] for n in c] for c in (sent, table[:, axis.index].tolist())]
+        every = yield axis.all_to_all(records.view(-1), *sizes)
+        begin, end = starts[axis.index : axis.index + 2]
+        indices, rows = self._read(every.view(-1, records.shape[1]))
+        return Pending(_sparse(indices - begin, rows, (end - begin, *self.width)))
+
+    def split(self, table: Tensor) -> list[Tensor]:
+        """Return the sparse gradient of each table."""
+        if len(self.starts) == 2:
+            return [table]
+        ranges = itertools.pairwise(self.starts)
+        return [table.narrow_copy(0, begin, end - begin) for begin, end in ranges]
+
+    def forget(self) -> None:
+        """Expect nothing of the next messages, after a step that failed."""
+        self._space = [0] * self.axis.size
+
+    def _joined(self, grads: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the indices and rows of all tables, each row once."""
+        grad = grads[0]
+        if len(grads) > 1:
+            pairs = zip(grads, self.starts, strict=False)
+            indices = torch.cat([grad._indices()[0] + start for grad, start in pairs])
+            rows = torch.cat([grad._values() for grad in grads])
+            grad = _sparse(indices, rows, (self.starts[-1], *self.width))
+        grad = grad.coalesce()
+        return grad.indices()[0], grad.values().to(dtype)
+
+    def _records(self, indices: Tensor, rows: Tensor) -> Tensor:
+        """Return a matrix of the indices and rows, as bits of the rows' dtype."""
+        at = indices[:, None].repeat(1, max(1, rows.element_size() // 8))
+        return torch.cat([at.to(self._integer(rows.dtype)).view(rows.dtype), rows.flatten(1)], 1)
+
+    def _read(self, records: Tensor) -> tuple[Tensor, Tensor]:
+        rows = records[:, records.shape[1] - math.prod(self.width) :]
+        return self._indices(records), rows.reshape(-1, *self.width)
+
+    def _indices(self, records: Tensor) -> Tensor:
+        at = records[:, : records.shape[1] - math.prod(self.width)].contiguous()
+        return at.view(self._integer(records.dtype))[:, 0].long()
+
+    def _integer(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.int64 if max(dtype.itemsize, self.starts[-1] >> 28) >= 8 else torch.int32
 
 
 def _counts(numbers: Sequence[int], axis: Axis, device: torch.device) -> Pending:
@@ -91,9 +157,8 @@ def _counts(numbers: Sequence[int], axis: Axis, device: torch.device) -> Pending
     return axis.all_gather(own, [len(numbers)] * axis.size)
 
 
-def _sparse(indices: Tensor, flat: Tensor, shape: Sequence[int]) -> Tensor:
-    rows = flat.view(-1, *shape[1:])
-    at = indices[None].long()
+def _sparse(indices: Tensor, rows: Tensor, shape: Sequence[int]) -> Tensor:
+    at = indices[None]
     return torch.sparse_coo_tensor(at, rows, tuple(shape), check_invariants=False).coalesce()
 
 
