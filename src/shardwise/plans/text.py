@@ -293,7 +293,10 @@ def decisions(plan: Plan, width: int) -> list[str]:
     entries = plan.parameters.values()
     sharded = [e for e in entries if any(c != REPLICATED for c in e.layout.values())]
     if any(role == "parameters" for role in plan.roles.values()):
-        lines.append(f"  shards  {len(sharded)} of {len(entries)} kinds of parameters")
+        text = f"{len(sharded)} of {len(entries)} kinds of parameters"
+        if not sharded and {c for node in plan.nodes.values() for c in node.values()} == {"same"}:
+            text = "nothing along tp: its ranks all compute the same, as fast as one of them alone"
+        lines.append(f"  shards  {text}")
     if plan.figures.fixed:
         fixed = ", ".join(_option(k, v) for k, v in plan.figures.fixed.items())
         lines.append(f"  fixed   {fixed}")
