@@ -30,7 +30,6 @@ from shardwise.sharding.factors import Facts
 SLACKS = (0.03, 0.1, 0.2, 0.3)
 PER_BOUNDARY_BYTE = 100.0  # between about 20 of a CPU with gloo and some 1000 of GPUs
 HALVINGS = 30  # of the interval in which the minimal bound is searched
-ROUNDING = 1e-12  # relative error of sums of work
 LARGE = 600  # places; of at least this many, only narrow ones are considered if these suffice
 MIN_GAIN = 1e-3  # relative, of moving a boundary
 
@@ -124,36 +123,14 @@ class _Chain:
         self.last = np.searchsorted(owned, owned) - 1 if owning else np.arange(count) - 1
 
     def min_bound(self) -> float | None:
-        """Return the minimal duration of the longest stage, or None if there are too few places.
-
-        It lies between `low_known` and `high_known`, so bounds outside of these need no trial,
-        except within a `margin`, because sums of work are rounded.
-        """
+        """Return the minimal duration of the longest stage, or None if there are too few places."""
         low, high = 0.0, float(self.work[-1] / self.speeds.min())
         if not self._reaches(high):
             return None
-        low_known, high_known = float(self.work[-1] / self.speeds.sum()), high
-        margin = ROUNDING * high
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            reaches = middle > low_known
-            if low_known - margin <= middle <= high_known + margin:
-                reaches = self._reaches(middle)
-                shorter, longer = self._next_to(middle)
-                low_known, high_known = (low_known, shorter) if reaches else (longer, high_known)
-            low, high = (low, middle) if reaches else (middle, high)
+            low, high = (low, middle) if self._reaches(middle) else (middle, high)
         return high
-
-    def _next_to(self, bound: float) -> tuple[float, float]:
-        """Return the longest duration of a stage up to `bound`, and the shortest above it."""
-        shorter, longer = 0.0, np.inf
-        for speed in set(self.speeds.tolist()):
-            first = self._first(bound, speed)
-            shorter = max(shorter, float((self.work - self.work[first]).max()) / speed)
-            beyond = first > 0
-            lengths = self.work[beyond] - self.work[first[beyond] - 1]
-            longer = min(longer, float(lengths.min(initial=np.inf)) / speed)
-        return shorter, longer
 
     def choose(self, bound: float) -> tuple[int, ...]:
         """Return the first node of every stage."""
