@@ -153,41 +153,25 @@ UPDATES = tuple(4**n for n in range(5, 13))  # elements of parameters, 1,024 to 
 UPDATE_REPEATS = 5
 
 
+ENCODED = ("args", "kwargs", "types", "results", "strides", "autocast", "device")
+
+
 def encode_call(call: Signature) -> dict[str, Any] | None:
     """Return a call as JSON, or None if some of it cannot be written as JSON."""
     if call.function is not None:
         return None
+    positions = {"grads": sorted(call.grads), "parameters": sorted(call.parameters)}
     try:
-        return {
-            "op": call.op,
-            "args": encode(call.args),
-            "kwargs": encode(call.kwargs),
-            "types": [encode(kind) for kind in call.types],
-            "grads": sorted(call.grads),
-            "parameters": sorted(call.parameters),
-            "results": [encode(kind) for kind in call.results],
-            "strides": call.strides,
-            "autocast": encode(call.autocast),
-            "device": call.device,
-        }
+        return {"op": call.op, **positions, **{n: encode(getattr(call, n)) for n in ENCODED}}
     except NotStorable:
         return None
 
 
 def decode_call(data: dict[str, Any]) -> Signature:
     """Return the call that `encode_call` wrote."""
-    return call_signature(
-        data["op"],
-        decode(data["args"]),
-        decode(data["kwargs"]),
-        decode(data["types"]),
-        frozenset(data["grads"]),
-        frozenset(data["parameters"]),
-        results=decode(data["results"]),
-        strides=[None if s is None else tuple(s) for s in data["strides"]],
-        autocast=decode(data["autocast"]),
-        device=data["device"],
-    )
+    fields = {name: decode(data[name]) for name in ENCODED}
+    grads, parameters = frozenset(data["grads"]), frozenset(data["parameters"])
+    return call_signature(data["op"], grads=grads, parameters=parameters, **fields)
 
 
 def measure_updates(sizes: Iterable[int], device: Device) -> OpTable:

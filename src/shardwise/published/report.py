@@ -113,21 +113,14 @@ class Summary:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as JSON."""
-        return {
-            "rows": self.rows,
-            "predicted": self.predicted,
-            "out_of_memory": self.out_of_memory,
-            "published_out_of_memory": self.published_out_of_memory,
-            "out_of_memory_as_published": self.out_of_memory_as_published,
-            "step_time": None if self.step_time is None else asdict(self.step_time),
-            "memory": None if self.memory is None else asdict(self.memory),
-            "by_device": {name: asdict(errors) for name, errors in self.by_device},
-            "rank_correlation": {
-                "median": self.median_correlation,
-                "lowest": min((s.correlation for s in self.sweeps), default=None),
-                "sweeps": [asdict(sweep) for sweep in self.sweeps],
-            },
+        figures = asdict(self)
+        figures["by_device"] = dict(figures["by_device"])
+        figures["rank_correlation"] = {
+            "median": self.median_correlation,
+            "lowest": min((s.correlation for s in self.sweeps), default=None),
+            "sweeps": list(figures.pop("sweeps")),
         }
+        return figures
 
 
 def summarize(outcomes: Sequence[Outcome]) -> Summary:

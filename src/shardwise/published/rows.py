@@ -171,6 +171,9 @@ _REQUIRED = (
     "layers", "hidden", "ffn_hidden", "heads", "vocab", "seq_len", "gpu", "precision",
     "zero_stage_or_sharding", "micro_batch", "global_batch", "recompute",
 )  # fmt: skip
+_INTEGERS = (
+    "layers", "hidden", "ffn_hidden", "heads", "vocab", "seq_len", "micro_batch", "global_batch",
+)  # fmt: skip
 # Required columns in which "none" is a value.
 _MAY_BE_NONE = ("zero_stage_or_sharding", "recompute")
 # Columns that make a model a mixture of experts.
@@ -317,7 +320,6 @@ def _row(row_id: str, line: Mapping[str, str]) -> Row:
     if _MIXTURE.search(model):
         raise Unusable(f"{model} is a mixture of experts: only dense models are predicted")
     gpus, dp = _ranks(line, sizes)
-    heads = integer("heads", line["heads"])
     params, params_b = line.get("params_b", "").strip(), _optional_number(line, "params_b")
     row = Row(
         row_id=row_id,
@@ -325,26 +327,16 @@ def _row(row_id: str, line: Mapping[str, str]) -> Row:
         params_b=params_b,
         params_text="" if params_b is not None or is_missing(params) else params,
         params_tolerance_b=rounding(line.get("params_b", "")),
-        layers=integer("layers", line["layers"]),
-        hidden=integer("hidden", line["hidden"]),
-        ffn_hidden=integer("ffn_hidden", line["ffn_hidden"]),
-        heads=heads,
-        kv_heads=_optional_integer(line, "kv_heads") or heads,
-        vocab=integer("vocab", line["vocab"]),
-        seq_len=integer("seq_len", line["seq_len"]),
+        **{name: integer(name, line[name]) for name in _INTEGERS},
+        kv_heads=_optional_integer(line, "kv_heads") or integer("heads", line["heads"]),
         gpu=line["gpu"].strip(),
         gpus=gpus,
         gpus_per_node=_optional_integer(line, "gpus_per_node"),
         interconnect=line.get("interconnect", "").strip(),
         dtype=read_precision(line["precision"]),
-        tp=sizes["tp"],
-        pp=sizes["pp"],
-        vpp=sizes["vpp"],
-        cp=sizes["cp"],
+        **sizes,
         dp=dp,
         sharding=read_sharding(line["zero_stage_or_sharding"]),
-        micro_batch=integer("micro_batch", line["micro_batch"]),
-        global_batch=integer("global_batch", line["global_batch"]),
         recompute=read_recompute(line["recompute"]),
     )
     _check(row)
