@@ -222,6 +222,10 @@ ENDED = {
     "failed": "failed",
     "gone": "ended unexpectedly: its process no longer exists",
 }
+SHOWN = (  # on the page
+    "title", "state", "status", "ended", "step", "total", "epoch", "skipped", "seconds_left",
+    "step_s", "predicted_step_s", "latest", "generation", "ranks",
+)  # fmt: skip
 RECENT = 50  # steps for the estimate of the remaining time
 SLOW = 1.1  # times the median of all ranks
 MAX_FILE = 1 << 20  # bytes of run.json
@@ -382,24 +386,11 @@ class Run:
         is_current = generation == self.generation and width == self.history.width
         since = min(max(0, first), len(self.history)) if is_current else 0
         return {
-            "title": self.title,
+            **{name: getattr(self, name) for name in SHOWN},
             "folder": printable(str(self.folder)),
-            "state": self.state,
-            "status": self.status,
-            "ended": self.ended,
-            "step": self.step,
-            "total": self.total,
-            "epoch": self.epoch,
-            "skipped": self.skipped,
-            "seconds_left": self.seconds_left,
-            "step_s": self.step_s,
-            "predicted_step_s": self.predicted_step_s,
             "guess": self.about.get("known_machines") is False,
-            "latest": self.latest,
-            "generation": self.generation,
             "history": self.history.to_json(since),
             "evaluations": self.evaluations.to_json(),
-            "ranks": self.ranks,
             "damaged": self._metrics.damaged,
         }
 
