@@ -4,8 +4,6 @@
 are named by patterns: `gpu[0-63]` stands for 64 of them.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -261,7 +259,7 @@ class Network:
 
     def with_nodes(
         self, select: Callable[[tuple[str, ...], int], tuple[str, ...]], prefix: str = ""
-    ) -> Network:
+    ) -> "Network":
         """Return the network of other nodes; `prefix` is put before names of switches and trunks.
 
         `select` receives the patterns of each part, and the size of the groups that they form or 0.

@@ -29,7 +29,7 @@ import os
 import re
 import threading
 import time
-import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -194,13 +194,15 @@ def naming_failures(
     reports.withdraw()
     if transport is not None:
         reports.heartbeat.num_bodies += 1
+        transport.failure = None
     try:
         with _watching(reports, transport, timeout_s):
             yield
     except BaseException as error:
         _limit_exit_time()
         if transport is not None:
-            args = (reports, transport, error, timeout_s)
+            transport.failure = error
+            args = (reports, weakref.ref(transport), timeout_s)
             threading.Thread(target=_close_if_awaited, args=args, daemon=True).start()
         if not _is_communication(error):
             text = f"{type(error).__name__}: {first_line(error)}"
@@ -222,20 +224,22 @@ def naming_failures(
 
 
 def _close_if_awaited(
-    reports: FailureReports,
-    transport: ProcessGroupTransport,
-    error: BaseException,
-    timeout_s: float,
+    reports: FailureReports, reference: weakref.ref[ProcessGroupTransport], timeout_s: float
 ) -> None:
-    """Close this rank's connections if another rank waits for it in the body that failed here."""
+    """Close this rank's connections if another rank waits for it in the body that failed here.
+
+    Only a weak reference is held: the parallel module may be deleted, which closes them too.
+    """
     number, end = reports.heartbeat.num_bodies, time.monotonic() + timeout_s
     with contextlib.suppress(RuntimeError):
         time.sleep(CLOSE_S)
         while reports.heartbeat.num_bodies == number and time.monotonic() < end:
+            if reference() is None:
+                return
             waiting = [r for r in reports.others() if not reports.report_of(r)]
             if any(reports.liveness.num_bodies(r) == number for r in waiting):
-                traceback.clear_frames(error.__traceback__)  # they may refer to connections
-                transport.close(f"{type(error).__name__}: {first_line(error)}")
+                if (transport := reference()) is not None:
+                    transport.close()
                 return
             time.sleep(HEARTBEAT_S)
 

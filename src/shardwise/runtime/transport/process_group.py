@@ -9,6 +9,7 @@ backend lacks travel as bytes, and CUDA tensors over gloo are staged in host mem
 import datetime
 import functools
 import itertools
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -22,7 +23,7 @@ from shardwise.errors import RankError
 from shardwise.runtime.collectives import CollectiveBackends, Derive
 from shardwise.runtime.mesh import ProcessMesh, axis_groups
 from shardwise.runtime.operators import widened
-from shardwise.runtime.rendezvous import start_heartbeat
+from shardwise.runtime.rendezvous import first_line, start_heartbeat
 from shardwise.runtime.transport import Flat, Group, LocalTransport, Pending, Transport
 from shardwise.shares import AxisSize
 
@@ -59,6 +60,7 @@ class ProcessGroupTransport:
         default = dist.group.WORLD
         assert default is not None
         self._groups.setdefault(world, default)
+        self.failure: BaseException | None = None  # of the step that failed last on this rank
         self._closed = ""
 
     @property
@@ -71,9 +73,12 @@ class ProcessGroupTransport:
         self._require_open()
         return self._groups[tuple(range(self.world_size))]
 
-    def close(self, cause: str) -> None:
+    def close(self) -> None:
         """Close this rank's connections: its peers fail at once, and every further use here."""
-        self._closed = cause
+        error, self.failure = self.failure, None
+        assert error is not None
+        self._closed = f"{type(error).__name__}: {first_line(error)}"
+        traceback.clear_frames(error.__traceback__)  # they may refer to connections
         groups, self._groups = set(self._groups.values()), {}
         while groups:
             if (group := groups.pop()) is not dist.group.WORLD:
