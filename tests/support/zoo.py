@@ -316,6 +316,38 @@ FURTHER = {
                         patch_size=None),
 }  # fmt: skip
 
+# Architectures that were chosen by their names alone, after all rules were written.
+UNSEEN = {
+    **{
+        name.replace("-", "_"): causal(name)
+        for name in (
+            "apertus", "arcee", "bert-generation", "bitnet", "cwm", "diffllama", "doge", "ernie4_5",
+            "glm4", "gpt_neox_japanese", "gpt-sw3", "hunyuan_v1_dense", "jais2", "lfm2",
+            "ministral", "nanochat", "vaultgemma",
+        )
+    },
+    **{
+        name.replace("-", "_"): masked(name)
+        for name in (
+            "deberta", "eurobert", "gte", "ibert", "layoutlm", "nomic_bert", "roberta-prelayernorm",
+            "xlm-roberta-xl", "yoso",
+        )
+    },
+    **{name.replace("-", "_"): seq2seq(name) for name in ("blenderbot-small", "mvp", "pegasus_x")},
+    "dinov2_with_registers": image("dinov2_with_registers"),
+    "mobilenet_v1": image("mobilenet_v1", depth_multiplier=0.25),
+    "mobilenet_v2": image("mobilenet_v2", depth_multiplier=0.25),
+    "focalnet": image("focalnet", embed_dim=16, depths=[1, 1], hidden_sizes=[16, 32],
+                      focal_levels=[2, 2], focal_windows=[3, 3], patch_size=4),
+    "swinv2": image("swinv2", **_FLAT, num_layers=None, embed_dim=16, depths=[1, 1],
+                    num_heads=[2, 4], window_size=4, patch_size=2),
+    "pvt": image("pvt", **_FLAT, hidden_sizes=[8, 16, 20, 32], depths=[1, 1, 1, 1]),
+    "pvt_v2": image("pvt_v2", **_FLAT, hidden_sizes=[8, 16, 20, 32], depths=[1, 1, 1, 1]),
+    "segformer": image("segformer", **_FLAT, hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1]),
+    "mobilevit": image("mobilevit", num_hidden_layers=None, hidden_sizes=[16, 24, 32],
+                       neck_hidden_sizes=[8, 8, 16, 16, 24, 24, 32], patch_size=2),
+}  # fmt: skip
+
 
 _LATENT = {
     "q_lora_rank": 16,
@@ -357,12 +389,12 @@ def names() -> list[str]:
 
 def all_names() -> list[str]:
     """Return the names of the models that `make zoo` runs."""
-    return [*ZOO, *FURTHER]
+    return [*ZOO, *FURTHER, *UNSEEN]
 
 
 def build(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, dropout: float = 0.0):
     torch.manual_seed(seed)
-    model, batch = {**ZOO, **FURTHER, **EXPERTS}[name](dropout=dropout)
+    model, batch = {**ZOO, **FURTHER, **UNSEEN, **EXPERTS}[name](dropout=dropout)
     model = model.to(dtype).train()
     batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
     return model, copy.deepcopy(batch)
