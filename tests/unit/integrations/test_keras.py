@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.errors import CaptureError
+from shardwise.errors import CaptureError, ConfigError
 from shardwise.ir.operators import is_random
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
@@ -239,3 +239,72 @@ def test_a_step_adds_the_losses_of_layers_itself():
     with pytest.raises(CaptureError, match="3 losses"):
         sw.capture({"net": model}, batch, step=step)
     sw.capture({"net": model}, batch, step=complete)
+
+
+def compiled(optimizer):
+    model = normalized()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
+    return model
+
+
+def fitted(model, **options):
+    x = torch.linspace(-1, 1, 20 * 8).square().view(20, 8).sin().numpy()
+    y = torch.arange(20).numpy() % CLASSES
+    torch.manual_seed(0)
+    data = {"validation_data": (x, y), "batch_size": 8, "epochs": 2, "verbose": 0}
+    return model.fit(x, y, **data, **options).history
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "RMSprop"])
+def test_fit_under_a_distribution_is_that_of_keras(optimizer):
+    from shardwise.integrations.keras import ShardwiseDistribution
+
+    make = getattr(keras.optimizers, optimizer)
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
+    expected, model = compiled(make(schedule)), compiled(make(schedule))
+    history = fitted(expected)
+    with ShardwiseDistribution("ddp").scope():
+        actual = fitted(model)
+    for name, values in history.items():
+        assert actual[name] == pytest.approx(values), name
+    assert int(model.optimizer.iterations) == int(expected.optimizer.iterations) == 6
+    for a, b in zip(model.get_weights(), expected.get_weights(), strict=True):
+        torch.testing.assert_close(torch.from_numpy(a), torch.from_numpy(b))
+    assert fitted(model) != history  # without the distribution, Keras continues alone
+
+
+def test_callbacks_of_fit_see_the_weights_of_their_batch():
+    from shardwise.integrations.keras import ShardwiseDistribution
+
+    seen = []
+    look = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(float(model.get_weights()[0].sum()))
+    )
+    model = compiled(keras.optimizers.SGD(0.1))
+    with ShardwiseDistribution().scope():
+        fitted(model, callbacks=[look])
+    assert len(set(seen)) == 6
+
+
+def test_fit_refuses_what_it_cannot_distribute():
+    from shardwise.integrations.keras import ShardwiseDistribution
+
+    with ShardwiseDistribution().scope(), pytest.raises(ConfigError, match="use_ema"):
+        fitted(compiled(keras.optimizers.SGD(0.1, use_ema=True)))
+    constrained = layers.Dense(3, kernel_constraint="max_norm")
+    model = keras.Sequential([keras.Input((8,)), constrained])
+    model.compile(loss="mse")
+    with ShardwiseDistribution().scope(), pytest.raises(ConfigError, match="constraints"):
+        fitted(model)
+
+
+def test_a_keras_file_is_loaded_and_other_files_are_not(tmp_path):
+    from shardwise.integrations.keras import from_keras
+
+    model, (x, _) = normalized(), batch_of_rows()
+    model.save(tmp_path / "net.keras")
+    torch.testing.assert_close(from_keras(tmp_path / "net.keras")(x), model(x))
+    (tmp_path / "other.keras").write_text("nothing")
+    with pytest.raises(ConfigError, match=r"cannot load .*other.keras"):
+        from_keras(tmp_path / "other.keras")
