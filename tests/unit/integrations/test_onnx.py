@@ -274,3 +274,24 @@ def test_files_that_are_not_onnx(tmp_path: Path) -> None:
     (tmp_path / "text.onnx").write_text("not a model")
     with pytest.raises(ConfigError, match="not a valid ONNX file"):
         sw.from_onnx(tmp_path / "text.onnx")
+
+
+def test_statistics_that_share_an_array_with_a_weight_are_buffers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)).eval()
+    x = torch.randn(8, 4)
+    path = tmp_path / "net.onnx"  # with the mean as a copy of the bias: both are zeros
+    torch.onnx.export(
+        net, (x,), str(path), dynamo=False, do_constant_folding=False, input_names=["x"]
+    )
+    module = sw.from_onnx(path)
+    assert len(dict(module.named_parameters())) == 6
+    assert len(dict(module.named_buffers())) == 2
+    for model in (net, module):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model(x) ** 2).mean().backward()
+            optimizer.step()
+    module.save_onnx(path)
+    torch.testing.assert_close(sw.from_onnx(path)(x), net(x))

@@ -10,6 +10,7 @@ captured graph.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -72,7 +73,7 @@ def from_onnx(path: str | Path, *, trainable: str | Sequence[str] | None = None)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"{path} is not a valid ONNX file: {reason}") from None
     globs = (trainable,) if isinstance(trainable, str) else trainable
-    return OnnxModule(_inlined(model), str(path), globs)
+    return OnnxModule(_with_own_state(_inlined(model)), str(path), globs)
 
 
 def _inlined(model: Any) -> Any:
@@ -87,6 +88,26 @@ def _inlined(model: Any) -> Any:
         return inliner.inline_selected_functions(typed, chosen, inline_schema_functions=True)
     except RuntimeError:
         return model  # the operator is reported as unsupported
+
+
+def _with_own_state(model: Any) -> Any:
+    """Give statistics of batch norm initializers of their own.
+
+    Exporters write equal arrays once: zeros that are both a bias, which is trained, and a mean.
+    """
+    arrays = {i.name: i for i in model.graph.initializer}
+    uses = Counter(name for node in model.graph.node for name in node.input)
+    copies = {n.output[0]: n for n in model.graph.node if n.op_type == "Identity"}
+    for node in [n for n in model.graph.node if n.op_type == "BatchNormalization"]:
+        for position in (3, 4):
+            name = node.input[position]
+            copy = copies.get(name)
+            source = name if copy is None else copy.input[0]
+            if source in arrays and (copy is not None or uses[name] > 1):
+                state = model.graph.initializer.add()
+                state.CopyFrom(arrays[source])
+                state.name = node.input[position] = f"{name}_{len(model.graph.initializer)}"
+    return model
 
 
 @dataclass(frozen=True, slots=True)
