@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardwise.api.verify import verify
     from shardwise.checkpoint import CheckpointManager, load_checkpoint, save_checkpoint
     from shardwise.cluster import Cluster, Mesh
+    from shardwise.errors import ShardwiseError
     from shardwise.inexact import Compression, OuterOptimizer
     from shardwise.integrations.jax import from_jax
     from shardwise.integrations.onnx import from_onnx
@@ -47,6 +48,7 @@ __all__ = [
     "OuterOptimizer",
     "Plan",
     "Precision",
+    "ShardwiseError",
     "Stage",
     "Sync",
     "Trainer",
@@ -86,6 +88,7 @@ _HOME = {
     "OuterOptimizer": "shardwise.inexact",
     "Plan": "shardwise.plans",
     "Precision": "shardwise.plans",
+    "ShardwiseError": "shardwise.errors",
     "Stage": "shardwise.plans",
     "Sync": "shardwise.plans",
     "Trainer": "shardwise.training.trainer",

@@ -28,6 +28,7 @@ PUBLIC = [
     "OuterOptimizer",
     "Plan",
     "Precision",
+    "ShardwiseError",
     "Stage",
     "Sync",
     "Trainer",
@@ -135,3 +136,9 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_importing_is_quick_because_torch_is_not_imported(statement: str) -> None:
     check = f"import sys; {statement}; assert not {{'torch', 'numpy', 'scipy'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_the_package_runs_as_a_command() -> None:
+    command = [sys.executable, "-m", "shardwise", "--version"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout == f"shardwise {shardwise.__version__}\n"
