@@ -15,6 +15,7 @@ import shardwise as sw
 from shardwise.equivalence.certificate import TOLERANCE, Comparison
 from shardwise.equivalence.certificate import compare as compare_tensors
 from shardwise.equivalence.reference import KeepDouble, TraceDouble
+from shardwise.frontend import capture
 from tests.support import zoo
 
 STEPS, LEARNING_RATE = 2, 1e-3
@@ -32,7 +33,7 @@ class Training:
 
 def captured(name: str, dropout: float = 0.0) -> sw.Graph:
     """Capture a model in float64, for plans."""
-    return sw.capture(*zoo.build(name, dropout=dropout), around=TraceDouble)
+    return capture(*zoo.build(name, dropout=dropout), around=TraceDouble)
 
 
 def reference(name: str) -> Training:
