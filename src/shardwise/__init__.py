@@ -9,74 +9,45 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shardwise.version import __version__
+from shardwise.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from shardwise import collectives, errors, schedules, types
-    from shardwise.api.advise import advise
-    from shardwise.api.compile import capture, compile
-    from shardwise.api.explain import explain
-    from shardwise.api.parallelize import parallelize
-    from shardwise.api.verify import verify
-    from shardwise.checkpoint import CheckpointManager, load_checkpoint, save_checkpoint
-    from shardwise.cluster import Cluster, Mesh
-    from shardwise.errors import ShardwiseError
-    from shardwise.inexact import Compression, OuterOptimizer
-    from shardwise.integrations.jax import from_jax
-    from shardwise.integrations.onnx import from_onnx
-    from shardwise.ir import Graph
-    from shardwise.planner import strategies
-    from shardwise.planner.plan import plan
-    from shardwise.plans import Plan, Precision, Stage, Sync
-    from shardwise.reports.build import report
-    from shardwise.runtime import clip_grad_norm_, optimizer
-    from shardwise.sharding import register_rule
-    from shardwise.simulation.estimate import simulate
-    from shardwise.training.callbacks import Callback
-    from shardwise.training.export import export
-    from shardwise.training.trainer import Trainer
-    from shardwise.tuning.tune import tune
-
-
-__all__ = [
-    "Callback",
-    "CheckpointManager",
-    "Cluster",
-    "Compression",
-    "Graph",
-    "Mesh",
-    "OuterOptimizer",
-    "Plan",
-    "Precision",
-    "ShardwiseError",
-    "Stage",
-    "Sync",
-    "Trainer",
-    "__version__",
-    "advise",
-    "capture",
-    "clip_grad_norm_",
-    "collectives",
-    "compile",
-    "errors",
-    "explain",
-    "export",
-    "from_jax",
-    "from_onnx",
-    "load_checkpoint",
-    "optimizer",
-    "parallelize",
-    "plan",
-    "register_rule",
-    "report",
-    "save_checkpoint",
-    "schedules",
-    "simulate",
-    "strategies",
-    "tune",
-    "types",
-    "verify",
-]
+    from shardwise import collectives as collectives
+    from shardwise import errors as errors
+    from shardwise import schedules as schedules
+    from shardwise import types as types
+    from shardwise.api.advise import advise as advise
+    from shardwise.api.compile import capture as capture
+    from shardwise.api.compile import compile as compile
+    from shardwise.api.explain import explain as explain
+    from shardwise.api.parallelize import parallelize as parallelize
+    from shardwise.api.verify import verify as verify
+    from shardwise.checkpoint import CheckpointManager as CheckpointManager
+    from shardwise.checkpoint import load_checkpoint as load_checkpoint
+    from shardwise.checkpoint import save_checkpoint as save_checkpoint
+    from shardwise.cluster import Cluster as Cluster
+    from shardwise.cluster import Mesh as Mesh
+    from shardwise.errors import ShardwiseError as ShardwiseError
+    from shardwise.inexact import Compression as Compression
+    from shardwise.inexact import OuterOptimizer as OuterOptimizer
+    from shardwise.integrations.jax import from_jax as from_jax
+    from shardwise.integrations.onnx import from_onnx as from_onnx
+    from shardwise.ir import Graph as Graph
+    from shardwise.planner import strategies as strategies
+    from shardwise.planner.plan import plan as plan
+    from shardwise.plans import Plan as Plan
+    from shardwise.plans import Precision as Precision
+    from shardwise.plans import Stage as Stage
+    from shardwise.plans import Sync as Sync
+    from shardwise.reports.build import report as report
+    from shardwise.runtime import clip_grad_norm_ as clip_grad_norm_
+    from shardwise.runtime import optimizer as optimizer
+    from shardwise.sharding import register_rule as register_rule
+    from shardwise.simulation.estimate import simulate as simulate
+    from shardwise.training.callbacks import Callback as Callback
+    from shardwise.training.export import export as export
+    from shardwise.training.trainer import Trainer as Trainer
+    from shardwise.tuning.tune import tune as tune
 
 _HOME = {
     "Callback": "shardwise.training.callbacks",
@@ -118,6 +89,7 @@ _MODULES = {
     "strategies": "shardwise.planner.strategies",
     "types": "shardwise.types",
 }
+__all__ = sorted([*_HOME, *_MODULES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
