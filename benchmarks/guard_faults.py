@@ -1,9 +1,10 @@
 """Break guards on one rank only: `python -m benchmarks.guard_faults [--models 200] [--seed 0]`.
 
-Every model is drawn at random and has branches on values of the batch. On 2 or 3 ranks it trains on
-several batches that all ranks share; then one rank alone gets a batch for which another program is
-chosen. All ranks must refuse that step, and train on afterwards as one device does. Prints counts;
-the exit code is 1 if ranks disagree, if a rank waits for the others, or if a step is wrong.
+Every model is drawn at random and has branches on values of the batch. On 2 or 3 ranks it runs
+steps on several batches that all ranks share; then one rank alone gets a batch for which another
+program is chosen. All ranks must refuse that step, and go on afterwards. Only losses are compared
+with one device, without optimizer steps. Prints counts; the exit code is 1 if ranks disagree, if a
+rank waits for the others, or if a loss is wrong.
 """
 
 from __future__ import annotations
