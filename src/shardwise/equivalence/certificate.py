@@ -203,6 +203,9 @@ def _plural(word: str, count: int) -> str:
 # remain ties; but where equal values cancel, no noise is measured. The last run therefore changes
 # values by their positions. It counts unless it takes other decisions, that is, unless an integer
 # or boolean result differs.
+#
+# A tensor of integers stays as it is: it was computed without rounding. Attention masks of zeros
+# and ones are multiplied by the smallest number there is, which would magnify any change.
 
 
 EPSILON = 2.0**-40  # about 8,000 times the rounding error of one float64 operation
@@ -246,6 +249,8 @@ class Jitter(TorchDispatchMode):
         if value.dtype != torch.float64:
             if not value.is_floating_point() and not value.is_complex():
                 self.decisions.append(zlib.crc32(value.cpu().contiguous().numpy().tobytes()))
+            return value
+        if bool((value == value.round()).all()):
             return value
         bits = (value.contiguous().view(torch.int64) ^ self.seed) * _ODD
         if self.by_position:

@@ -24,6 +24,7 @@ from shardwise.dtypes import torch_pairs
 from shardwise.equivalence.certificate import Jitter, jittered
 from shardwise.errors import VerifyError
 from shardwise.frontend.convert import without_checkpoints
+from shardwise.frontend.fake import plain_tensors
 from shardwise.frontend.hooks import copy_hooks
 from shardwise.frontend.objective import (
     Objective,
@@ -196,7 +197,9 @@ def double(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
             "the model has no weights (meta tensors)",
             hint="verify a real instance, or a smaller configuration of the same model",
         )
-    twin = copy.deepcopy(model).cpu()
+    # `weight_norm` and `prune` store the weight that a hook computed, which deepcopy refuses.
+    stored = [t for module in model.modules() for t in plain_tensors(module) if not t.is_leaf]
+    twin = copy.deepcopy(model, {id(t): t.detach().clone() for t in stored}).cpu()
     for tensor in (*twin.parameters(), *twin.buffers()):
         tensor.data = widen_tensor(tensor.data)
     for original, copied in zip(model.parameters(), twin.parameters(), strict=True):

@@ -82,7 +82,7 @@ def _memo(model: nn.Module, stand_in: StandIn) -> dict[int, Any]:
             if buffer is not None and id(buffer) not in memo:
                 memo[id(buffer)] = stand_in(buffer).requires_grad_(buffer.requires_grad)
     for module in model.modules():
-        for tensor in _plain_tensors(module):
+        for tensor in plain_tensors(module):
             if id(tensor) not in memo:
                 keep = has_data(tensor) and tensor.is_leaf
                 memo[id(tensor)] = tensor if keep else stand_in(tensor)
@@ -96,7 +96,7 @@ def _parameter_like(parameter: nn.Parameter, stand_in: StandIn) -> nn.Parameter:
     return copied
 
 
-def _plain_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+def plain_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     """Yield tensors that are plain attributes, or in lists and dicts that are."""
     registered = ("_parameters", "_buffers", "_modules")
     values: list[Any] = [value for key, value in vars(module).items() if key not in registered]
