@@ -39,9 +39,9 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 import shardwise as sw
+from benchmarks.bubbles import bubble_fraction
 from benchmarks.models import GPT, tokens
 from benchmarks.run import Step, alternate, join, peak_bytes, ratio
-from shardwise.runtime import bubble_fraction
 from shardwise.schedules import Action, make, replay
 
 LIMITS = {"time": 1.03, "memory": 1.03, "bubble": 5.0}  # ratios, and points of difference

@@ -55,14 +55,9 @@ class ClusterError(ShardwiseError, ValueError):
     """A cluster or mesh is malformed; `part` is the path of the field in a cluster file."""
 
     def __init__(
-        self,
-        message: str,
-        *,
-        where: str | None = None,
-        hint: str | None = None,
-        part: tuple[str | int, ...] = (),
+        self, message: str, *, part: tuple[str | int, ...] = (), **place: str | None
     ) -> None:
-        super().__init__(message, where=where, hint=hint)
+        super().__init__(message, **place)
         self.part = part
 
 
@@ -86,14 +81,9 @@ class InfeasiblePlan(ShardwiseError):
     """No plan satisfies the request; `report` has the figures of a search, if there was one."""
 
     def __init__(
-        self,
-        message: str,
-        *,
-        where: str | None = None,
-        hint: str | None = None,
-        report: Mapping[str, Any] | None = None,
+        self, message: str, *, report: Mapping[str, Any] | None = None, **place: str | None
     ) -> None:
-        super().__init__(message, where=where, hint=hint)
+        super().__init__(message, **place)
         self.report: Mapping[str, Any] = report or {}
 
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.runtime import ParallelModule, bubble_fraction
+from benchmarks.bubbles import bubble_fraction
+from shardwise.runtime import ParallelModule
 from tests.support.pool import Pool
 from tests.support.training import assert_close, make, plan_for
 

@@ -35,6 +35,7 @@ from shardwise.errors import OptimizerError, PlanError, ShardwiseError, did_you_
 from shardwise.ir import TensorType
 from shardwise.plans import Plan
 from shardwise.runtime.loader import make_store
+from shardwise.runtime.mesh import mesh_of
 from shardwise.runtime.optimizer import ELEMENTWISE
 from shardwise.runtime.step import PipelineStep
 from shardwise.runtime.transport.fake import FakeRng, FakeTransport, disconnect
@@ -233,7 +234,13 @@ class SingleRank:
         plan = program.plan
         self.program, self.device = program, device
         self.transport = transport(rank, plan.num_ranks)  # unused with a mesh
-        self.mesh = mesh or _mesh(plan, rank, self.transport)
+        stages, count = (
+            ((s.ranks, dict(s.mesh.axes)) for s in plan.all_stages),
+            plan.num_microbatches,
+        )
+        self.mesh = mesh or mesh_of(
+            rank, stages, self.transport, num_microbatches=count, timed=plan.splits_time
+        )
         generator = rng(plan.seed, plan.rng, self.mesh)
         loaded = load_program(program, self.mesh, generator, device)
         self.store = make_store([loaded], loaded.parameters, self.mesh, device)
@@ -252,19 +259,6 @@ class SingleRank:
             shapes = self.step.executor.reader.shapes
             types = {name: TensorType(shapes[name], kind.dtype) for name, kind in types.items()}
         return types
-
-
-def _mesh(plan: Plan, rank: int, transport: FakeTransport) -> rt.ProcessMesh:
-    stage = next(s for s in plan.all_stages if rank in s.ranks)
-    return rt.ProcessMesh(
-        dict(stage.mesh.axes),
-        stage.ranks.index(rank),
-        transport,
-        ranks=stage.ranks,
-        groups=plan.groups,
-        num_microbatches=plan.num_microbatches,
-        timed=plan.splits_time,
-    )
 
 
 def _train_two_steps(

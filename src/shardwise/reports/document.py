@@ -255,7 +255,7 @@ class Report:
         """The page: a single self-contained file."""
         from shardwise.reports.render import render
 
-        return render(self)
+        return render(self.to_json())
 
     def save(self, path: str | Path) -> None:
         """Write the page atomically."""

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
-from typing import Any, Protocol
+from typing import Any
 
 from shardwise.collectives.messages.program import format_ranks, parse_ranks
 from shardwise.errors import ShardwiseError
@@ -33,15 +33,8 @@ _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class) (\w+))", r
 _PLACE = re.compile(r"<!--\s*(\w+)\s*-->")
 
 
-class Document(Protocol):
-    """An object that can be converted to JSON."""
-
-    def to_json(self) -> Mapping[str, Any]: ...
-
-
-def render(document: Document | Mapping[str, Any]) -> str:
-    """Return the page of a report."""
-    data = document if isinstance(document, Mapping) else document.to_json()
+def render(data: Mapping[str, Any]) -> str:
+    """Return the page of a report, given as JSON values."""
     style, script = "\n".join(_read(f"{name}.css") for name in STYLES), _script()
     title = str(data.get("title", "Shardwise")).encode(errors="replace").decode()
     policy = (

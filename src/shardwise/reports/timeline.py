@@ -6,7 +6,6 @@ Of a step with many actions, only the first and last are shown; the others becom
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -111,26 +110,33 @@ def groups_of(plan: Plan, classes: tuple[RankClass, ...]) -> tuple[RankGroup, ..
 # the group ends or when a result of another group arrives, whichever is later.
 
 
-@dataclass(slots=True, kw_only=True)
-class Chain:
+class CriticalPath:
     """The critical path: actions, messages and final spans, and the time spent on them."""
 
-    actions: set[int] = field(default_factory=set)
-    messages: set[tuple[int, int]] = field(default_factory=set)  # sender's and receiver's action
-    after: set[int] = field(default_factory=set)  # of the timeline's `after`
-    groups: set[int] = field(default_factory=set)
-    compute_s: float = 0.0
-    communication_s: float = 0.0
-    step_time_s: float = 0.0
+    def __init__(self, estimate: Estimate) -> None:
+        self.timeline = estimate.timeline
+        self.levels: Levels = levels_of(self.timeline.schedule)
+        self.starts, self.ends = self.timeline.starts.tolist(), self.timeline.ends.tolist()
+        self.near = NEAR * self.timeline.step_time_s
+        self.actions: set[int] = set()
+        self.messages: set[tuple[int, int]] = set()  # sender's and receiver's action
+        self.after: set[int] = set()  # of the timeline's `after`
+        self.groups: set[int] = set()
+        self.compute_s = self.communication_s = 0.0
+        at, group = self._tail()
+        action = self._action_at(group, at)
+        while action is not None:
+            self._take(action)
+            action = self._before(action)
 
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds of the step by what they are spent on."""
-        remaining = self.step_time_s - self.compute_s - self.communication_s
+        remaining = self.timeline.step_time_s - self.compute_s - self.communication_s
         return {
             "compute": self.compute_s,
             "communication": self.communication_s,
-            "waiting": max(0.0, remaining) if remaining > NEAR * self.step_time_s else 0.0,
+            "waiting": max(0.0, remaining) if remaining > self.near else 0.0,
         }
 
     @property
@@ -144,26 +150,6 @@ class Chain:
         if spent["waiting"]:
             parts.append(f"{seconds(spent['waiting'])} waiting")
         return f"{len(self.actions):,} actions{groups}{messages}: {', '.join(parts)}"
-
-
-class CriticalPath:
-    """Find the critical path of a step by following it backward."""
-
-    def __init__(self, estimate: Estimate) -> None:
-        self.timeline = estimate.timeline
-        self.levels: Levels = levels_of(self.timeline.schedule)
-        self.starts, self.ends = self.timeline.starts.tolist(), self.timeline.ends.tolist()
-        self.near = NEAR * self.timeline.step_time_s
-        self.path = Chain(step_time_s=self.timeline.step_time_s)
-
-    def chain(self) -> Chain:
-        """Return the critical path."""
-        at, group = self._tail()
-        action = self._action_at(group, at)
-        while action is not None:
-            self._take(action)
-            action = self._before(action)
-        return self.path
 
     def _tail(self) -> tuple[float, int]:
         """Add the final spans of the last group; return their start and the group."""
@@ -179,14 +165,14 @@ class CriticalPath:
         )
         for i in own:
             if abs(after[i].end - now) <= self.near:
-                self.path.after.add(i)
+                self.after.add(i)
                 seconds = after[i].end - after[i].start
                 if after[i].lane == "compute":
-                    self.path.compute_s += seconds
+                    self.compute_s += seconds
                 else:
-                    self.path.communication_s += seconds
+                    self.communication_s += seconds
                 now = after[i].start
-        self.path.groups.add(group)
+        self.groups.add(group)
         return now, group
 
     def _action_at(self, group: int, now: float) -> int | None:
@@ -200,10 +186,10 @@ class CriticalPath:
         exposed = float(self.timeline.collectives[action] + self.timeline.waits[action])
         spent = self.ends[action] - self.starts[action]
         exposed = min(exposed, spent)
-        self.path.actions.add(action)
-        self.path.groups.add(int(self.levels.group[action]))
-        self.path.communication_s += exposed
-        self.path.compute_s += spent - exposed
+        self.actions.add(action)
+        self.groups.add(int(self.levels.group[action]))
+        self.communication_s += exposed
+        self.compute_s += spent - exposed
 
     def _before(self, action: int) -> int | None:
         """Return the action that an action waited for."""
@@ -216,10 +202,10 @@ class CriticalPath:
         needs = [n for n in needs if group[n] != group[action]]
         latest = max(needs, key=lambda n: self.ends[n], default=None)
         if latest is None:  # the group gathers parameters before its first action
-            self.path.communication_s += max(0.0, start)
+            self.communication_s += max(0.0, start)
             return None
-        self.path.messages.add((latest, action))
-        self.path.communication_s += max(0.0, start - self.ends[latest])
+        self.messages.add((latest, action))
+        self.communication_s += max(0.0, start - self.ends[latest])
         return latest
 
 
@@ -232,7 +218,7 @@ class Step:
         self.timeline = estimate.timeline
         self.levels = levels_of(self.timeline.schedule)
         self.actions = [action for row in self.timeline.schedule.actions for action in row]
-        self.chain = CriticalPath(estimate).chain()
+        self.chain = CriticalPath(estimate)
         self.senders = {sender for sender, _ in self.chain.messages}
         self.names: dict[str, int] = {}
         self.shown, self.folded = self._shown()

@@ -108,6 +108,6 @@ from shardwise.runtime.splits import Split, take_local
 from shardwise.runtime.step import ProgramKey, StepOptions, StepProgram
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.sync_forms import linear_factors
-from shardwise.runtime.tracing import Recorder, Records, bubble_fraction, probe, recording
+from shardwise.runtime.tracing import Recorder, Records, probe, recording
 from shardwise.runtime.transport.process_group import process_meshes
 from shardwise.runtime.user_model import RegisteredHooks, TrainedFlags, hooked

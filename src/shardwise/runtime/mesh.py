@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.errors import ProgramError, did_you_mean
+from shardwise.errors import ProgramError, RankError, did_you_mean
 from shardwise.runtime.tracing import Recorder
 from shardwise.runtime.transport import (
     Group,
@@ -270,6 +270,21 @@ class ProcessMesh:
         if names != tuple(name for name in self.axes if name in names):
             raise ProgramError(f"axes {names} of {self!r} must be given once, in the mesh's order")
         return names
+
+
+def mesh_of(
+    rank: int,
+    stages: Iterable[tuple[tuple[int, ...], Mapping[str, AxisSize]]],
+    transport: Transport | None,
+    **microbatches: Any,
+) -> ProcessMesh:
+    """Return the mesh of a rank's group, given the ranks and axes of all stages."""
+    groups = dict(stages)
+    for ranks, axes in groups.items():
+        if rank in ranks:
+            index, others = ranks.index(rank), tuple(groups)
+            return ProcessMesh(axes, index, transport, ranks=ranks, groups=others, **microbatches)
+    raise RankError(f"rank {rank} has no stage in this plan")
 
 
 def coordinates(axes: Mapping[str, AxisSize], rank: int) -> dict[str, int]:

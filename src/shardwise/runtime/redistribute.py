@@ -6,6 +6,7 @@ sizes that other axes have already split. No function changes its argument; over
 each returns it unchanged.
 """
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -52,14 +53,27 @@ def redistribute(
     return cast(Tensor, _communicate(x, name, args, args if dual_args is None else dual_args))
 
 
-def gather(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """S -> R: gather all shards."""
-    return redistribute("gather", x, axis, dim, of)
+def _of_dim(name: str) -> Callable[..., Tensor]:
+    def apply(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
+        return redistribute(name, x, axis, dim, of)
+
+    apply.__name__, apply.__doc__ = name, f"Apply `{name}` of the table to a dim."
+    return apply
 
 
-def gather_fanout(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """S -> R~: gather all shards, for computation that differs between ranks."""
-    return redistribute("gather_fanout", x, axis, dim, of)
+def _of_value(name: str) -> Callable[..., Tensor]:
+    def apply(x: Tensor, axis: Axis) -> Tensor:
+        return redistribute(name, x, axis)
+
+    apply.__name__, apply.__doc__ = name, f"Apply `{name}` of the table to all of a value."
+    return apply
+
+
+gather, gather_fanout = _of_dim("gather"), _of_dim("gather_fanout")
+reduce_scatter, pad = _of_dim("reduce_scatter"), _of_dim("pad")
+shard, take = _of_dim("shard"), _of_dim("take")
+reduce_fanout, fanout = _of_value("reduce_fanout"), _of_value("fanout")
+as_partial, once = _of_value("as_partial"), _of_value("once")
 
 
 def reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -68,47 +82,7 @@ def reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     return redistribute("reduce", source, axis, op, dual_args=(axis,))
 
 
-def reduce_fanout(x: Tensor, axis: Axis) -> Tensor:
-    """P -> R~: sum over ranks, for computation that differs between ranks."""
-    return redistribute("reduce_fanout", x, axis)
-
-
-def reduce_scatter(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """P -> S: return this rank's part of the sum over ranks."""
-    return redistribute("reduce_scatter", x, axis, dim, of)
-
-
-def shard(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """R -> S: return this rank's part of a replicated value."""
-    return redistribute("shard", x, axis, dim, of)
-
-
-def take(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """R~ -> S: return this rank's part, when gradients are summed over ranks elsewhere."""
-    return redistribute("take", x, axis, dim, of)
-
-
-def fanout(x: Tensor, axis: Axis) -> Tensor:
-    """R -> R~: pass a value to computation that differs between ranks."""
-    return redistribute("fanout", x, axis)
-
-
-def as_partial(x: Tensor, axis: Axis) -> Tensor:
-    """R -> P: keep the value on the axis' first rank, zeros on the others."""
-    return redistribute("as_partial", x, axis)
-
-
-def pad(x: Tensor, axis: Axis, dim: int, of: Of) -> Tensor:
-    """S -> P: place the shard among zeros."""
-    return redistribute("pad", x, axis, dim, of)
-
-
 def all_to_all(x: Tensor, axis: Axis, dim: int, of: Of, to_dim: int, to_of: Of) -> Tensor:
     """S -> S': exchange a shard of `dim` for one of `to_dim`, or another split of the same dim."""
     back = (axis, to_dim, to_of, dim, of)
     return redistribute("all_to_all", x, axis, dim, of, to_dim, to_of, dual_args=back)
-
-
-def once(x: Tensor, axis: Axis) -> Tensor:
-    """R~ -> P: keep value and gradient on the axis' first rank, zeros on the others."""
-    return redistribute("once", x, axis)

@@ -366,6 +366,11 @@ class ParameterStore:
             if self.holds(name) or name not in self.elsewhere:
                 self.load_full(name, tensor)
 
+    def full_value(self, entry: Entry) -> Tensor:
+        """Return the full parameter; all ranks that hold a part of it call it."""
+        value, piece = self.stored(entry)
+        return self.gather_full(entry, value, piece=piece)
+
     @torch.no_grad()
     def gather_full(self, entry: Entry, value: Tensor, *, piece: bool) -> Tensor:
         """Gather a full tensor from every rank's local tensor, or from its piece of it."""
@@ -402,8 +407,7 @@ class ParameterStore:
         for entry in self.entries:
             if entry.spec.borrowed:
                 continue
-            value, piece = self.stored(entry)
-            full = self.gather_full(entry, value, piece=piece)
+            full = self.full_value(entry)
             state.update(dict.fromkeys((entry.spec.name, *entry.spec.aliases), full))
         for spec in self.buffer_specs:
             if spec.persistent:

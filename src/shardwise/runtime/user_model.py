@@ -8,9 +8,10 @@ tensor, gathered from its shards, and each rank takes its part of the result.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.errors import PlanMismatch, did_you_mean
 from shardwise.formatting import size as format_bytes
 from shardwise.keras_model import without_keras
-from shardwise.runtime.consistency import share
-from shardwise.runtime.parameters import Entry
+from shardwise.runtime.consistency import share_lists
+from shardwise.runtime.parameters import Entry, torch_dtype
 from shardwise.runtime.shards import hook_error
 from shardwise.runtime.store import ParameterStore
 
@@ -111,10 +112,7 @@ def _apply(
 def _run(store: ParameterStore, entry: Entry, hook: Hook, grad: Tensor) -> Tensor:
     if hook.elementwise:
         return hook.function(grad.clone(), None).to(grad.dtype)
-    value = None
-    if hook.needs_value:
-        stored, piece = store.stored(entry)
-        value = store.gather_full(entry, stored, piece=piece)
+    value = store.full_value(entry) if hook.needs_value else None
     full = store.gather_full(entry, grad, piece=entry.zero >= 2)
     result = hook.function(full, value).to(grad.dtype)
     return store.part_of_gradient(entry, result).clone().view(grad.shape)
@@ -207,13 +205,47 @@ def copy_weights(
     targets = None if model is None else _targets(model)
     if targets is not None:
         _check(pm, targets, strict)
-    for name in pm.names:
-        values = share(pm.mesh, _full_tensor(pm, name), pm.store.device)
-        if targets is not None and name in targets:
-            value = values[name]
-            assert value is not None, name
-            targets[name].copy_(value)
-            pm.exchanged[name] = sample_values(targets[name])
+    for names, tensor in full_tensors(pm):
+        for name in names:
+            if targets is not None and name in targets:
+                targets[name].copy_(tensor)
+                pm.exchanged[name] = sample_values(targets[name])
+
+
+def full_tensors(
+    pm: ParallelModule, *, frozen: bool = True
+) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Yield the full parameters and persistent buffers one by one, each with all its names.
+
+    All ranks iterate together.
+    """
+    store, mesh = pm.store, pm.mesh
+    local: dict[str, Callable[[], Tensor]] = {}
+    rows: list[Any] = []
+    for entry in store.entries:
+        if not entry.spec.borrowed and (frozen or entry.trained):
+            local[entry.spec.name] = functools.partial(store.full_value, entry)
+            names = (entry.spec.name, *entry.spec.aliases)
+            rows.append([names, entry.spec.shape, str(entry.master)])
+    for spec in store.buffer_specs:
+        if spec.persistent:
+            local[spec.name] = store.buffers[spec.name].clone
+            rows.append([(spec.name, *spec.aliases), spec.shape, spec.dtype])
+    yielded: set[str] = set()
+    for ranks, table in zip(mesh.groups, share_lists(mesh, rows, store.device), strict=True):
+        root = mesh.everyone.ranks.index(ranks[0])
+        for names, shape, dtype in table:
+            if names[0] in yielded:
+                continue
+            yielded.add(names[0])
+            if mesh.ranks[mesh.rank] in ranks:
+                tensor = local[names[0]]()
+            else:
+                tensor = torch.empty(shape, dtype=torch_dtype(dtype), device=store.device)
+            if len(mesh.groups) > 1:
+                tensor = tensor.to(store.device).contiguous()
+                tensor = mesh.everyone.broadcast(tensor, root).wait()
+            yield tuple(names), tensor
 
 
 def _targets(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, Tensor]:
@@ -250,20 +282,6 @@ def _check(pm: ParallelModule, targets: Mapping[str, Tensor], strict: bool) -> N
                 f"{pm.store.full_shape(name)}",
                 where=name,
             )
-
-
-def _full_tensor(pm: ParallelModule, name: str) -> dict[str, Tensor | None]:
-    """Return the full tensor by its name, if this rank's stage owns it."""
-    store = pm.store
-    if not store.holds(name):
-        return {}
-    if name in store.buffer_names:
-        return {name: store.buffers[store.buffer_names[name]]}
-    entry = store.entry(name)
-    if entry.spec.borrowed:
-        return {}
-    value, piece = store.stored(entry)
-    return {name: store.gather_full(entry, value, piece=piece)}
 
 
 def describe(pm: ParallelModule) -> str:

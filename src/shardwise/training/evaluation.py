@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -65,24 +65,8 @@ FIGURES = (  # reserved names
 _HINT = "return a tensor with a value for each sample, or a pair (sum, count)"
 
 
-class Metric(Protocol):
-    """A metric over the batches of one evaluation."""
-
-    def reset(self) -> None:
-        """Start a new evaluation."""
-        ...
-
-    def update(self, output: Any, batch: Any, rows: int) -> None:
-        """Add the model's output for a batch of `rows` rows."""
-        ...
-
-    def compute(self) -> float:
-        """Return the metric over all batches since `reset`."""
-        ...
-
-
-class _Mean:
-    """The mean of the values that a function returns."""
+class MeanMetric:
+    """The mean of the values that a function returns for batches since `reset`."""
 
     def __init__(self, name: str, function: Any) -> None:
         self.name, self.function = name, function
@@ -119,7 +103,7 @@ class _Mean:
         return self.total / self.count
 
 
-class _Stateful:
+class StatefulMetric:
     """A metric object of the user."""
 
     def __init__(self, name: str, metric: Any) -> None:
@@ -136,6 +120,9 @@ class _Stateful:
     def compute(self) -> float:
         with _explained(self.name):
             return float(self.metric.compute())
+
+
+Metric = MeanMetric | StatefulMetric
 
 
 @contextlib.contextmanager
@@ -158,9 +145,9 @@ def make_metrics(config: TrainConfig, base: Path | None) -> dict[str, Metric]:
         if isinstance(metric, type):
             metric = make(metric, {}, key)
         if all(hasattr(metric, method) for method in ("update", "compute", "reset")):
-            metrics[name] = _Stateful(name, metric)
+            metrics[name] = StatefulMetric(name, metric)
         elif callable(metric):
-            metrics[name] = _Mean(name, metric)
+            metrics[name] = MeanMetric(name, metric)
         else:
             raise ConfigError(
                 f"a {type(metric).__name__} is not a metric",

@@ -28,49 +28,11 @@ from shardwise.errors import ShardwiseError
 from shardwise.files import write_text
 from shardwise.frontend.errors import capture_error
 from shardwise.frontend.tracing import quiet
-from shardwise.runtime import ParallelModule, share_lists
-from shardwise.runtime.parameters import torch_dtype
+from shardwise.runtime import ParallelModule
+from shardwise.runtime.user_model import full_tensors
 
 PROGRAM = ".pt2"
 _SAME_MODEL = "the model that was trained, with the same sizes"
-
-
-def full_tensors(parallel: ParallelModule, *, frozen: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Yield the full parameters and persistent buffers one by one; all ranks iterate together."""
-    store, mesh = parallel.store, parallel.mesh
-    local = [
-        [entry.spec.name, list(entry.spec.shape), str(entry.master)]
-        for entry in store.entries
-        if not entry.spec.borrowed and (frozen or entry.trained)
-    ]
-    for spec in store.buffer_specs:
-        if spec.persistent:
-            local.append([spec.name, list(spec.shape), str(store.buffers[spec.name].dtype)])
-    yielded: set[str] = set()
-    rank = mesh.ranks[mesh.rank]
-    for ranks, table in zip(mesh.groups, share_lists(mesh, local, store.device), strict=True):
-        root = mesh.everyone.ranks.index(ranks[0])
-        for name, shape, dtype in table:
-            if name in yielded:
-                continue
-            yielded.add(name)
-            if rank in ranks:
-                tensor = _full_tensor(parallel, name)
-            else:
-                tensor = torch.empty(shape, dtype=torch_dtype(dtype), device=store.device)
-            if len(mesh.groups) > 1:
-                tensor = tensor.to(store.device).contiguous()
-                tensor = mesh.everyone.broadcast(tensor, root).wait()
-            yield name, tensor
-
-
-def _full_tensor(parallel: ParallelModule, name: str) -> Tensor:
-    store = parallel.store
-    if name in store.buffers:
-        return store.buffers[name].clone()
-    entry = store.entry(name)
-    value, piece = store.stored(entry)
-    return store.gather_full(entry, value, piece=piece)
 
 
 def export(
@@ -158,7 +120,7 @@ def _config_file(config: Any, out: Path) -> Iterator[Path | None]:
 def _weights(source: nn.Module | str | Path, section: str) -> dict[str, Tensor]:
     """Return the full weights on rank 0."""
     if isinstance(source, ParallelModule):
-        return {name: tensor.cpu() for name, tensor in full_tensors(source) if _is_main()}
+        return {names[0]: tensor.cpu() for names, tensor in full_tensors(source) if _is_main()}
     if isinstance(source, nn.Module):
         return dict(source.state_dict())
     return read_section(open_checkpoint(source), section) if _is_main() else {}

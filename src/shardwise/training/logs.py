@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -32,18 +32,6 @@ _HINT = "folder: a folder that you may write to"
 
 
 # ------------------------------------------------------------ files and services
-class Log(Protocol):
-    """A destination for the figures of steps."""
-
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Log the figures of a step, by name."""
-        ...
-
-    def close(self) -> None:
-        """Flush and close the log."""
-        ...
-
-
 def make_logs(config: LogConfig, folder: Path | None, config_json: Any, step: int) -> list[Log]:
     """Open the logs of a config; entries after `step` are removed."""
     logs: list[Log] = []
@@ -185,6 +173,9 @@ class WandbLog:
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
+
+
+Log = JsonlLog | TensorBoardLog | WandbLog
 
 
 # ------------------------------------------------------------ the terminal

@@ -118,7 +118,7 @@ def test_a_very_long_name_is_not_shortened(cluster: sw.Cluster) -> None:
 
 def test_the_critical_path_covers_the_step_without_gaps(plan: sw.Plan) -> None:
     estimate = stored_estimate(plan)
-    chain = CriticalPath(estimate).chain()
+    chain = CriticalPath(estimate)
     seconds = chain.seconds
     assert sum(seconds.values()) == pytest.approx(estimate.step_time_s, rel=1e-6)
     assert seconds["waiting"] == 0

@@ -16,13 +16,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise.runtime as rt
+from benchmarks.bubbles import bubble_fraction
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.tracing import (
     Clocks,
     Event,
     Recorder,
     align,
-    bubble_fraction,
     gather_events,
     merge,
     write_trace,

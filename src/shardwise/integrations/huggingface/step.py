@@ -16,8 +16,7 @@ from torch import nn
 from shardwise.errors import BatchError, OptimizerError, ShardwiseError
 from shardwise.frontend import skeleton
 from shardwise.runtime import ParallelModule, ShardedOptimizer, optimizer
-from shardwise.runtime.user_model import sample_values
-from shardwise.training.export import full_tensors
+from shardwise.runtime.user_model import full_tensors, sample_values
 from shardwise.training.state import load_random_state, random_state
 
 COUNT = "num_items_in_batch"
@@ -176,7 +175,7 @@ def pull(parallel: ParallelModule, model: nn.Module) -> None:
     """Copy trained weights to the user's model, unless it is on meta; all ranks call it."""
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
     # The model already has its frozen parameters, unless they came from another rank.
-    for name, tensor in full_tensors(parallel, frozen=parallel.store.received_weights):
+    for (name, *_), tensor in full_tensors(parallel, frozen=parallel.store.received_weights):
         if not tensors[name].is_meta:
             tensors[name].copy_(tensor)
             parallel.exchanged[name] = sample_values(tensors[name])

@@ -47,7 +47,7 @@ from shardwise.integrations.huggingface.step import (
 from shardwise.integrations.plan_request import PlanLike, PlanRequest
 from shardwise.plans import Plan
 from shardwise.runtime import ShardedOptimizer, require_same_lengths, signature
-from shardwise.training.export import full_tensors
+from shardwise.runtime.user_model import full_tensors
 from shardwise.training.state import load_random_state, random_state
 
 log = logging.getLogger(__name__)
@@ -283,7 +283,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
         parallel = self._current
         if parallel is not None and on_meta(self.model):
             tensors = full_tensors(parallel.parallel)
-            state = {name: tensor.cpu() for name, tensor in tensors if rank() == 0}
+            state = {names[0]: tensor.cpu() for names, tensor in tensors if rank() == 0}
             if rank() == 0:
                 with unchanged_config(self.model):
                     self._save(output_dir, state_dict=state)

@@ -12,7 +12,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -117,14 +117,6 @@ SUMMABLE = torch_dtypes(can_train=True)
 DEFAULT_TIMEOUT_S = 300.0
 
 
-class _Implementation(Protocol):
-    """An implementation of one group's operations, in place."""
-
-    on_host: bool  # whether tensors must be in host memory
-
-    def start(self, choice: CollectiveChoice, data: Tensor, counts: Sequence[int]) -> Handle: ...
-
-
 class _MessagePrograms:
     """Collectives as programs of messages."""
 
@@ -135,7 +127,7 @@ class _MessagePrograms:
 
         self.ranks, self.derive = ranks, derive
         self.messenger = Messenger(group, timeout_s=limit)
-        self.on_host = self.messenger.backend != "nccl"
+        self.on_host = self.messenger.backend != "nccl"  # whether tensors must be in host memory
         self.programs: dict[object, MessageProgram] = {}
 
     def start(self, choice: CollectiveChoice, data: Tensor, counts: Sequence[int]) -> Handle:
@@ -161,6 +153,9 @@ class _SharedMemory:
         if choice.operation == "reduce_scatter":
             return self.buckets.reduce_scatter(data, counts)
         return self.buckets.all_gather(data, counts)
+
+
+_Implementation = _MessagePrograms | _SharedMemory
 
 
 class CollectiveBackends:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.runtime.mesh import ProcessMesh
+from shardwise.runtime.mesh import ProcessMesh, mesh_of
 from shardwise.runtime.splits import Split
 from shardwise.runtime.transport import Transport
 from shardwise.schedules import Action, Links, MessageOrder, order_messages
@@ -104,16 +104,8 @@ class PipelineSpec:
 
     def mesh(self, rank: int, transport: Transport | None = None) -> ProcessMesh:
         """Return the mesh of a rank's group, as that rank sees it."""
-        stage = next(s for s in self.stages if rank in s.ranks)
-        return ProcessMesh(
-            stage.axes,
-            stage.ranks.index(rank),
-            transport,
-            ranks=stage.ranks,
-            groups=self.groups,
-            num_microbatches=self.num_microbatches,
-            timed=self.timed,
-        )
+        stages, count = ((s.ranks, s.axes) for s in self.stages), self.num_microbatches
+        return mesh_of(rank, stages, transport, num_microbatches=count, timed=self.timed)
 
     def message_order(self, kinds: str) -> MessageOrder:
         """Return the order of actions of these kinds and of the messages between them."""

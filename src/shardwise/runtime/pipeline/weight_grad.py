@@ -25,7 +25,7 @@ import dataclasses
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -37,18 +37,6 @@ Gradients = tuple[Tensor | None, Tensor | None]
 
 
 _local = threading.local()
-
-
-class _Operator(Protocol):
-    """An operator of an input, a weight and perhaps a bias, and its gradients."""
-
-    def call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
-    def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor: ...
-    def weight_gradients(
-        self, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, wanted: Wanted
-    ) -> Gradients:
-        """Return the wanted gradients of weight and bias; the weight's values are not read."""
-        ...
 
 
 class _Job:
@@ -202,6 +190,10 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
+# Operators of an input, a weight and perhaps a bias. `weight_gradients` are the wanted ones of
+# weight and bias; they do not read the weight's values.
+
+
 class _Linear:
     def call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.nn.functional.linear(x, weight, bias)
@@ -292,6 +284,7 @@ class _Conv:
         )
 
 
+_Operator = _Linear | _Matmul | _Embedding | _Conv
 _LINEAR, _MATMUL = _Linear(), _Matmul()
 
 

@@ -21,7 +21,7 @@ from shardwise.collectives.messages import CollectiveChoice
 from shardwise.dtypes import torch_dtypes
 from shardwise.errors import RankError
 from shardwise.runtime.collectives import CollectiveBackends, Derive
-from shardwise.runtime.mesh import ProcessMesh, axis_groups
+from shardwise.runtime.mesh import ProcessMesh, axis_groups, mesh_of
 from shardwise.runtime.operators import widened
 from shardwise.runtime.rendezvous import first_line, start_heartbeat
 from shardwise.runtime.transport import Flat, Group, LocalTransport, Pending, Transport
@@ -364,15 +364,4 @@ def process_meshes(
         rank = transport.rank
         if derive is not None:
             transport.use(choices, derive)
-    for ranks, axes in groups:
-        if rank in ranks:
-            return ProcessMesh(
-                axes,
-                ranks.index(rank),
-                transport,
-                ranks=ranks,
-                groups=[ranks for ranks, _ in groups],
-                num_microbatches=num_microbatches,
-                timed=timed,
-            )
-    raise RankError(f"rank {rank} has no stage in this plan")
+    return mesh_of(rank, groups, transport, num_microbatches=num_microbatches, timed=timed)
