@@ -8,10 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import shardwise as sw
 from shardwise.collectives import Network, solve
 from shardwise.runtime.collectives.messenger import Messenger
 from shardwise.runtime.collectives.shared_memory import SharedBuckets
 from tests.support.faults import survivors
+from tests.support.training import make
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -50,3 +52,23 @@ def test_survivors_name_the_edge(path, how, victim):
         edge = text.partition("edge ")[2].partition(";")[0]
         assert str(victim) in edge.split(" -> "), text
         assert seconds < (TIMEOUT_S if how is signal.SIGKILL else 2 * TIMEOUT_S) + 5
+
+
+def updates(ready: Callable[[], None]) -> None:
+    """Clip and update without end, after a single forward and backward."""
+    model, batch = make("odd")
+    plan = sw.strategies.zero1(sw.capture(model, batch), sw.Cluster.local(3))
+    pm = sw.parallelize(model, batch, plan=plan, timeout_s=10.0)
+    optimizer = sw.optimizer(pm, torch.optim.AdamW)
+    pm.train_step(batch)
+    ready()
+    while True:
+        sw.clip_grad_norm_(pm, 1.0)
+        optimizer.step()
+
+
+def test_a_rank_killed_outside_of_the_step_is_named():
+    reports = survivors(f"{__name__}:updates", 3, victim=1, how=signal.SIGKILL, limit_s=30)
+    assert len(reports) == 2, reports
+    for text, _ in reports.values():
+        assert text.startswith("RankError: rank 1 died"), text

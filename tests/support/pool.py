@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import faulthandler
 import importlib
+import io
 import multiprocessing
 import os
 import pickle
@@ -253,8 +254,12 @@ class Pool:
 _pools: OrderedDict[tuple[int, str], Pool] = OrderedDict()
 
 
-def pool(num_ranks: int, backend: str = "gloo") -> Pool:
-    """Return the shared pool of `num_ranks` processes, which starts at its first `run`."""
+def pool(num_ranks: int, backend: str = "") -> Pool:
+    """Return the shared pool of `num_ranks` processes, which starts at its first `run`.
+
+    The backend is gloo unless `SHARDWISE_POOL_BACKEND=nccl` runs `tests/distributed` on GPUs.
+    """
+    backend = backend or os.environ.get("SHARDWISE_POOL_BACKEND", "gloo")
     key = (num_ranks, backend)
     if key not in _pools:
         _pools[key] = Pool(num_ranks, backend)
@@ -378,6 +383,20 @@ def _join_group(rank: int, num_ranks: int, backend: str, connection: Connection)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
 
 
+def _pickled(result: Any) -> bytes:
+    """Pickle a result with all of its tensors on the CPU."""
+    import torch
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            on_device = isinstance(obj, torch.Tensor) and obj.device.type != "cpu"
+            return obj.detach().cpu().__reduce_ex__(4) if on_device else NotImplemented
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(result)
+    return buffer.getvalue()
+
+
 def _answer(call: bytes) -> bytes:
     import torch
 
@@ -385,7 +404,7 @@ def _answer(call: bytes) -> bytes:
     dtype = torch.get_default_dtype()
     try:
         reference, args, kwargs = pickle.loads(call)
-        return pickle.dumps(_resolve(reference)(*args, **kwargs))
+        return _pickled(_resolve(reference)(*args, **kwargs))
     except Exception as error:
         return pickle.dumps(_failure(error))
     finally:

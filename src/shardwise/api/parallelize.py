@@ -331,8 +331,9 @@ class _Factory:
 
 
 def _device_of(model: nn.Module) -> torch.device:
+    """Return the device of the model, if the default process group can communicate from it."""
+    backends = dist.get_backend_config() if dist.is_initialized() else "cpu:none"
     for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta:
+        if not tensor.is_meta and (tensor.device.type != "cpu" or "cpu:" in backends):
             return tensor.device
-    backend = dist.get_backend() if dist.is_initialized() else ""
-    return torch.device("cuda" if "nccl" in backend else "cpu")
+    return torch.device("cuda" if "nccl" in backends else "cpu")

@@ -35,7 +35,7 @@ def _forward(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -
     rows = dispatch(x, order, top_k_index.shape[-1])
     rows = linear(rows, "gate_up_proj" if self.has_gate else "up_proj")
     rows = linear(self._apply_gate(rows) if self.has_gate else self.act_fn(rows), "down_proj")
-    if self.has_post_expert_norm:
+    if getattr(self, "has_post_expert_norm", False):  # older transformers lack the flag
         rows = self.post_expert_norm(rows)
     chosen: Tensor = collect(rows, order, top_k_index) * top_k_weights.unsqueeze(-1)
     return chosen.sum(1).to(x.dtype)

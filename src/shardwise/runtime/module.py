@@ -6,7 +6,6 @@ compiler: it calls a function that compiles a program for a batch, once per batc
 
 from __future__ import annotations
 
-import contextlib
 import math
 import zlib
 from collections import Counter
@@ -21,7 +20,6 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import BatchError, LossError, ProgramError, did_you_mean
 from shardwise.runtime.consistency import BatchCheck, leaves, share, signature
-from shardwise.runtime.failures import naming_failures
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.operators import widened
 from shardwise.runtime.rendezvous import count_run, starting
@@ -29,8 +27,6 @@ from shardwise.runtime.rng import Rng
 from shardwise.runtime.step import MAX_VARIANTS, ProgramKey, Programs, Specialize, StepProgram
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.tracing import Recorder, Trace, align, gather_events, merge, write_trace
-from shardwise.runtime.transport import unwrap_transport
-from shardwise.runtime.transport.process_group import ProcessGroupTransport
 from shardwise.runtime.user_model import (
     RegisteredHooks,
     TrainedFlags,
@@ -133,7 +129,7 @@ class ParallelModule(nn.Module):
             raise ProgramError(
                 f"scale is {scale!r}, not a finite number", hint="pm.train_step(batch, scale=1 / n)"
             )
-        with self._naming_failures():
+        with self.store.naming_failures():
             registered = self._registered()
             if registered != self._num_registered:
                 refuse_hooks_on_parts(self.store)
@@ -156,7 +152,7 @@ class ParallelModule(nn.Module):
         self, batch: Any, *, loss: bool = False, step: str = "", local: bool = False
     ) -> Any:
         """Return the outputs in eval mode, without gradients; with `loss`, the loss and them."""
-        with self._naming_failures():
+        with self.store.naming_failures():
             key, program = self._program(batch, step, training=False, local=local)
             with self.store.evaluate(key):
                 value, outputs = program.evaluate(batch, self.store, outputs=True, local=local)
@@ -164,20 +160,13 @@ class ParallelModule(nn.Module):
 
     def eval_loss(self, batch: Any, *, step: str = "", local: bool = False) -> Tensor:
         """Return the full batch's loss in eval mode, without gradients, the same on every rank."""
-        with self._naming_failures():
+        with self.store.naming_failures():
             key, program = self._program(batch, step, training=False, local=local)
             with self.store.evaluate(key):
                 loss, _ = program.evaluate(batch, self.store, outputs=False, local=local)
         if loss is None:
             raise LossError("the model returns no loss in eval mode", hint="labels in the batch")
         return _public_loss(loss)
-
-    def _naming_failures(self) -> contextlib.AbstractContextManager[None]:
-        """Make other ranks name a rank that fails, where ranks are processes."""
-        transport = unwrap_transport(self.mesh.transport)
-        if isinstance(transport, ProcessGroupTransport):
-            return naming_failures(self.timeout_s, transport)
-        return contextlib.nullcontext()
 
     def local_batch(self, batch: Any, training: bool = True, *, step: str = "") -> Any:
         """Return this rank's part of a full batch, for `train_step(…, local=True)`."""
@@ -314,14 +303,16 @@ class ParallelModule(nn.Module):
     def gather_state_dict(self) -> dict[str, Tensor]:
         """Return the full model's state dict on every rank; all ranks call it."""
         self.store.require_values()
-        shared = self._share(self.store.gather_state_dict())
+        with self.store.naming_failures():
+            shared = self._share(self.store.gather_state_dict())
         state = {name: tensor for name, tensor in shared.items() if tensor is not None}
         self.exchanged |= {name: sample_values(tensor) for name, tensor in state.items()}
         return state
 
     def gather_gradients(self) -> dict[str, Tensor | None]:
         """Return the full model's gradients by parameter name on every rank; all ranks call it."""
-        return self._share(self.store.gather_gradients())
+        with self.store.naming_failures():
+            return self._share(self.store.gather_gradients())
 
     def _share(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Return the tensors of all stages, in the model's order."""
@@ -401,7 +392,7 @@ class ParallelModule(nn.Module):
         Each rank may pass its own model, or None to only take part. One full tensor exists at a
         time. With `strict`, the model must have the names of the one that was parallelized.
         """
-        with self._naming_failures():
+        with self.store.naming_failures():
             copy_weights(self, model, strict=strict)
 
     def __repr__(self) -> str:

@@ -319,6 +319,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         With a loss scaler, a step with an infinite or NaN gradient on any rank is skipped.
         """
+        with self.store.naming_failures():
+            return self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         require_claimed(self.store, self, self.claimed)
         if self.needs_closure and closure is None:
@@ -510,7 +514,7 @@ def clip_grad_norm_(
     if params is not None:
         selection = _Selection(store, params)
         entries = [entry for entry in entries if selection.matches(_names(entry))]
-    with store.recorder.span("compute", "clipping"):
+    with store.naming_failures(), store.recorder.span("compute", "clipping"):
         grads = {e: grad for e in entries if (grad := store.gradient(e)) is not None}
         grads = {e: stored_values(grad) for e, grad in grads.items()}
         counted = {e: g for e, g in grads.items() if _is_counted(store, e) and g.numel()}

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import PlanMismatch, ProgramError, WeightsError, did_you_mean
 from shardwise.runtime.consistency import Replicas
+from shardwise.runtime.failures import GRACE_S, naming_failures
 from shardwise.runtime.fsdp import Units
 from shardwise.runtime.grad_sync import (
     LossScaler,
@@ -47,6 +48,8 @@ from shardwise.runtime.parameters import (
 from shardwise.runtime.shards import ShardParameter
 from shardwise.runtime.splits import assemble, local_runs, local_shape, offsets, take_local
 from shardwise.runtime.tracing import Recorder
+from shardwise.runtime.transport import unwrap_transport
+from shardwise.runtime.transport.process_group import ProcessGroupTransport
 
 
 class ParameterStore:
@@ -102,6 +105,13 @@ class ParameterStore:
         self.parameters_elsewhere: tuple[tuple[str, ...], ...] = ()  # with their aliases
         for part, owner in modules:
             self.attach(owner, part)
+
+    def naming_failures(self) -> contextlib.AbstractContextManager[None]:
+        """Make other ranks name a rank that fails in the body, where ranks are processes."""
+        transport = unwrap_transport(self.mesh.transport)
+        if isinstance(transport, ProcessGroupTransport):
+            return naming_failures(transport.timeout_s or GRACE_S, transport)
+        return contextlib.nullcontext()
 
     def _group(self) -> list[FlatGroup]:
         """Allocate every entry, separately or in flat groups, and return the groups.

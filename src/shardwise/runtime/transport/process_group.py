@@ -45,7 +45,7 @@ class ProcessGroupTransport:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         world = tuple(range(self.world_size))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._timeout_s, self.backends = timeout_s, CollectiveBackends()
+        self.timeout_s, self.backends = timeout_s, CollectiveBackends()
         self._timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
         for ranks in groups:
             if max(ranks) >= self.world_size:
@@ -94,7 +94,7 @@ class ProcessGroupTransport:
 
     def use(self, choices: Sequence[CollectiveChoice], derive: Derive) -> None:
         """Use other implementations than the library's for some collectives; all ranks call it."""
-        self.backends = CollectiveBackends(choices, derive, self._groups, self._timeout_s)
+        self.backends = CollectiveBackends(choices, derive, self._groups, self.timeout_s)
 
     def bucket(self, numel: int, dtype: torch.dtype, operation: str, group: Group) -> Tensor | None:
         """Return memory on which an operation needs no copies, if the group shares some."""
