@@ -126,7 +126,7 @@ class PoolEnvironment(LightningEnvironment):
         return dist.get_rank()
 
     def local_rank(self) -> int:
-        return dist.get_rank()
+        return dist.get_rank() % max(1, torch.cuda.device_count() if uses_gpus() else 1024)
 
     def set_world_size(self, size: int) -> None: ...
 
@@ -135,25 +135,36 @@ class PoolEnvironment(LightningEnvironment):
     def teardown(self) -> None: ...
 
 
+def uses_gpus() -> bool:
+    """Return whether the pool of this process communicates over NCCL."""
+    return dist.is_initialized() and dist.get_backend() == "nccl"
+
+
 def trainer(
     strategy: Any = "auto", folder: Any = None, **options: Any
 ) -> tuple[L.Trainer, Recorder]:
-    """Return a silent float64 trainer on the CPU, over all ranks of the pool if there is one."""
+    """Return a silent float64 trainer over all ranks of the pool if there is one.
+
+    Ranks that share a GPU are nodes of one device each.
+    """
     recorder = Recorder()
     ranks = dist.get_world_size() if dist.is_initialized() else 1
+    ranks = 1 if isinstance(strategy, str) else ranks
+    devices = min(ranks, torch.cuda.device_count()) if uses_gpus() else ranks
     settings: dict[str, Any] = {
         "precision": "64-true",
         "max_epochs": 2,
         "logger": False,
         "enable_checkpointing": False,
-        "plugins": [PoolEnvironment()] if ranks > 1 and not isinstance(strategy, str) else None,
-        "devices": ranks if not isinstance(strategy, str) else 1,
+        "plugins": [PoolEnvironment()] if ranks > 1 else None,
+        "devices": devices,
+        "num_nodes": ranks // devices,
     }
     settings.update(options)
     settings["callbacks"] = [recorder, *options.get("callbacks", [])]
     warnings.simplefilter("ignore")
     made = L.Trainer(
-        accelerator="cpu",
+        accelerator="gpu" if uses_gpus() else "cpu",
         strategy=strategy,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from shardwise.errors import RankError
 from shardwise.files import write_text
-from shardwise.runtime.failures import GRACE_S, Cause, FailureReports
+from shardwise.runtime.failures import CLOSE_S, GRACE_S, Cause, FailureReports
 from shardwise.runtime.rendezvous import DEAD_AFTER_S, ENDED, Liveness, name_ranks
 
 POLL_S = 0.2
@@ -49,6 +49,7 @@ class NcclWatch:
         self._inside = 0
         self._running: deque[tuple[Callable[[], bool], float]] = deque()  # steps on the device
         self._since = time.monotonic()  # the last progress
+        self._failed_in = (-1, 0.0)  # the body in which this rank learned of a failure, and when
         self._raised = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise-nccl", daemon=True)
         self._thread.start()
@@ -93,7 +94,7 @@ class NcclWatch:
             self._since = time.monotonic()
         if not self._running and not self._inside:
             return None
-        if self.reports.last_cause is not None:
+        if self.reports.last_cause is not None and self._still_waits():
             return self.reports.last_cause
         observed = {rank: self._liveness.observe(rank) for rank in self.reports.others()}
         dead = [
@@ -112,6 +113,16 @@ class NcclWatch:
         text = f"{name_ranks(late)} did not begin step {own}" if late else "no rank is behind, but"
         text += f": the kernels of rank {self.reports.rank} did not end within {limit_s:g} s"
         return self.reports.record(Cause(text, late))
+
+    def _still_waits(self) -> bool:
+        """Return whether this rank has been in one body for a while since it learned of a failure.
+
+        If all ranks raise the same error, none waits for another, and training may go on.
+        """
+        body, now = self.reports.heartbeat.num_bodies, time.monotonic()
+        if self._failed_in[0] != body:
+            self._failed_in = (body, now)
+        return now - self._failed_in[1] >= CLOSE_S
 
 
 def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ class Reports:
     runs: dict[int, int] = field(default_factory=lambda: {0: 4, 1: 4, 2: 4})
     recorded: Cause | None = None
     rank: int = 0
+    num_bodies: int = 9
 
     def __post_init__(self) -> None:
         self.connection = self.heartbeat = self
@@ -52,6 +54,7 @@ class Reports:
 def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[Reports, NcclWatch, list[str]]:
     monkeypatch.setattr(nccl_watch, "POLL_S", 0.01)
     monkeypatch.setattr(nccl_watch, "DEAD_AFTER_S", 0.2)
+    monkeypatch.setattr(nccl_watch, "CLOSE_S", 0.2)
     monkeypatch.setattr(nccl_watch, "GRACE_S", 30.0)
     monkeypatch.setattr(nccl_watch.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(nccl_watch, "_write_flight_recorder", lambda rank: None)
@@ -91,6 +94,19 @@ def test_the_cause_of_another_rank_is_raised(watched: Any) -> None:
     reports, watch, called = watched
     reports.recorded = Cause("rank 1 failed: ValueError: seven apples", [1])
     assert run_until_aborted(watch, called).message == reports.recorded.text
+
+
+def test_an_error_that_all_ranks_raise_aborts_nothing(watched: Any) -> None:
+    reports, watch, called = watched
+    reports.recorded = Cause("rank 1 failed: BatchError: the data differ", [1])
+    with contextlib.suppress(ValueError), watch.step(60.0, never_ends):
+        time.sleep(0.1)
+        raise ValueError("seven apples")
+    reports.recorded, reports.num_bodies = None, 10
+    with watch.step(60.0, lambda: lambda: True):
+        time.sleep(0.3)
+    assert watch.cause is None
+    assert not called
 
 
 def test_a_rank_that_does_not_begin_a_step_is_named(watched: Any) -> None:
