@@ -82,8 +82,7 @@ class NcclWatch:
         if self.cause is None:
             return
         _write_flight_recorder(self.reports.rank)
-        with contextlib.suppress(RuntimeError):
-            self._abort()
+        self._abort()
         if not self._raised.wait(GRACE_S):
             self._end(f"RankError: {self.cause.text} (rank {self.reports.rank} was waiting)")
 
@@ -126,12 +125,22 @@ class NcclWatch:
 
 
 def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Abort the communicators of all groups as one operation, so that none waits for another."""
-    backend: Any = groups[0]._get_backend(torch.device("cuda"))
-    backend._group_start()
-    for group in reversed(groups):
-        group.abort()
-    backend._group_end()
+    """Abort the communicators of all groups at the same time.
+
+    An abort frees memory, and CUDA then waits for all kernels of this rank, including those of
+    communicators that have not been aborted yet. torch aborts in a thread of its own, so that
+    NCCL's group calls do not join the aborts of several groups.
+    """
+
+    def abort(group: dist.ProcessGroup) -> None:
+        with contextlib.suppress(RuntimeError):
+            group.abort()
+
+    threads = [threading.Thread(target=abort, args=(group,), daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(GRACE_S)
 
 
 def kernels_end() -> Callable[[], bool]:

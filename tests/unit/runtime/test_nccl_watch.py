@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,6 +95,18 @@ def test_the_cause_of_another_rank_is_raised(watched: Any) -> None:
     reports, watch, called = watched
     reports.recorded = Cause("rank 1 failed: ValueError: seven apples", [1])
     assert run_until_aborted(watch, called).message == reports.recorded.text
+
+
+def test_no_group_waits_for_the_abort_of_another() -> None:
+    both, aborted = threading.Barrier(2), []
+
+    class Group:
+        def abort(self) -> None:
+            both.wait(20)
+            aborted.append(self)
+
+    nccl_watch.abort_groups([Group(), Group()])  # type: ignore[list-item]
+    assert len(aborted) == 2
 
 
 def test_an_error_that_all_ranks_raise_aborts_nothing(watched: Any) -> None:
