@@ -242,9 +242,9 @@ class Cluster:
     @cached_property
     def topology(self) -> Topology:
         """The resources that traffic shares, as arrays over ranks."""
-        from shardwise.cluster.topology import TopologyBuilder
+        from shardwise.cluster.topology import Topology
 
-        return TopologyBuilder(self).build()
+        return Topology(self)
 
     @property
     def capacities(self) -> Mapping[str, float]:

@@ -158,7 +158,9 @@ class _Builder:
     # ------------------------------------------------------------ variables
     def _add(self, unary: Sequence[float], weight: Sequence[float]) -> int:
         number = len(self.model.variables)
-        self.model.variables[number] = Variable.of(unary, weight)
+        self.model.variables[number] = Variable(
+            np.asarray(unary, np.float64), np.asarray(weight, np.float64)
+        )
         return number
 
     def _nodes(self, names: list[str]) -> None:

@@ -251,7 +251,7 @@ def _smaller_batch(
     rows = search.cache.rows
     while rows > 1:
         rows //= 2
-        smaller = search.changed(cache=search.cache.with_rows(rows))
+        smaller = replace(search, cache=search.cache.with_rows(rows))
         for bound in _smallest_bounds(outcome):
             config = _with_rows(bound.config, rows, options)
             candidate = None if config is None else smaller.simulate(config)
@@ -294,7 +294,7 @@ def _more_devices(
         rates = [rate for group in search.groupings(1)[0].rates for rate in group] * factor
         kinds = [int(kind) for kind in evaluator.kind]
         grouped = partial(groupings, larger.num_ranks, rates, kinds)
-        other = search.changed(evaluator=evaluator, groupings=grouped)
+        other = replace(search, evaluator=evaluator, groupings=grouped)
         for offloads in (False, True) if options.offload is None else (False,):
             more = replace(limits, ranks=larger.num_ranks)
             outcome = other.run(configs(more, lean, offloads=offloads))

@@ -80,48 +80,29 @@ class SearchOutcome:
         return max(0.0, 1 - self.next_bound_s / self.step_time_s)
 
 
+@dataclass(eq=False)
 class Search:
-    """Bounds and simulations of one model on one cluster."""
+    """Bounds and simulations of one model on one cluster.
 
-    def __init__(
-        self,
-        graph: Graph,
-        cache: LayoutCache,
-        evaluator: Evaluator,
-        groupings: Callable[[int], Sequence[Grouping]],
-        precision: Precision,
-        memory_limit: float | None = None,
-        report: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self.graph, self.cache, self.evaluator = graph, cache, evaluator
-        self.groupings, self.precision, self.report = groupings, precision, report
-        self.memory_limit = memory_limit
-        self.fold = evaluator.fold
-        self.cutter = Cutter(graph)
-        self.outside, self.count = self._outside(graph), len(graph.parameters)
+    `replace` returns the same search with other layouts, or on another cluster.
+    """
+
+    graph: Graph
+    cache: LayoutCache
+    evaluator: Evaluator
+    groupings: Callable[[int], Sequence[Grouping]]
+    precision: Precision
+    memory_limit: float | None = None
+    report: Callable[[str], None] = lambda _: None
+
+    def __post_init__(self) -> None:
+        self.fold, self.cutter = self.evaluator.fold, Cutter(self.graph)
+        self.outside, self.count = self._outside(self.graph), len(self.graph.parameters)
+        self.bounds = Bounds(self.cache, self.evaluator, self.execution, self.memory_limit)
         self._cuts: dict[object, tuple[int, ...]] = {}
-        self.bounds = Bounds(cache, evaluator, self.execution, memory_limit)
         self._simulated: dict[ParallelConfig, Candidate] = {}
         self._fullness: dict[ParallelConfig, float] = {}
         self._grouped: dict[object, tuple[Group, ...]] = {}
-
-    def changed(
-        self,
-        *,
-        cache: LayoutCache | None = None,
-        evaluator: Evaluator | None = None,
-        groupings: Callable[[int], Sequence[Grouping]] | None = None,
-    ) -> Search:
-        """Return the same search with other layouts, or on another cluster."""
-        return Search(
-            self.graph,
-            cache or self.cache,
-            evaluator or self.evaluator,
-            groupings or self.groupings,
-            self.precision,
-            self.memory_limit,
-            self.report,
-        )
 
     def run(
         self,

@@ -11,7 +11,7 @@ from fractions import Fraction
 from math import ceil, floor, log10
 from typing import Any
 
-from shardwise.cluster import Cluster, Device, Mesh
+from shardwise.cluster import Cluster, Mesh
 from shardwise.cluster.cluster import ClusterNode
 from shardwise.cluster.links import Network
 from shardwise.errors import ClusterError
@@ -258,11 +258,10 @@ def gib_text(size: float) -> str:
 # ------------------------------------------------------------ changed clusters
 def faster_devices(cluster: Cluster, factor: float) -> Cluster:
     """Return the cluster with every device's rates multiplied."""
-
-    def faster(device: Device) -> Device:
-        return replace(device, speed=device.speed * factor)
-
-    nodes = (replace(node, devices=tuple(map(faster, node.devices))) for node in cluster.nodes)
+    nodes = []
+    for node in cluster.nodes:
+        faster = (replace(device, speed=device.speed * factor) for device in node.devices)
+        nodes.append(replace(node, devices=tuple(faster)))
     return replace(cluster, nodes=tuple(nodes))
 
 

@@ -280,7 +280,7 @@ MAX_COMPARED = 1_000  # messages of a candidate while comparing
 WORTH = 0.01  # fraction of the time that more chunks must save
 
 
-def max_chunks(num_bytes: int, num_ranks: int, messages: int) -> float:
+def max_chunks(num_bytes: float, num_ranks: int, messages: int) -> float:
     """Return how many chunks a program may have, given its bytes and the messages per chunk."""
     by_messages = MAX_MESSAGES * num_ranks / max(messages, 1)
     return max(1.0, min(by_messages, num_bytes / SMALLEST_CHUNK_BYTES))
@@ -320,9 +320,7 @@ class Load:
     @property
     def max_turns(self) -> int:
         """The largest number of turns that the messages and bytes allow."""
-        by_messages = MAX_MESSAGES * self.num_ranks / self.per_turn
-        by_bytes = self.largest_bytes / SMALLEST_CHUNK_BYTES
-        return max(1, int(min(by_messages, by_bytes)))
+        return int(max_chunks(self.largest_bytes, self.num_ranks, self.per_turn))
 
     def first(self) -> Pace:
         """Return a pace for comparing candidates: a guess of the fill time, and few messages."""
