@@ -16,7 +16,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -190,9 +189,9 @@ class Topology:
             first[i] = 2 * self.num_ranks + len(self._extra)
             entry = self.cluster.nodes[e].name
             kind = ("between", f"network cards, {entry}", (entry,))
-            for number, direction in product(range(nic.count), ("out", "in")):
-                rate = nic.bandwidth_bytes_per_s * nic.efficiency
-                self._add(f"nic {name}.{number} {direction}", kind, rate)
+            cards = [f"nic {name}.{c} {way}" for c in range(nic.count) for way in ("out", "in")]
+            self._labels += [(card, kind) for card in cards]
+            self._extra += [nic.bandwidth_bytes_per_s * nic.efficiency] * len(cards)
         of_rank = self._entry[self.node]
         counts = np.array([nic.count if nic else 1 for nic in nics])[of_rank]
         card = local * counts // np.bincount(self.node)[self.node]

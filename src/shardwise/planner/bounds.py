@@ -11,7 +11,7 @@ They include communication of parameters and gradients that nothing can hide:
 All messages of a kind count as a single message, because several messages take longer.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -70,10 +70,9 @@ class Bounds:
         cache: LayoutCache,
         evaluator: Evaluator,
         execution: Callable[[ParallelConfig, Layouts], ExecutionConfig],
-        memory_limit: float | None,
     ) -> None:
         self.cache, self.evaluator, self.execution = cache, evaluator, execution
-        self.memory_limit, self.fold = memory_limit, evaluator.fold
+        self.fold = evaluator.fold
         self._bounds: dict[ParallelConfig, Bound] = {}
         self._cores: dict[ParallelConfig, Core | None] = {}
 
@@ -208,8 +207,7 @@ class Bounds:
 
     def limit(self, group: Group) -> float:
         """Return the maximum bytes of tensors on the smallest device of a group."""
-        limit = Budget.of(self._device(group)).limit_bytes
-        return min(limit, self.memory_limit) if self.memory_limit is not None else limit
+        return min(Budget.of(self._device(group)).limit_bytes, self.evaluator.memory_limit)
 
     def update_lower_bound(self, numel: float, group: Group) -> float:
         """Return a lower bound on the optimizer's time for this many elements."""
@@ -244,7 +242,7 @@ def communication_lower_bound(
     stages: Sequence[LocalStage], costs: ClusterCosts
 ) -> ParameterTraffic:
     """Return a lower bound on the parameter traffic of a group's stages."""
-    totals: Counter[tuple[str, str, tuple[str, ...], int]] = Counter()
+    totals: dict[tuple[str, str, tuple[str, ...], int], float] = defaultdict(float)
     for kind in (kind for stage in stages for kind in stage.sent):
         totals[kind.purpose, kind.op, kind.axes, kind.level] += float(kind.num_bytes.sum())
     seconds = dict.fromkeys(PURPOSES, 0.0)

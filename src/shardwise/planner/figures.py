@@ -115,14 +115,14 @@ def with_figures(graph: Graph, plan: Plan, cluster: Cluster, table: OpTable | No
     return with_details(plan.with_figures(figures), step)
 
 
-def with_details(plan: Plan, step: SimulatedStep, memory_limit: float | None = None) -> Plan:
+def with_details(plan: Plan, step: SimulatedStep) -> Plan:
     """Return the plan with the details of its step that reports show."""
     details = PlanDetails(
         cluster=cluster_json(step.evaluator.cluster),
         modules=module_tree(step, plan),
         memory=tuple(memory_curves(step)),
         links=link_traffic(step),
-        what_if=sensitivity(step, plan.figures.relaxations, memory_limit),
+        what_if=sensitivity(step, plan.figures.relaxations),
     )
     return plan.with_(search=replace(plan.figures, details=details))
 

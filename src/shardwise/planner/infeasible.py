@@ -20,7 +20,6 @@ from shardwise.planner.search_space import RECOMPUTES, SearchLimits, UserOptions
 from shardwise.planner.what_if import Rerun, copy_cluster, gib_text
 from shardwise.plans.search_result import ParallelConfig
 from shardwise.schedules import DEFAULT_SCHEDULE, schedule_kind
-from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.memory import Budget, MemoryUse, peak_of
 
 MAX_CHECKED = 2_000  # configurations with the lowest memory bounds whose memory is computed
@@ -290,7 +289,7 @@ def _more_devices(
         larger = copy_cluster(search.evaluator.cluster, factor)
         if larger is None:
             return
-        evaluator = Evaluator(search.fold, larger, search.evaluator.costs.table)
+        evaluator = search.evaluator.on(larger)
         rates = [rate for group in search.groupings(1)[0].rates for rate in group] * factor
         kinds = [int(kind) for kind in evaluator.kind]
         grouped = partial(groupings, larger.num_ranks, rates, kinds)

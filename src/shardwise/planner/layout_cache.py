@@ -86,12 +86,11 @@ class LayoutCache:
         evaluator: Evaluator,
         constraints: Mapping[str, Mapping[str, Placement]],
         ties: LayoutTask,
-        memory_limit: float | None = None,
         report: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.ties = ties
         usable = float(evaluator.cluster.device(0).usable_bytes)
-        self.memory_bytes = usable if memory_limit is None else min(usable, memory_limit)
+        self.memory_bytes = min(usable, evaluator.memory_limit)
         self.fold, self.facts, self.evaluator = fold, facts, evaluator
         self.constraints, self.report = constraints, report
         self.inputs = batch_inputs(fold.graph, None)

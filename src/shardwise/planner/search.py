@@ -25,7 +25,7 @@ from shardwise.plans.search_result import LocalSearchSummary, ParallelConfig
 from shardwise.schedules import DEFAULT_SCHEDULE, Schedule, schedule_kind
 from shardwise.simulation.costs import ExecutionConfig, Group
 from shardwise.simulation.estimate import Estimate, Evaluator
-from shardwise.simulation.memory import MemoryUse, peak_of
+from shardwise.simulation.memory import peak_of
 
 MAX_SIMULATED = 400
 MAX_CHECKED = 4_000  # configurations whose memory is computed, once one of them fits
@@ -92,13 +92,12 @@ class Search:
     evaluator: Evaluator
     groupings: Callable[[int], Sequence[Grouping]]
     precision: Precision
-    memory_limit: float | None = None
     report: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:
         self.fold, self.cutter = self.evaluator.fold, Cutter(self.graph)
         self.outside, self.count = self._outside(self.graph), len(self.graph.parameters)
-        self.bounds = Bounds(self.cache, self.evaluator, self.execution, self.memory_limit)
+        self.bounds = Bounds(self.cache, self.evaluator, self.execution)
         self._cuts: dict[object, tuple[int, ...]] = {}
         self._simulated: dict[ParallelConfig, Candidate] = {}
         self._fullness: dict[ParallelConfig, float] = {}
@@ -229,10 +228,7 @@ class Search:
             watched = None if all_groups else self._fullest_groups(config)
             estimate = self.evaluator.estimate(layouts.workloads, execution, watched)
             self._simulated[config] = Candidate(
-                config=config,
-                execution=execution,
-                estimate=replace(estimate, memory=self._limited(estimate.memory)),
-                layouts=layouts,
+                config=config, execution=execution, estimate=estimate, layouts=layouts
             )
         return self._simulated[config]
 
@@ -241,7 +237,7 @@ class Search:
         if config not in self._fullness:
             layouts, execution = self._scheduled(config)
             uses = self.evaluator.memory(layouts.workloads, execution, self._fullest_groups(config))
-            self._fullness[config] = peak_of(self._limited(uses)).fullness
+            self._fullness[config] = peak_of(uses).fullness
         return self._fullness[config]
 
     def execution(self, config: ParallelConfig, layouts: Layouts) -> ExecutionConfig:
@@ -262,12 +258,6 @@ class Search:
     def _fullest_groups(self, config: ParallelConfig) -> set[int] | None:
         """Return the groups that may be the fullest, or None for all."""
         return {0, 1, config.pp - 1} if len(self.evaluator.devices) == 1 else None
-
-    def _limited(self, uses: tuple[MemoryUse, ...]) -> tuple[MemoryUse, ...]:
-        limit = self.memory_limit
-        if limit is None:
-            return uses
-        return tuple(replace(use, limit_bytes=min(use.limit_bytes, limit)) for use in uses)
 
     # ------------------------------------------------------------ parts of an execution config
     def _groups(self, config: ParallelConfig, layouts: Layouts) -> tuple[Group, ...]:

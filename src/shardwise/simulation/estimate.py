@@ -3,10 +3,12 @@
 An `Evaluator` caches what the configs of one model share, since the planner evaluates thousands.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from math import prod
+from math import inf, prod
 
 import numpy as np
 
@@ -114,8 +116,10 @@ class Evaluator:
         cluster: Cluster,
         table: OpTable | None = None,
         choose: Chooser | None = None,
+        memory_limit: float = inf,
     ) -> None:
         self.fold, self.cluster, self.costs = fold, cluster, ClusterCosts(cluster, table, choose)
+        self.memory_limit = memory_limit  # bytes of tensors on a device, in addition to its own
         kinds: dict[Device, int] = {}
         of_nodes = [
             np.tile([kinds.setdefault(d, len(kinds)) for d in node.devices], node.copies)
@@ -185,8 +189,14 @@ class Evaluator:
                 }
                 devices = [ranks.device for ranks, _, _ in classes]
                 tightest = min(devices, key=lambda device: device.usable_bytes)
-                uses.append(group_memory(number, stages, schedule, tightest))
+                use = group_memory(number, stages, schedule, tightest)
+                uses.append(replace(use, limit_bytes=min(use.limit_bytes, self.memory_limit)))
         return tuple(uses)
+
+    def on(self, cluster: Cluster) -> Evaluator:
+        """Return the evaluator for another cluster, with the library's collectives."""
+        table, limit = self.costs.table, self.memory_limit
+        return Evaluator(self.fold, cluster, table, memory_limit=limit)
 
     def _scheduled(self, execution: ExecutionConfig) -> Schedule:
         """Return the order of actions: the config's own, or the default for its stages."""

@@ -330,15 +330,26 @@ class _Solver:
                 self.network, self.demand, self.size(pace, s_per_byte), trees, self.counts
             )
 
-        halves = self.demand.inward + self.demand.outward
+        network, halves = self.network, self.demand.inward + self.demand.outward
         weights = [tree.weight for tree in trees]
-        per_turn = len(trees) * halves * (self.network.num_ranks - 1)
+        latency_s = float(np.median(network.latency_s)) if network.num_edges else 0.0
+        load = Load(  # decides how the trees are chunked
+            num_bytes=round(self.num_bytes * sum(weights)),
+            num_trees=max(len(weights), 1),
+            num_ranks=network.num_ranks,
+            bytes_s=s_per_byte * self.num_bytes,
+            hops=depth * halves,
+            per_turn=max(len(trees) * halves * (network.num_ranks - 1), 1),
+            largest_bytes=self.num_bytes * max(weights, default=1.0),
+            message_s=network.message_s or latency_s or 1e-6,
+            rate=float(np.median(network.bandwidth)) if network.num_edges else math.inf,
+        )
         return _Candidate(
             name=name,
             lower=lower,
             s_per_byte=s_per_byte,
             depth=depth,
-            load=self.load(weights, per_turn, s_per_byte, depth * halves),
+            load=load,
             trees=tuple(trees),
         )
 
@@ -349,23 +360,6 @@ class _Solver:
             lower=lambda _: rounds.lowered(self.network, self.item_bytes),
             s_per_byte=rounds.load_time(self.network),
             depth=len(rounds.rounds),
-        )
-
-    # ------------------------------------------------------------ chunks
-    def load(self, weights: Sequence[float], per_turn: int, s_per_byte: float, hops: int) -> Load:
-        """Return the load that decides how a candidate is chunked."""
-        network = self.network
-        latency_s = float(np.median(network.latency_s)) if network.num_edges else 0.0
-        return Load(
-            num_bytes=round(self.num_bytes * sum(weights)),
-            num_trees=max(len(weights), 1),
-            num_ranks=self.network.num_ranks,
-            bytes_s=s_per_byte * self.num_bytes,
-            hops=hops,
-            per_turn=max(per_turn, 1),
-            largest_bytes=self.num_bytes * max(weights, default=1.0),
-            message_s=network.message_s or latency_s or 1e-6,
-            rate=float(np.median(network.bandwidth)) if network.num_edges else math.inf,
         )
 
     def size(self, pace: Pace, s_per_byte: float) -> Size:
