@@ -50,12 +50,11 @@ class Core:
     """Bounds on when the work of each group ends, for any zero level and offload."""
 
     execution: ExecutionConfig
-    bounds: Ints
     layers: Sequence[Layers]
     ends: dict[int, float]  # lower bound on the end of each group's work
     paths: dict[int, float]  # another: the path of one micro-batch through all stages and back
     back: float  # lower bound on the end of the first stage's last backward
-    watched: dict[int, list[int]]  # groups that may be the fullest, with their stages
+    watched: dict[int, list[LocalStage]]  # groups that may be the fullest, with their stages
 
     @property
     def seconds(self) -> float:
@@ -83,12 +82,8 @@ class Bounds:
         assert core is not None
         execution = replace(core.execution, zero=config.zero, offload=config.offload)
         seconds, fullest = core.seconds, 0.0
-        for group, numbers in core.watched.items():
-            layers, members, bounds = core.layers[group], execution.groups[group], core.bounds
-            stages = [
-                LocalStage(int(bounds[s]), int(bounds[s + 1]), layers, members, execution)
-                for s in numbers
-            ]
+        for group, watched in core.watched.items():
+            stages = [stage._replace(execution=execution) for stage in watched]
             traffic = communication_lower_bound(stages, self.evaluator.costs)
             end = reduced_at_least(core.ends[group], stages, traffic)
             tail = self._tail(stages) + traffic.update
@@ -113,9 +108,9 @@ class Bounds:
         core = self.core(config)
         assert core is not None
         return any(
-            core.execution.groups[group].along(axes).shape[-1] > 1
-            for group in core.watched
-            for axes, *_ in core.layers[group].parameters(core.execution)
+            stage.group.along(axes).shape[-1] > 1
+            for stage, *_ in core.watched.values()
+            for axes, *_ in stage.layers.parameters(core.execution)
         )
 
     def _find_core(self, config: ParallelConfig) -> Core:
@@ -143,15 +138,19 @@ class Bounds:
         back = np.cumsum((times - forward - waits + sends)[::-1])[::-1]
         path = (forward + sends).sum() + back + waits
         busy = {g: config.num_microbatches * times[members].sum() for g, members in stages.items()}
+        ranges = list(pairwise(bounds.tolist()))
         watched = {0, 1, config.pp - 1} if uniform else set(stages)
         return Core(
             execution=execution,
-            bounds=bounds,
             layers=layers,
             ends={g: float(started[members[0]] + busy[g]) for g, members in stages.items()},
             paths={g: float(path[members].max()) for g, members in stages.items()},
             back=max(float(around[members[0]] + busy[g]) for g, members in stages.items()),
-            watched={g: members for g, members in stages.items() if g in watched},
+            watched={
+                g: [LocalStage(*ranges[s], layers[g], execution.groups[g], execution) for s in own]
+                for g, own in stages.items()
+                if g in watched
+            },
         )
 
     def _sends(self, execution: ExecutionConfig, bounds: Ints, layers: Layers) -> np.ndarray:

@@ -71,8 +71,8 @@ class Group:
             size = int(np.prod([self.mesh.axis_size(a) for a in along], dtype=np.int64))
             rows = grid.transpose(order).reshape(-1, size) if names else grid.reshape(-1, 1)
             self.cache[key] = rows
-        found: np.ndarray = self.cache[key]
-        return found
+        rows_along: np.ndarray = self.cache[key]
+        return rows_along
 
 
 class ClusterCosts:

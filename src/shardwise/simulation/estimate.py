@@ -321,10 +321,7 @@ class Evaluator:
         self, stage: int, classes: Sequence[_Ranks], execution: ExecutionConfig
     ) -> list[StageMemory]:
         """Return the memory of a stage on a rank of every class."""
-        return [
-            stage_memory(self._stage(stage, largest, execution), cuda=ranks.device.kind == "cuda")
-            for ranks, _, largest in classes
-        ]
+        return [stage_memory(self._stage(stage, largest, execution)) for _, _, largest in classes]
 
     def _stage(self, stage: int, layers: Layers, execution: ExecutionConfig) -> LocalStage:
         last = stage + 1 == len(execution.cuts)

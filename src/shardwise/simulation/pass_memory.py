@@ -108,7 +108,7 @@ class PassPeak:
         return self.gradients + self.saved + self.rest
 
 
-def stage_memory(stage: LocalStage, *, cuda: bool = True) -> StageMemory:
+def stage_memory(stage: LocalStage) -> StageMemory:
     """Return the memory of a stage, computed once for equal configs."""
     execution = stage.execution
     memory_options = (
@@ -118,8 +118,8 @@ def stage_memory(stage: LocalStage, *, cuda: bool = True) -> StageMemory:
         execution.recompute,
         execution.num_microbatches,
     )
-    key = (stage.first, stage.end, stage.group.mesh, memory_options, cuda)
-    return cached(stage.layers.cache, key, lambda: StageMemory(stage, cuda))
+    key = (stage.first, stage.end, stage.group.mesh, memory_options)
+    return cached(stage.layers.cache, key, lambda: StageMemory(stage))
 
 
 @dataclass(frozen=True)
@@ -180,10 +180,10 @@ class StageMemory:
     `root` is for parameters that are gathered for the entire step (zero 3).
     """
 
-    def __init__(self, stage: LocalStage, cuda: bool) -> None:
+    def __init__(self, stage: LocalStage) -> None:
         self.first, self.end, self.layers, self.group, self.execution = stage
         first, end, layers, group, execution = stage
-        self.cuda, self.mode = cuda, execution.recompute_suffix
+        self.cuda, self.mode = layers.device.kind == "cuda", execution.recompute_suffix
         self.reduced = [
             _ReducedParameters(share, zero, group.along(axes).shape[-1], first, end)
             for (axes, zero, _, _), share in layers.parameters(execution).items()
@@ -201,10 +201,11 @@ class StageMemory:
         self.received, self.sends = self.activations.received, self.activations.sends
         self.saved = self.activations.total
         work = layers.work
-        self.batch = work.inputs_bytes * execution.num_microbatches if cuda else work.batch_bytes
+        local_bytes = work.inputs_bytes * execution.num_microbatches
+        self.batch = local_bytes if self.cuda else work.batch_bytes
         self._peaks: dict[tuple[str, str], PassPeak] = {}
         self.offloaded = 0.0  # of a micro-batch, moved to host memory and back
-        if "activations" in execution.offload and cuda:
+        if "activations" in execution.offload and self.cuda:
             self.offloaded = 0.9 * self.saved
             self.saved -= self.offloaded
 

@@ -165,7 +165,6 @@ class Lowered:
 
     demand: Demand
     num_ranks: int
-    counts: tuple[int, ...]
     chunks: tuple[Chunk, ...]
     messages: tuple[Message, ...]
     events: tuple[int, ...]
@@ -186,7 +185,7 @@ class Lowered:
             numel=numel,
             chunks=self.chunks,
             instructions=tuple(tuple(instructions) for instructions in lists),
-            counts=self.counts,
+            counts=self.demand.counts,
             root=-1 if self.demand.root is None else self.demand.root,
             window=WINDOW,
         )
@@ -216,13 +215,11 @@ class Size:
         return [elements * i // count for i in range(count + 1)]
 
 
-def lower_trees(
-    network: Network, demand: Demand, size: Size, trees: Sequence[Tree], counts: tuple[int, ...]
-) -> Lowered:
+def lower_trees(network: Network, demand: Demand, size: Size, trees: Sequence[Tree]) -> Lowered:
     """Return the program of trees; each rank's elements are divided among the trees of its root."""
     shares = [(trees, 0, size.numel)]
     if demand.operation in SHARDED:
-        ends = enumerate(pairwise(accumulate(counts, initial=0)))
+        ends = enumerate(pairwise(accumulate(demand.counts, initial=0)))
         shares = [([t for t in trees if t.root == root], *own) for root, own in ends]
     chunks: list[Chunk] = []
     released: list[Released] = []
@@ -238,7 +235,6 @@ def lower_trees(
     return Lowered(
         demand=demand,
         num_ranks=network.num_ranks,
-        counts=counts,
         chunks=tuple(chunks),
         messages=tuple(simulation.messages),
         events=tuple(np.argsort(np.array(simulation.times), kind="stable").tolist()),
