@@ -18,7 +18,7 @@ from shardwise.cost import OpTable
 from shardwise.ir import Graph
 from shardwise.ir.blocks import block_glob
 from shardwise.planner.module_tree import module_tree
-from shardwise.planner.search import Candidate, Search, SearchOutcome
+from shardwise.planner.search import RUNNERS_UP, Candidate, Search, SearchOutcome
 from shardwise.planner.search_space import UserOptions
 from shardwise.planner.step_details import SimulatedStep, link_traffic, memory_curves
 from shardwise.planner.what_if import Rerun, relaxations, sensitivity
@@ -49,7 +49,6 @@ from shardwise.simulation.estimate import (
 )
 from shardwise.simulation.memory import peak_of
 
-RUNNERS_UP = 5
 MIN_BINDING_GAIN = 0.01  # fraction of the step that relaxing a binding constraint must gain
 SAME = 1e-9  # relative tolerance of equal figures
 

@@ -39,7 +39,7 @@ from shardwise.redistribution import REDISTRIBUTIONS
 from shardwise.sharding.candidates import Candidate
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import Layout, Placement, Replicate, Shard, local_shape
-from shardwise.simulation.costs import ClusterCosts, Group
+from shardwise.simulation.costs import ClusterCosts, Group, cached
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.folded_graph import FoldedGraph
 from shardwise.simulation.workload import WorkloadModel, batch_rows
@@ -397,9 +397,7 @@ class CallPrices:
             kinds = [[values[n] for n in names] for names in (node.inputs, node.outputs)]
             self._kinds[node.name] = self._signature(node, (node.op, node.args, node.kwargs), kinds)
         key = (self._kinds[node.name], choice)
-        if key not in self._costs:
-            self._costs[key] = self._find_cost(node, choice)
-        return self._costs[key]
+        return cached(self._costs, key, lambda: self._find_cost(node, choice))
 
     def _signature(self, node: Node, call: Call, kinds: list[list[TensorType]]) -> Signature:
         """Return the signature of a node's call with these types of operands and of results."""

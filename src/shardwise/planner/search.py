@@ -23,7 +23,7 @@ from shardwise.planner.stage_balance import Costs, Cutter
 from shardwise.plans import Precision
 from shardwise.plans.search_result import LocalSearchSummary, ParallelConfig
 from shardwise.schedules import DEFAULT_SCHEDULE, Schedule, schedule_kind
-from shardwise.simulation.costs import ExecutionConfig, Group
+from shardwise.simulation.costs import ExecutionConfig, Group, cached
 from shardwise.simulation.estimate import Estimate, Evaluator
 from shardwise.simulation.memory import peak_of
 
@@ -262,10 +262,8 @@ class Search:
     # ------------------------------------------------------------ parts of an execution config
     def _groups(self, config: ParallelConfig, layouts: Layouts) -> tuple[Group, ...]:
         key = (config.pp, config.grouping, layouts.axes)
-        if key not in self._grouped:
-            grouping = self.groupings(config.pp)[config.grouping]
-            self._grouped[key] = grouping.groups(config.tp, layouts.axes)
-        return self._grouped[key]
+        grouping = self.groupings(config.pp)[config.grouping]
+        return cached(self._grouped, key, lambda: grouping.groups(config.tp, layouts.axes))
 
     def _stage_cuts(
         self, config: ParallelConfig, layouts: Layouts, groups: tuple[Group, ...]
