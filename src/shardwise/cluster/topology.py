@@ -189,7 +189,7 @@ class Topology:
             first[i] = 2 * self.num_ranks + len(self._extra)
             entry = self.cluster.nodes[e].name
             kind = ("between", f"network cards, {entry}", (entry,))
-            cards = [f"nic {name}.{c} {way}" for c in range(nic.count) for way in ("out", "in")]
+            cards = [f"nic {name}.{c} {end}" for c in range(nic.count) for end in ("out", "in")]
             self._labels += [(card, kind) for card in cards]
             self._extra += [nic.bandwidth_bytes_per_s * nic.efficiency] * len(cards)
         of_rank = self._entry[self.node]
