@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from shardwise.cluster.device import Device
 from shardwise.cluster.links import (
+    GBIT,
     MAX_COUNT,
+    Domain,
     Link,
     Network,
     Nic,
@@ -192,10 +194,8 @@ class Cluster:
             raise ClusterError(
                 f"a cluster needs at least 1 rank, got {num_ranks!r}", hint="Cluster.local(2)"
             )
-        from shardwise.cluster.presets import preset
-
         share = min(1.0, (os.cpu_count() or 1) / num_ranks)
-        (node,) = preset("cpu", nodes=1, devices_per_node=num_ranks).nodes
+        (node,) = cls.preset("cpu", nodes=1, devices_per_node=num_ranks).nodes
         device = replace(node.device, memory_bytes=machine_memory_bytes() // num_ranks, speed=share)
         local = replace(node, name="localhost", devices=(device,) * num_ranks, nic=None)
         return cls(name="local", nodes=(local,))
@@ -215,16 +215,37 @@ class Cluster:
 
         `nic_gbit_per_s` is the total of all network cards of a node.
         """
-        from shardwise.cluster.presets import preset
+        from shardwise.cluster.presets import find_preset
 
-        return preset(
-            kind,
-            nodes=nodes,
-            devices_per_node=devices_per_node,
-            nic_gbit_per_s=nic_gbit_per_s,
-            network_latency_us=network_latency_us,
-            oversubscription=oversubscription,
-        )
+        base = find_preset(kind)
+        per_node = base.devices_per_node if devices_per_node is None else devices_per_node
+        for name, value in (("nodes", nodes), ("devices_per_node", per_node)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ClusterError(
+                    f"{name} is {value!r}, must be an integer of at least 1",
+                    hint=f'Cluster.preset("{kind}", nodes=2, devices_per_node=8)',
+                )
+        names = "node0" if nodes == 1 else f"node[0-{nodes - 1}]"
+        network = base.network
+        if network_latency_us is not None:
+            network = replace(network, latency_s=network_latency_us * 1e-6)
+        if oversubscription != 1:
+            switch = Switch(name="leaf", nodes=(names,), every=1, oversubscription=oversubscription)
+            network = replace(network, switches=(switch,))
+        link: Link | None = base.link
+        if base.domain_devices > per_node and nodes > 1:
+            every = max(1, base.domain_devices // per_node)
+            domain = Domain(nodes=(names,), every=min(every, nodes), link=base.link)
+            network, link = replace(network, domains=(domain,)), None
+        # As many network cards per device as in a full node, but at least one.
+        cards = max(1, round(base.nic.count * per_node / base.devices_per_node))
+        nic = replace(base.nic, count=cards)
+        if nic_gbit_per_s is not None:
+            cards = min(cards, per_node)
+            rate = nic_gbit_per_s * float(GBIT) / cards
+            nic = replace(nic, count=cards, bandwidth_bytes_per_s=rate)
+        node = ClusterNode(name=names, devices=(base.device,) * per_node, link=link, nic=nic)
+        return cls(name=f"{kind}-{nodes * per_node}", nodes=(node,), network=network)
 
     @cached_property
     def num_ranks(self) -> int:
@@ -242,9 +263,9 @@ class Cluster:
     @cached_property
     def topology(self) -> Topology:
         """The resources that traffic shares, as arrays over ranks."""
-        from shardwise.cluster.topology import TopologyBuilder
+        from shardwise.cluster.topology import Topology
 
-        return TopologyBuilder(self).build()
+        return Topology(self)
 
     @property
     def capacities(self) -> Mapping[str, float]:

@@ -4,20 +4,19 @@ The figures and their sources are in `presets.yaml`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
-from shardwise.cluster.cluster import Cluster, ClusterNode
+from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.device import Device
 from shardwise.cluster.files import open_reader, read_device
-from shardwise.cluster.links import Domain, Link, Network, Nic, Switch
+from shardwise.cluster.links import Link, Network, Nic
 from shardwise.errors import ClusterError, did_you_mean
 from shardwise.schema import ONE_OR_MORE
 
-_GBIT = 125e6  # bytes
 FORMS = "a file such as cluster.yaml, or h100:8x8 (8 nodes of 8), h100:16, h100, cpu:4"
 SUFFIXES = (".yaml", ".yml", ".json")
 
@@ -35,48 +34,9 @@ class Preset:
     aliases: Annotated[tuple[str, ...], ONE_OR_MORE] = ()
 
 
-def preset(
-    kind: str,
-    *,
-    nodes: int = 1,
-    devices_per_node: int | None = None,
-    nic_gbit_per_s: float | None = None,
-    network_latency_us: float | None = None,
-    oversubscription: float = 1.0,
-) -> Cluster:
-    """Return equal nodes of a known kind; see `Cluster.preset`."""
-    base = _find(kind)
-    per_node = base.devices_per_node if devices_per_node is None else devices_per_node
-    for name, value in (("nodes", nodes), ("devices_per_node", per_node)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ClusterError(
-                f"{name} is {value!r}, must be an integer of at least 1",
-                hint=f'Cluster.preset("{kind}", nodes=2, devices_per_node=8)',
-            )
-    names = "node0" if nodes == 1 else f"node[0-{nodes - 1}]"
-    network = base.network
-    if network_latency_us is not None:
-        network = replace(network, latency_s=network_latency_us * 1e-6)
-    if oversubscription != 1:
-        switch = Switch(name="leaf", nodes=(names,), every=1, oversubscription=oversubscription)
-        network = replace(network, switches=(switch,))
-    link: Link | None = base.link
-    if base.domain_devices > per_node and nodes > 1:
-        every = max(1, base.domain_devices // per_node)
-        domain = Domain(nodes=(names,), every=min(every, nodes), link=base.link)
-        network, link = replace(network, domains=(domain,)), None
-    # As many network cards per device as in a full node, but at least one.
-    nic = replace(base.nic, count=max(1, round(base.nic.count * per_node / base.devices_per_node)))
-    if nic_gbit_per_s is not None:
-        count = min(nic.count, per_node)
-        nic = replace(nic, count=count, bandwidth_bytes_per_s=nic_gbit_per_s * _GBIT / count)
-    node = ClusterNode(name=names, devices=(base.device,) * per_node, link=link, nic=nic)
-    return Cluster(name=f"{kind}-{nodes * per_node}", nodes=(node,), network=network)
-
-
 def preset_device(kind: str) -> Device:
     """Return the device of a known kind."""
-    return _find(kind).device
+    return find_preset(kind).device
 
 
 def preset_names() -> tuple[str, ...]:
@@ -84,7 +44,8 @@ def preset_names() -> tuple[str, ...]:
     return tuple(_presets())
 
 
-def _find(kind: str) -> Preset:
+def find_preset(kind: str) -> Preset:
+    """Return the preset of a kind."""
     presets = {alias: p for name, p in _presets().items() for alias in (name, *p.aliases)}
     if kind.lower() not in presets:
         raise ClusterError(
@@ -121,7 +82,7 @@ def parse_cluster(text: str) -> Cluster:
         if nodes is None:
             assert devices is not None
             return preset_of_size(kind, devices)
-        return preset(kind, nodes=nodes, devices_per_node=devices)
+        return Cluster.preset(kind, nodes=nodes, devices_per_node=devices)
     except ClusterError as error:
         if "no preset" not in error.message:
             raise
@@ -136,10 +97,10 @@ def preset_of_size(kind: str, count: int) -> Cluster:
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ClusterError(f"{count!r} devices of {kind}, must be at least 1")
-    base = _find(kind)
+    base = find_preset(kind)
     max_per_node = count if base.device.kind == "cpu" else base.devices_per_node
     per_node = max(size for size in range(1, min(max_per_node, count) + 1) if count % size == 0)
-    return preset(kind, nodes=count // per_node, devices_per_node=per_node)
+    return Cluster.preset(kind, nodes=count // per_node, devices_per_node=per_node)
 
 
 def _parse_sizes(sizes: str, text: str) -> tuple[int | None, int | None]:

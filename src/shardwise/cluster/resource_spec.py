@@ -70,10 +70,8 @@ def read_resource_spec(reader: Reader, value: Any) -> Cluster:
 
 
 def _node(node: SpecNode, settings: Mapping[str, SpecSsh]) -> ClusterNode:
-    from shardwise.cluster.presets import preset
-
     kind, count = (GPU, len(node.gpus)) if node.gpus else (CPU, max(1, len(node.cpus)))
-    cluster = preset(kind, devices_per_node=count, nic_gbit_per_s=node.network_bandwidth)
+    cluster = Cluster.preset(kind, devices_per_node=count, nic_gbit_per_s=node.network_bandwidth)
     made = replace(cluster.nodes[0], name=node.address, address=node.address)
     if not node.ssh_config:
         return made

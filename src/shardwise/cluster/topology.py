@@ -22,12 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.arrays import Floats, Ints
-from shardwise.cluster.links import Factors, Link, expand, expand_all
+from shardwise.cluster.links import Link, expand, expand_all
 
 if TYPE_CHECKING:
     from shardwise.cluster.cluster import Cluster
 
 NONE = -1  # no resource
+ResourceKind = tuple[str, str, tuple[str, ...]]  # kind, a name for all equal ones, their nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,6 @@ class Path:
     latency_s: float
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: names are computed on first use
 class Topology:
     """Arrays over ranks, nodes and resources; the ports of ranks are the first resources.
 
@@ -46,25 +46,31 @@ class Topology:
     each level of switches and for each trunk, the switch or the end that a node is at, or -1.
     """
 
-    num_ranks: int
-    node: Ints
-    island: Ints
-    out_card: Ints
-    in_card: Ints
-    card_latency_s: Floats
-    bus: Ints
-    link_latency_s: Floats
-    link_message_s: Floats
-    factors: tuple[Factors, ...]
-    levels: tuple[Ints, ...]
-    trunks: tuple[Ints, ...]
-    first_switch: int
-    switch_latency_s: Floats
-    first_trunk: int
-    trunk_latency_s: Floats
-    network_latency_s: float
-    capacity: Floats
-    labels: tuple[str, ...]
+    def __init__(self, cluster: Cluster) -> None:
+        entries = cluster.nodes
+        self.cluster, self.num_ranks = cluster, cluster.num_ranks
+        self._entry = np.repeat(np.arange(len(entries)), [e.copies for e in entries])  # of nodes
+        per_node = np.array([e.count for e in entries])[self._entry]
+        self.node = np.repeat(np.arange(len(self._entry)), per_node)
+        self._names = [name for e in entries for name in expand(e.name)]
+        self._index = {name: i for i, name in enumerate(self._names)}
+        self._labels: list[tuple[str, ResourceKind]] = []
+        self._extra: list[float] = []  # capacities after the ports
+        island_of_node, links = self._islands()
+        self.island = island_of_node[self.node]
+        self.link_latency_s = np.array([link.latency_s if link else 0.0 for link in links])
+        self.link_message_s = np.array([link.message_s if link else 0.0 for link in links])
+        self.factors = tuple(link.collectives if link else () for link in links)
+        self.bus = self._buses(island_of_node, links)
+        local = np.arange(self.num_ranks) - (np.cumsum(per_node) - per_node)[self.node]
+        self.out_card, self.in_card, self.card_latency_s = self._cards(local)
+        self.levels, self.first_switch, self.switch_latency_s = self._switches()
+        self.trunks, self.first_trunk, self.trunk_latency_s = self._trunks()
+        self.network_latency_s = cluster.network.latency_s
+        # The rate of one device into and out of its island.
+        rates = [x.bandwidth_bytes_per_s * x.efficiency if x else math.inf for x in links]
+        port = np.array(rates)[self.island]
+        self.capacity = np.concatenate([port, port, np.array(self._extra, dtype=np.float64)])
 
     def crossed(self, a: Ints, b: Ints) -> tuple[list[Ints], Floats]:
         """Return columns of the resources from `a[i]` to `b[i]` (-1: none), and the latencies."""
@@ -122,7 +128,14 @@ class Topology:
         if resource < 2 * self.num_ranks:
             direction = "out" if resource < self.num_ranks else "in"
             return f"device {resource % self.num_ranks} {direction}"
-        return self.labels[resource - 2 * self.num_ranks]
+        return self._labels[resource - 2 * self.num_ranks][0]
+
+    def kind(self, resource: int) -> ResourceKind:
+        """Return what a resource is, which is the same for equal ones."""
+        if resource >= 2 * self.num_ranks:
+            return self._labels[resource - 2 * self.num_ranks][1]
+        name = self.cluster.nodes[self._entry[self.node[resource % self.num_ranks]]].name
+        return "inside", f"links of devices, {name}", (name,)
 
     @cached_property
     def capacities(self) -> Mapping[str, float]:
@@ -130,149 +143,102 @@ class Topology:
         names = (self.label(i) for i in range(len(self.capacity)))
         return dict(zip(names, self.capacity.tolist(), strict=True))
 
-
-class TopologyBuilder:
-    """Build the topology of a cluster; resources are added one kind after the other."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-        self.num_ranks = cluster.num_ranks
-        entries = cluster.nodes
-        self.entry = np.repeat(np.arange(len(entries)), [e.copies for e in entries])
-        per_node = np.array([e.count for e in entries])[self.entry]
-        self.node = np.repeat(np.arange(len(self.entry)), per_node)
-        starts = np.cumsum(per_node) - per_node
-        self.local = np.arange(self.num_ranks) - starts[self.node]
-        self.names = [name for e in entries for name in expand(e.name)]
-        self.index = {name: i for i, name in enumerate(self.names)}
-        self.labels: list[str] = []
-        self.extra: list[float] = []  # capacities after the ports
-
-    def build(self) -> Topology:
-        """Return the topology."""
-        island_of_node, links = self._islands()
-        island = island_of_node[self.node]
-        # The rate of one device into and out of its island.
-        rates = [x.bandwidth_bytes_per_s * x.efficiency if x else math.inf for x in links]
-        port = np.array(rates)[island]
-        bus = self._buses(links)
-        out_card, in_card, card_latency_s = self._cards()
-        levels, first_switch, switch_latency_s = self._switches()
-        trunks, first_trunk, trunk_latency_s = self._trunks()
-        return Topology(
-            num_ranks=self.num_ranks,
-            node=self.node,
-            island=island,
-            out_card=out_card,
-            in_card=in_card,
-            card_latency_s=card_latency_s,
-            bus=bus,
-            link_latency_s=np.array([link.latency_s if link else 0.0 for link in links]),
-            link_message_s=np.array([link.message_s if link else 0.0 for link in links]),
-            factors=tuple(link.collectives if link else () for link in links),
-            levels=levels,
-            trunks=trunks,
-            first_switch=first_switch,
-            switch_latency_s=switch_latency_s,
-            first_trunk=first_trunk,
-            trunk_latency_s=trunk_latency_s,
-            network_latency_s=self.cluster.network.latency_s,
-            capacity=np.concatenate([port, port, np.array(self.extra, dtype=np.float64)]),
-            labels=tuple(self.labels),
-        )
-
-    def _add(self, label: str, capacity: float) -> int:
-        self.labels.append(label)
-        self.extra.append(capacity)
-        return 2 * self.num_ranks + len(self.extra) - 1
+    # ------------------------------------------------------------ the resources, kind by kind
+    def _add(self, label: str, kind: ResourceKind, capacity: float) -> int:
+        self._labels.append((label, kind))
+        self._extra.append(capacity)
+        return 2 * self.num_ranks + len(self._extra) - 1
 
     def _islands(self) -> tuple[Ints, list[Link | None]]:
         """Return the island of each node and the link of each island."""
-        domain_of = np.full(len(self.names), NONE)
+        domain_of = np.full(len(self._names), NONE)
         links: list[Link | None] = []
         for domain in self.cluster.network.domains:
             for group in domain.groups():
-                domain_of[[self.index[name] for name in group]] = len(links)
+                domain_of[[self._index[name] for name in group]] = len(links)
                 links.append(domain.link)
         others = np.flatnonzero(domain_of == NONE)
         domain_of[others] = len(links) + np.arange(len(others))
-        links += [self.cluster.nodes[e].link for e in self.entry[others]]
-        self.island_of_node = domain_of
+        links += [self.cluster.nodes[e].link for e in self._entry[others]]
         return domain_of, links
 
-    def _buses(self, links: list[Link | None]) -> Ints:
+    def _buses(self, island_of_node: Ints, links: list[Link | None]) -> Ints:
         bus = np.full(len(links), NONE)
-        if all(link is None or link.bus_bytes_per_s == math.inf for link in links):
-            return bus
-        first_node = np.full(len(links), len(self.names))
-        np.minimum.at(first_node, self.island_of_node, np.arange(len(self.names)))
+        _, first_node = np.unique(island_of_node, return_index=True)
         for island, link in enumerate(links):
             if link is not None and link.bus_bytes_per_s < math.inf:
-                label = f"bus {self.names[first_node[island]]}"
-                bus[island] = self._add(label, link.bus_bytes_per_s * link.efficiency)
+                node = first_node[island]
+                entry = self.cluster.nodes[self._entry[node]].name
+                kind = ("inside", f"bus, {entry}", (entry,))
+                rate = link.bus_bytes_per_s * link.efficiency
+                bus[island] = self._add(f"bus {self._names[node]}", kind, rate)
         return bus
 
-    def _cards(self) -> tuple[Ints, Ints, Floats]:
+    def _cards(self, local: Ints) -> tuple[Ints, Ints, Floats]:
         """Return each rank's resource for sending, for receiving, and its card's latency."""
         out = np.full(self.num_ranks, NONE)
         latency = np.zeros(self.num_ranks)
         nics = [entry.nic for entry in self.cluster.nodes]
         if all(nic is None for nic in nics):
             return out, out, latency
-        first = np.zeros(len(self.names), dtype=np.int64)
-        for i, (name, e) in enumerate(zip(self.names, self.entry, strict=True)):
+        first = np.zeros(len(self._names), dtype=np.int64)
+        for i, (name, e) in enumerate(zip(self._names, self._entry, strict=True)):
             nic = nics[e]
             if nic is None:
                 continue
-            first[i] = 2 * self.num_ranks + len(self.extra)
-            rate = nic.bandwidth_bytes_per_s * nic.efficiency
-            self.extra += [rate] * (2 * nic.count)
-            self.labels += [f"nic {name}.{c} {w}" for c in range(nic.count) for w in ("out", "in")]
-        counts = np.array([nic.count if nic else 1 for nic in nics])[self.entry]
-        per_node = np.bincount(self.node, minlength=len(self.names))
-        card = self.local * counts[self.node] // per_node[self.node]
-        has = np.array([nic is not None for nic in nics])[self.entry][self.node]
+            first[i] = 2 * self.num_ranks + len(self._extra)
+            entry = self.cluster.nodes[e].name
+            kind = ("between", f"network cards, {entry}", (entry,))
+            cards = [f"nic {name}.{c} {end}" for c in range(nic.count) for end in ("out", "in")]
+            self._labels += [(card, kind) for card in cards]
+            self._extra += [nic.bandwidth_bytes_per_s * nic.efficiency] * len(cards)
+        of_rank = self._entry[self.node]
+        counts = np.array([nic.count if nic else 1 for nic in nics])[of_rank]
+        card = local * counts // np.bincount(self.node)[self.node]
+        has = np.array([nic is not None for nic in nics])[of_rank]
         out = np.where(has, first[self.node] + 2 * card, NONE)
-        latency = np.array([nic.latency_s if nic else 0.0 for nic in nics])[self.entry][self.node]
+        latency = np.array([nic.latency_s if nic else 0.0 for nic in nics])[of_rank]
         return out, np.where(has, out + 1, NONE), latency
 
     def _switches(self) -> tuple[tuple[Ints, ...], int, Floats]:
         """Assign switches, with an uplink and a downlink each, to levels with no node twice."""
-        first = 2 * self.num_ranks + len(self.extra)
+        first = 2 * self.num_ranks + len(self._extra)
         levels: list[Ints] = []
         latencies: list[float] = []
         for switch in self.cluster.network.switches:
             groups = switch.groups()
             for i, group in enumerate(groups):
-                nodes = np.array([self.index[name] for name in group])
+                nodes = np.array([self._index[name] for name in group])
                 level = next((x for x in levels if np.all(x[nodes] == NONE)), None)
                 if level is None:
-                    level = np.full(len(self.names), NONE)
+                    level = np.full(len(self._names), NONE)
                     levels.append(level)
                 level[nodes] = len(latencies)
                 latencies.append(switch.latency_s)
                 capacity = switch.uplink_bytes_per_s
                 if capacity is None:
-                    capacity = self._cards_of(nodes) / switch.oversubscription
+                    nics = [self.cluster.nodes[e].nic for e in self._entry[nodes]]
+                    rates = (
+                        n.bandwidth_bytes_per_s * n.efficiency * n.count if n else math.inf
+                        for n in nics
+                    )
+                    capacity = sum(rates) / switch.oversubscription
                 label = f"switch {switch.name}" + (f".{i}" if len(groups) > 1 else "")
-                self._add(f"{label} up", capacity)
-                self._add(f"{label} down", capacity)
+                kind = ("switch", f"switch {switch.name}", switch.nodes)
+                self._add(f"{label} up", kind, capacity)
+                self._add(f"{label} down", kind, capacity)
         return tuple(levels), first, np.array(latencies or [0.0])
 
-    def _cards_of(self, nodes: Ints) -> float:
-        nics = [self.cluster.nodes[e].nic for e in self.entry[nodes]]
-        rates = [n.bandwidth_bytes_per_s * n.efficiency * n.count if n else math.inf for n in nics]
-        return sum(rates)
-
     def _trunks(self) -> tuple[tuple[Ints, ...], int, Floats]:
-        first = 2 * self.num_ranks + len(self.extra)
+        first = 2 * self.num_ranks + len(self._extra)
         ends: list[Ints] = []
         for trunk in self.cluster.network.trunks:
-            end = np.full(len(self.names), NONE)
+            end = np.full(len(self._names), NONE)
             for side, patterns in enumerate(trunk.between):
-                end[[self.index[name] for name in expand_all(patterns)]] = side
-                direction = ("there", "back")[side]
-                self._add(f"trunk {trunk.name} {direction}", trunk.bandwidth_bytes_per_s)
+                end[[self._index[name] for name in expand_all(patterns)]] = side
+                label = f"trunk {trunk.name} {('there', 'back')[side]}"
+                kind = ("trunk", f"trunk {trunk.name}", (*trunk.between[0], *trunk.between[1]))
+                self._add(label, kind, trunk.bandwidth_bytes_per_s)
             ends.append(end)
         latencies: Any = [trunk.latency_s for trunk in self.cluster.network.trunks] or [0.0]
         return tuple(ends), first, np.array(latencies)

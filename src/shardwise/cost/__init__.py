@@ -2,7 +2,7 @@
 
 from shardwise.cost.collectives import CollectiveModel, collective_model
 from shardwise.cost.kernels import CallCost, Kernel, kernel_seconds, kernels_seconds
-from shardwise.cost.meta_run import call_cost, cost_of
+from shardwise.cost.meta_run import cost_of
 from shardwise.cost.signature import Signature, call_signature
 from shardwise.cost.table import OpTable, call_seconds
 from shardwise.cost.timing import measure

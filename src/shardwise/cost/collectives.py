@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.arrays import Floats, Ints
-from shardwise.cluster import Cluster, Curve, Factor, Topology
+from shardwise.cluster import Cluster, Curve, Factor
 from shardwise.cluster.links import ONE, OPERATIONS, factor_of
 from shardwise.collectives.messages.choice import CollectiveChoice
 from shardwise.errors import ClusterError, did_you_mean
@@ -48,14 +48,12 @@ class Phase:
 class RankGroups:
     """Sorted groups of ranks, divided into runs."""
 
-    def __init__(
-        self, topology: Topology, operation: str, ranks: Ints, peers_at_once: int = 1
-    ) -> None:
-        self.topology, self.operation, self.ranks = topology, operation, ranks
-        self.peers_at_once = peers_at_once
+    def __init__(self, cluster: Cluster, operation: str, ranks: Ints) -> None:
+        self.topology, self.operation, self.ranks = cluster.topology, operation, ranks
         self.num_groups, self.size = ranks.shape
         self.flat = ranks.reshape(-1)
-        island = topology.island[self.flat]
+        self.device_kind = cluster.device(int(self.flat[0])).kind
+        island = self.topology.island[self.flat]
         self.first = np.ones(self.flat.size, dtype=bool)
         self.first[1:] = island[1:] != island[:-1]
         self.first[:: self.size] = True
@@ -208,7 +206,7 @@ def direct(groups: RankGroups) -> Iterator[Phase]:
         crossings += [
             (np.array([topology.first_trunk + 2 * index + direction]), both) for direction in (0, 1)
         ]
-    rounds = math.ceil((size - 1) / groups.peers_at_once)
+    rounds = math.ceil((size - 1) / PEERS_AT_ONCE[groups.device_kind])
     yield Phase(crossings=crossings, latency_s=rounds * _farthest(groups))
 
 
@@ -345,14 +343,17 @@ class CollectiveModel:
             factor=self.factor.bytes,
         )
 
+    def line_of(self, choice: CollectiveChoice) -> Line:
+        """Return the line of another implementation; without trees, its times were measured."""
+        if choice.has_trees:
+            return self.line(choice.uses, choice.latency_s, choice.s_per_byte)
+        return Line(algorithm=choice.uses, latency_s=choice.latency_s, s_per_byte=choice.s_per_byte)
+
     def with_choice(self, choice: CollectiveChoice | None) -> CollectiveModel:
         """Return the model of an operation for which a plan chose another implementation."""
         if choice is None or choice.is_library:
             return self
-        line = self.line(choice.uses, choice.latency_s, choice.s_per_byte)
-        if not choice.has_trees:  # times were measured, not computed from links
-            line = replace(line, latency_s=choice.latency_s, factor=ONE)
-        return replace(self, program=line, program_bytes=choice.min_bytes)
+        return replace(self, program=self.line_of(choice), program_bytes=choice.min_bytes)
 
     def algorithm(self, num_bytes: float) -> str:
         """Return the name of the fastest algorithm."""
@@ -384,10 +385,10 @@ def collective_model(
     if ranks.shape[1] == 1:
         line = Line(algorithm="none", latency_s=0.0, s_per_byte=0.0)
         return CollectiveModel(operation=operation, group_size=1, lines=(line,), launch_s=0.0)
-    kind = cluster.device(int(ranks[0, 0])).kind
-    rank_groups = RankGroups(cluster.topology, operation, ranks, PEERS_AT_ONCE[kind])
+    rank_groups = RankGroups(cluster, operation, ranks)
     factor = _factor(cluster, rank_groups)
-    lines = tuple(_line(rank_groups, name, factor) for name in ALGORITHMS[kind][operation])
+    names = ALGORITHMS[rank_groups.device_kind][operation]
+    lines = tuple(_line(rank_groups, name, factor) for name in names)
     return CollectiveModel(
         operation=operation,
         group_size=ranks.shape[1],
@@ -446,9 +447,7 @@ def crossing_bytes(
     cluster: Cluster, operation: str, groups: NDArray[np.integer], algorithm: str
 ) -> Floats:
     """Return the bytes over every resource of the topology per byte of the collective's value."""
-    ranks = _checked(cluster, operation, groups)
-    kind = cluster.device(int(ranks[0, 0])).kind
-    rank_groups = RankGroups(cluster.topology, operation, ranks, PEERS_AT_ONCE[kind])
+    rank_groups = RankGroups(cluster, operation, _checked(cluster, operation, groups))
     resources = cluster.topology.capacity.size
     used = [_used(phase, resources) for phase in PHASES[algorithm](rank_groups)]
     total: Floats = np.sum(used, axis=0)

@@ -160,16 +160,16 @@ def causal_fraction(rows: int, columns: int, tile: int = 1) -> float:
     return (used + full * columns) / (rows * columns)
 
 
-def _mm(a: Tensor, b: Tensor, *_: Any) -> Size:
-    return 1, a.shape[0], b.shape[1], a.shape[1]
+def _by_dims(*operands: str) -> Callable[..., Size]:
+    """Return the function of a product whose operands have these dims; "" is an added term."""
 
+    def size(*args: Any) -> Size:
+        sizes = {"b": 1, "n": 1}
+        for dims, operand in zip(operands, args, strict=False):
+            sizes |= zip(dims, operand.shape, strict=True) if dims else ()
+        return sizes["b"], sizes["m"], sizes["n"], sizes["k"]
 
-def _bmm(a: Tensor, b: Tensor, *_: Any) -> Size:
-    return a.shape[0], a.shape[1], b.shape[2], a.shape[2]
-
-
-def _mv(a: Tensor, v: Tensor, *_: Any) -> Size:
-    return 1, a.shape[0], 1, a.shape[1]
+    return size
 
 
 def _linear(x: Tensor, weight: Tensor, *_: Any) -> Size:
@@ -182,11 +182,9 @@ def _grouped(a: Tensor, b: Tensor, *_: Any) -> Size:
         return 1, a.shape[0], b.shape[2], a.shape[1]
     if a.dim() == 2:
         return 1, a.shape[0], b.shape[1], a.shape[1]
-    return (1, a.shape[1], b.shape[1], a.shape[2]) if b.dim() == 2 else _bmm(a, b)
-
-
-def _with_sum(size: Callable[..., Size]) -> Callable[..., Size]:
-    return lambda bias, *args: size(*args)
+    if b.dim() == 2:
+        return 1, a.shape[1], b.shape[1], a.shape[2]
+    return a.shape[0], a.shape[1], b.shape[2], a.shape[2]
 
 
 def _grouped_linear(
@@ -202,16 +200,12 @@ def _grouped_outer(left: Tensor, right: Tensor, counts: Tensor) -> Size:
 
 
 _SIZES: dict[str, Callable[..., Size]] = {
-    "mm": _mm,
-    "_scaled_mm": _mm,
-    "_int_mm": _mm,
-    "addmm": _with_sum(_mm),
-    "_addmm_activation": _with_sum(_mm),
-    "bmm": _bmm,
-    "baddbmm": _with_sum(_bmm),
-    "addbmm": _with_sum(_bmm),
-    "mv": _mv,
-    "addmv": _with_sum(_mv),
+    **dict.fromkeys(("mm", "_scaled_mm", "_int_mm"), _by_dims("mk", "kn")),
+    **dict.fromkeys(("addmm", "_addmm_activation"), _by_dims("", "mk", "kn")),
+    "bmm": _by_dims("bmk", "bkn"),
+    **dict.fromkeys(("baddbmm", "addbmm"), _by_dims("", "bmk", "bkn")),
+    "mv": _by_dims("mk", "k"),
+    "addmv": _by_dims("", "mk", "k"),
     "linear": _linear,
     "_grouped_mm": _grouped,
     "grouped_linear": _grouped_linear,

@@ -32,7 +32,7 @@ from shardwise.cost.kernels import (
     tensors,
     touched_bytes,
 )
-from shardwise.cost.signature import Signature, call_on_meta, call_signature, under_autocast
+from shardwise.cost.signature import Signature, call_on_meta, under_autocast
 from shardwise.dtypes import dtype_name
 from shardwise.ir import TensorType, map_refs
 from shardwise.ir.operators import batch_norm, operator
@@ -208,25 +208,9 @@ def guess(signature: Signature, reason: str) -> CallCost:
 CACHED_CALLS = 1 << 16  # signatures; a search over one model has a few thousand
 
 
-def call_cost(
-    op: str,
-    args: tuple[Any, ...],
-    kwargs: Sequence[tuple[str, Any]] = (),
-    types: Sequence[TensorType] = (),
-    grads: frozenset[int] = frozenset(),
-    parameters: frozenset[int] = frozenset(),
-    **more: Any,
-) -> CallCost:
-    """Return the kernels of a local call and of its backward, and the memory saved between them.
-
-    Arguments are those of `call_signature`.
-    """
-    return cost_of(call_signature(op, args, kwargs, types, grads, parameters, **more))
-
-
 @lru_cache(maxsize=CACHED_CALLS)
 def cost_of(signature: Signature) -> CallCost:
-    """Return the cost of a call, computed once per signature."""
+    """Return the kernels of a local call and of its backward, and the memory saved between them."""
     try:
         if is_fused_attention(signature):
             return attention_cost(signature)
@@ -408,9 +392,7 @@ def runtime_function(
     return call
 
 
-@cache
-def _parameters(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function)
+_parameters = cache(inspect.signature)
 
 
 class _CountingTransport:

@@ -12,9 +12,9 @@ Shared memory is considered if it was measured (`shardwise profile`).
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import pairwise
+from dataclasses import replace
+from functools import lru_cache, partial
+from itertools import pairwise, takewhile
 
 import numpy as np
 
@@ -44,20 +44,6 @@ CHUNK_BYTES = 128 * 1024  # unless the solver has tuned it
 SIZES = tuple(1 << n for n in range(16, 31))  # latency dominates below: leave it to the library
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
-    """One implementation for all groups: its trees and the line of their times on the links.
-
-    Without trees, the line was measured.
-    """
-
-    name: str
-    latency_s: float
-    s_per_byte: float
-    chunk_bytes: int = 0
-    forests: tuple[Forest, ...] = ()
-
-
 def may_gain(cluster: Cluster) -> bool:
     """Return whether some collective could be faster than the library's on this cluster.
 
@@ -80,22 +66,13 @@ def may_gain(cluster: Cluster) -> bool:
 
 
 def chooser(cluster: Cluster, max_ranks: int = MAX_RANKS, use: str = "") -> Chooser | None:
-    """Return a memoized selector for this cluster, or None if no alternative can win.
+    """Return a selector for this cluster, or None if no alternative can win.
 
     `use` forces an implementation if it is possible, whatever the predicted times.
     """
     if use == "library" or not (use or may_gain(cluster)):
         return None
-    choices: dict[tuple[str, bytes, int], CollectiveChoice | None] = {}
-
-    def choose(operation: str, groups: Ints) -> CollectiveChoice | None:
-        rows = np.ascontiguousarray(groups, dtype=np.int64)
-        key = (operation, rows.tobytes(), rows.shape[-1])
-        if key not in choices:
-            choices[key] = select(cluster, operation, rows, max_ranks=max_ranks, use=use)
-        return choices[key]
-
-    return choose
+    return partial(select, cluster, max_ranks=max_ranks, use=use)
 
 
 def select(
@@ -118,56 +95,40 @@ def select(
     if operation not in OPERATIONS or rows.shape[-1] < 2:
         return None
     library = collective_model(cluster, operation, rows)
-    library_choice = CollectiveChoice(
+    choice = CollectiveChoice(
         operation=operation,
         groups=tuple(tuple(row) for row in rows.tolist()),
         predicted_s={"library": library.seconds(REFERENCE_BYTES)},
     )
     if not (use or may_gain(cluster)) or rows.shape[-1] > max_ranks:
-        return library_choice
-    candidates = [_shared(cluster, operation, rows)]
+        return choice
+    candidates = [_shared(cluster, choice)]
     networks = contended(cluster, rows)
     if use or not _out_of_reach(library, networks, operation):
-        candidates += [_hierarchical(networks, operation), _solved(networks, operation)]
-    allowed = [c for c in candidates if c is not None and use in ("", c.name)]
-    return _choose(library_choice, library, allowed, forced=bool(use))
+        candidates += [_hierarchical(networks, choice), _solved(networks, choice)]
+    allowed = [c for c in candidates if c is not None and use in ("", c.uses)]
+    return _choose(choice, library, allowed, forced=bool(use))
 
 
 def _choose(
-    library_choice: CollectiveChoice,
+    choice: CollectiveChoice,
     library: CollectiveModel,
-    candidates: Sequence[_Candidate],
+    candidates: Sequence[CollectiveChoice],
     *,
     forced: bool,
 ) -> CollectiveChoice:
     """Return the best candidate if it saves enough, else the library; with the times of all."""
-    lines = {candidate.name: _line(library, candidate) for candidate in candidates}
+    lines = {candidate.uses: library.line_of(candidate) for candidate in candidates}
     seconds = {name: line.seconds(REFERENCE_BYTES) for name, line in lines.items()}
-    choice = replace(library_choice, predicted_s={**library_choice.predicted_s, **seconds})
+    choice = replace(choice, predicted_s={**choice.predicted_s, **seconds})
     if not candidates:
         return choice
     shortest = min(seconds.values())
-    best = next(c for c in candidates if seconds[c.name] <= (1 + CLOSE) * shortest)
-    start = 0 if forced else _min_bytes(library, lines[best.name])
+    best = next(c for c in candidates if seconds[c.uses] <= (1 + CLOSE) * shortest)
+    start = 0 if forced else _min_bytes(library, lines[best.uses])
     if start is None:
         return choice
-    return replace(
-        choice,
-        uses=best.name,
-        min_bytes=start,
-        latency_s=best.latency_s,
-        s_per_byte=best.s_per_byte,
-        chunk_bytes=best.chunk_bytes,
-        forests=best.forests,
-    )
-
-
-def _line(library: CollectiveModel, candidate: _Candidate) -> Line:
-    if candidate.forests:
-        return library.line(candidate.name, candidate.latency_s, candidate.s_per_byte)
-    return Line(
-        algorithm=candidate.name, latency_s=candidate.latency_s, s_per_byte=candidate.s_per_byte
-    )
+    return replace(best, min_bytes=start, predicted_s=choice.predicted_s)
 
 
 def saves_enough(library_s: float, other_s: float) -> bool:
@@ -177,12 +138,9 @@ def saves_enough(library_s: float, other_s: float) -> bool:
 
 def _min_bytes(library: CollectiveModel, line: Line) -> int | None:
     """Return the size from which a line always saves enough; None if steps send less than that."""
-    start = None
-    for size in reversed(SIZES):
-        if not saves_enough(library.seconds(size), line.seconds(size)):
-            break
-        start = size
-    return start if start is not None and start <= LARGE_BYTES else None
+    worth = takewhile(lambda n: saves_enough(library.seconds(n), line.seconds(n)), reversed(SIZES))
+    start = min(worth, default=math.inf)
+    return int(start) if start <= LARGE_BYTES else None
 
 
 def _out_of_reach(library: CollectiveModel, networks: Sequence[Network], operation: str) -> bool:
@@ -207,9 +165,9 @@ def contended(cluster: Cluster, groups: Ints) -> list[Network]:
     ]
 
 
-def _shared(cluster: Cluster, operation: str, groups: Ints) -> _Candidate | None:
+def _shared(cluster: Cluster, library: CollectiveChoice) -> CollectiveChoice | None:
     """Return the candidate of shared memory, if it was measured on the links of all groups."""
-    topology = cluster.topology
+    topology, operation, groups = cluster.topology, library.operation, np.array(library.groups)
     nodes = topology.node[groups]
     if (nodes != nodes[:, :1]).any():
         return None
@@ -224,7 +182,7 @@ def _shared(cluster: Cluster, operation: str, groups: Ints) -> _Candidate | None
     # The line is nowhere below the curve: data beyond the caches take longer per byte.
     s_per_byte = max(0.0, *((t1 - t0) / (n1 - n0) for (n0, t0), (n1, t1) in pairs))
     latency_s = max(0.0, times[0] - s_per_byte * SMALL_BYTES)
-    return _Candidate(name="shared", latency_s=latency_s, s_per_byte=s_per_byte)
+    return replace(library, uses="shared", latency_s=latency_s, s_per_byte=s_per_byte)
 
 
 def _shared_s(cluster: Cluster, operation: str, groups: Ints, link: Link, num_bytes: int) -> float:
@@ -236,35 +194,38 @@ def _shared_s(cluster: Cluster, operation: str, groups: Ints, link: Link, num_by
     return latency_s + num_bytes * line.s_per_byte * factor.bytes.at(num_bytes)
 
 
-def _solved(networks: Sequence[Network], operation: str) -> _Candidate | None:
-    solutions = [_solution(_Key(network), operation) for network in networks]
+def _solved(networks: Sequence[Network], library: CollectiveChoice) -> CollectiveChoice | None:
+    solutions = [_solution(_Key(network), library.operation) for network in networks]
     solved = [solution for solution in solutions if solution is not None]
-    return _candidate_of("solved", solved, operation) if len(solved) == len(networks) else None
+    return _candidate("solved", solved, library) if len(solved) == len(networks) else None
 
 
-def _hierarchical(networks: Sequence[Network], operation: str) -> _Candidate | None:
+def _hierarchical(
+    networks: Sequence[Network], library: CollectiveChoice
+) -> CollectiveChoice | None:
     forests = []
     for network in networks:
-        trees = hierarchical(network, demand_of(network, operation))
+        trees = hierarchical(network, demand_of(network, library.operation))
         if trees is None:
             return None
         forests.append((forest_of(network, trees), CHUNK_BYTES))
-    return _candidate_of("hierarchical", forests, operation)
+    return _candidate("hierarchical", forests, library)
 
 
-def _candidate_of(
-    name: str, forests_and_chunks: Sequence[tuple[Forest, int]], operation: str
-) -> _Candidate:
-    """Return the candidate whose line goes through two sizes, by the slowest group."""
+def _candidate(
+    name: str, forests_and_chunks: Sequence[tuple[Forest, int]], library: CollectiveChoice
+) -> CollectiveChoice:
+    """Return the choice of trees whose line goes through two sizes, by the slowest group."""
     forests = [forest for forest, _ in forests_and_chunks]
     chunk = min(chunk for _, chunk in forests_and_chunks)
     small, large = (
-        max(_lowered_s(forest, operation, size, chunk) for forest in set(forests))
+        max(_lowered_s(forest, library.operation, size, chunk) for forest in set(forests))
         for size in (SMALL_BYTES, LARGE_BYTES)
     )
     s_per_byte = (large - small) / (LARGE_BYTES - SMALL_BYTES)
-    return _Candidate(
-        name=name,
+    return replace(
+        library,
+        uses=name,
         latency_s=max(0.0, small - s_per_byte * SMALL_BYTES),
         s_per_byte=s_per_byte,
         chunk_bytes=chunk,

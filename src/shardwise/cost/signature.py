@@ -128,8 +128,7 @@ def _text(arg: Any, signature: Signature, count: Any) -> str:
 # ------------------------------------------------------------ calls on meta tensors
 #
 # torch computes the shapes of many operators in Python, at 0.2 to 5 ms a call. For elementwise
-# operators that is needed once per combination of dtypes, as the shape is the broadcast one. A few
-# other operators that occur in every model have a rule here. Tests compare both with torch.
+# operators that is needed once per combination of dtypes, as the shape is the broadcast one.
 
 
 broadcast_shapes: Callable[..., torch.Size] = torch.broadcast_shapes  # torch leaves it untyped
@@ -138,9 +137,8 @@ _PLAIN = (int, float, bool, complex, str, torch.dtype, type(None))
 
 def call_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return `func(*args, **kwargs)` for meta tensors."""
-    rule = _RULES.get(func)
-    if rule is not None:
-        return rule(*args, **kwargs)
+    if func is torch.ops.aten.native_layer_norm.default:
+        return _layer_norm(*args)
     key = _types(func, args, kwargs) if is_elementwise(func) else None
     if key is not None and key in _DTYPES:
         return _broadcast(args, _DTYPES[key])
@@ -169,17 +167,13 @@ _DTYPES: dict[tuple[Any, ...], torch.dtype] = {}  # of results, by the types of 
 def _types(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """Return a key that determines the result's dtype; None for arguments of other types."""
     key: list[Any] = [func]
-    for arg in args:
-        if isinstance(arg, Tensor):
+    for name, arg in (*enumerate(args), *kwargs.items()):
+        if isinstance(arg, Tensor) and isinstance(name, int):
             key.append((arg.dtype, arg.dim() == 0))
         elif isinstance(arg, _PLAIN):
-            key.append(arg if isinstance(arg, torch.dtype | str) else type(arg))
+            key.append((name, arg if isinstance(arg, torch.dtype | str) else type(arg)))
         else:
             return None
-    for name, arg in kwargs.items():
-        if not isinstance(arg, _PLAIN):
-            return None
-        key.append((name, arg if isinstance(arg, torch.dtype | str) else type(arg)))
     return tuple(key)
 
 
@@ -194,71 +188,12 @@ def _broadcast(args: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-# ---------------------------------------------------------------- rules of single operators
-def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def _softmax_backward(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return _like(grad, dtype)
-
-
-def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    return _like(x, torch.float32 if half_to_float else x.dtype)
-
-
-def _layer_norm(
-    x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _layer_norm(x: Tensor, shape: Any, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the results on a GPU: there, unlike in torch's meta kernel, statistics are wide."""
     size = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
     mean = torch.empty(size, dtype=widened(x.dtype), device="meta")
-    return _like(x), mean, torch.empty_like(mean)
-
-
-def _layer_norm_backward(
-    grad: Tensor,
-    x: Tensor,
-    shape: Any,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mask: list[bool],
-) -> tuple[Tensor | None, ...]:
-    return tuple(
-        _like(t) if needs_grad and t is not None else None
-        for t, needs_grad in zip((x, weight, bias), mask, strict=True)
-    )
-
-
-def _nll_loss(
-    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    size = target.shape if reduction == 0 and x.dim() == 2 else ()
-    return x.new_empty(size), x.new_empty(())
-
-
-def _nll_loss_backward(grad: Tensor, x: Tensor, *_: Any) -> Tensor:
-    return _like(x)
-
-
-def _masked_fill(x: Tensor, mask: Tensor, value: Any) -> Tensor:
-    if x.shape == mask.shape:
-        return torch.empty_like(x)
-    return torch.empty(broadcast_shapes(x.shape, mask.shape), dtype=x.dtype, device="meta")
-
-
-_aten = torch.ops.aten
-_RULES: dict[Any, Callable[..., Any]] = {
-    _aten._softmax_backward_data.default: _softmax_backward,
-    _aten._log_softmax_backward_data.default: _softmax_backward,
-    _aten._log_softmax.default: _log_softmax,
-    _aten.native_layer_norm.default: _layer_norm,
-    _aten.native_layer_norm_backward.default: _layer_norm_backward,
-    _aten.nll_loss_forward.default: _nll_loss,
-    _aten.nll_loss_backward.default: _nll_loss_backward,
-    _aten.masked_fill.Scalar: _masked_fill,
-}
+    result = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return result, mean, torch.empty_like(mean)
 
 
 # ------------------------------------------------------------ autocast

@@ -158,12 +158,15 @@ class _Builder:
     # ------------------------------------------------------------ variables
     def _add(self, unary: Sequence[float], weight: Sequence[float]) -> int:
         number = len(self.model.variables)
-        self.model.variables[number] = Variable.of(unary, weight)
+        self.model.variables[number] = Variable(
+            np.asarray(unary, np.float64), np.asarray(weight, np.float64)
+        )
         return number
 
     def _nodes(self, names: list[str]) -> None:
         """Add one variable for nodes that are tied together."""
-        rows = agreeing([self.built.options[n] for n in names], _choice_text)
+        options = [self.built.options[n] for n in names]
+        rows = agreeing(options, lambda o: "; ".join(str(c.choice) for c in o.choice))
         costs = [self._node(name, row) for name, row in zip(names, rows, strict=True)]
         number = self._add(
             [sum(c) for c in zip(*(c[0] for c in costs), strict=True)],
@@ -197,7 +200,8 @@ class _Builder:
         return roots
 
     def _parameters(self, values: list[str]) -> None:
-        rows = agreeing([self._storages(v) for v in values], _storage_text)
+        storages = [self._storages(v) for v in values]
+        rows = agreeing(storages, lambda stored: str(tuple(map(without_grad, stored))))
         unary, weights = [0.0] * len(rows[0]), [0.0] * len(rows[0])
         for value, row in zip(values, rows, strict=True):
             copies = self.task.copies.get(value, 1)
@@ -335,14 +339,6 @@ class _Builder:
         if value in self.ends:
             return tuple(REPLICATE for _ in placements)
         return tuple(REPLICATE if isinstance(p, Partial) else p for p in placements)
-
-
-def _choice_text(option: Option) -> str:
-    return "; ".join(str(c.choice) for c in option.choice)
-
-
-def _storage_text(stored: Placements) -> str:
-    return str(tuple(map(without_grad, stored)))
 
 
 def without_grad(placement: Placement) -> Placement:

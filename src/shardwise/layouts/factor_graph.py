@@ -36,10 +36,6 @@ class Variable:
     unary: Floats
     weight: Floats
 
-    @staticmethod
-    def of(unary: Sequence[float], weight: Sequence[float]) -> Variable:
-        return Variable(np.asarray(unary, np.float64), np.asarray(weight, np.float64))
-
     def __len__(self) -> int:
         return len(self.unary)
 

@@ -9,9 +9,9 @@ and where a full value may first be sharded.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Protocol
+from typing import Literal, Protocol
 
-from shardwise.errors import PlanError, did_you_mean
+from shardwise.errors import PlanError
 from shardwise.ir import Graph, Node
 from shardwise.layouts.moves import work
 from shardwise.sharding.candidates import Candidate, Pass, Same, ShardAxis, match_choice
@@ -63,8 +63,6 @@ class Assignment:
 Placements = tuple[Placement, ...]  # of one value: one per mesh axis, in mesh order
 Choices = dict[str, dict[str, str]]  # node or parameter name -> mesh axis -> text of a plan
 
-AXIS_ROLES = ("batch", "parameters", "sequence")
-
 
 class Prices(Protocol):
     """Costs in seconds of one step on one rank, before they are multiplied by `LayoutTask.copies`.
@@ -106,16 +104,8 @@ class LayoutAxis:
 
     name: str
     ranks: AxisSize
-    role: str = "parameters"
+    role: Literal["batch", "parameters", "sequence"] = "parameters"
     inputs: Mapping[str, Placement] | None = None
-
-    def __post_init__(self) -> None:
-        if self.role not in AXIS_ROLES:
-            raise PlanError(
-                f"axis {self.name!r} has the unknown role {self.role!r}"
-                f"{did_you_mean(self.role, AXIS_ROLES)}",
-                hint=" or ".join(AXIS_ROLES),
-            )
 
     @property
     def follows_inputs(self) -> bool:

@@ -23,7 +23,7 @@ the relaxation integral for most graphs.
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
@@ -32,7 +32,6 @@ from scipy.sparse import csr_array
 
 from shardwise.arrays import Floats, Ints
 from shardwise.errors import InfeasiblePlan
-from shardwise.ir import Graph
 from shardwise.layouts.build import Built, build, check_feasible, without_grad
 from shardwise.layouts.factor_graph import (
     INF,
@@ -46,29 +45,12 @@ from shardwise.layouts.factor_graph import (
 from shardwise.layouts.options import Option, Options
 from shardwise.layouts.problem import Assignment, LayoutSolution, LayoutTask, Prices
 from shardwise.sharding.candidates import Candidate
-from shardwise.sharding.factors import Facts
 
 OBJECTIVE = 1e3  # the objective's lower bound in the solver's units; its tolerance is 1e-6
 GAP = 1e-6  # relative: far below the accuracy of prices
 
 
-@dataclass(slots=True)
-class _Rows:
-    """The rows of a sparse matrix, with their bounds."""
-
-    entries: list[float] = field(default_factory=list)
-    columns: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=lambda: [0])
-    low: list[float] = field(default_factory=list)
-    high: list[float] = field(default_factory=list)
-
-    def add(self, terms: list[tuple[int, float]], low: float, high: float) -> None:
-        for column, entry in terms:
-            self.columns.append(column)
-            self.entries.append(entry)
-        self.starts.append(len(self.columns))
-        self.low.append(low)
-        self.high.append(high)
+Terms = list[tuple[int, float]]  # columns and their coefficients in a row
 
 
 class LayoutMilp:
@@ -78,7 +60,7 @@ class LayoutMilp:
         self.model = model
         self.costs: list[float] = []
         self.integral: list[int] = []
-        self.rows = _Rows()
+        self.rows: list[tuple[Terms, float, float]] = []  # with bounds
         self.first: dict[int, int] = {}
 
     def solve(self, time_limit_s: float) -> Solved:
@@ -103,14 +85,14 @@ class LayoutMilp:
         costs = self.model.variables[number].unary.tolist()
         columns = [self._variable(c if c < INF else 0.0, integral=True) for c in costs]
         self.first[number] = columns[0]
-        self.rows.add([(c, 1.0) for c in columns], 1.0, 1.0)
+        self.rows.append(([(c, 1.0) for c in columns], 1.0, 1.0))
         for column, cost in zip(columns, costs, strict=True):
             if cost == INF:
-                self.rows.add([(column, 1.0)], 0.0, 0.0)
+                self.rows.append(([(column, 1.0)], 0.0, 0.0))
 
-    def _members(self, number: int, groups: Ints) -> dict[int, list[tuple[int, float]]]:
+    def _members(self, number: int, groups: Ints) -> dict[int, Terms]:
         """Return the columns of a variable's states by group."""
-        columns: dict[int, list[tuple[int, float]]] = {}
+        columns: dict[int, Terms] = {}
         for state, group in enumerate(groups.tolist()):
             columns.setdefault(group, []).append((self.first[number] + state, -1.0))
         return columns
@@ -123,10 +105,7 @@ class LayoutMilp:
         self._transport(small, left, right)
 
     def _transport(
-        self,
-        costs: Floats,
-        left: dict[int, list[tuple[int, float]]],
-        right: dict[int, list[tuple[int, float]]],
+        self, costs: Floats, left: dict[int, Terms], right: dict[int, Terms]
     ) -> dict[tuple[int, int], int]:
         """Add variables that carry each of the left groups to one of the right."""
         columns = {
@@ -137,15 +116,15 @@ class LayoutMilp:
         }
         for a, members in left.items():
             out = [(columns[a, b], 1.0) for b in right if (a, b) in columns]
-            self.rows.add([*out, *members], 0.0, 0.0)
+            self.rows.append(([*out, *members], 0.0, 0.0))
         for b, members in right.items():
             into = [(columns[a, b], 1.0) for a in left if (a, b) in columns]
-            self.rows.add([*into, *members], 0.0, 0.0)
+            self.rows.append(([*into, *members], 0.0, 0.0))
         return columns
 
     def _multi_use(self, multi_use: MultiUse) -> None:
         holdings = self._members(multi_use.producer, multi_use.holding)
-        shared: dict[tuple[int, int], list[list[tuple[int, float]]]] = {}
+        shared: dict[tuple[int, int], list[Terms]] = {}
         for use in multi_use.uses:
             needs = sorted(set(use.need.tolist()))
             right = self._needs(use)
@@ -154,7 +133,7 @@ class LayoutMilp:
                 if multi_use.steps[h, n] is not None:
                     costs[h, n] = 0.0
             columns = self._transport(costs, holdings, right)
-            moves: dict[tuple[int, int], list[tuple[int, float]]] = {}
+            moves: dict[tuple[int, int], Terms] = {}
             for (h, n), column in columns.items():
                 for step in multi_use.steps[h, n] or ():
                     moves.setdefault((h, step), []).append((column, 1.0))
@@ -164,14 +143,14 @@ class LayoutMilp:
             self._move(multi_use.prices[move], shared[move])
         self._replicated(multi_use, holdings)
 
-    def _needs(self, use: Use) -> dict[int, list[tuple[int, float]]]:
+    def _needs(self, use: Use) -> dict[int, Terms]:
         if use.variable is not None:
             return self._members(use.variable, use.need)
         one = self._variable(0.0)
-        self.rows.add([(one, 1.0)], 1.0, 1.0)
+        self.rows.append(([(one, 1.0)], 1.0, 1.0))
         return {int(use.need[0]): [(one, -1.0)]}
 
-    def _move(self, price: float, uses: list[list[tuple[int, float]]]) -> None:
+    def _move(self, price: float, uses: list[Terms]) -> None:
         """Add the price of a move, which all uses together pay once."""
         if price == 0:
             return
@@ -181,11 +160,9 @@ class LayoutMilp:
             return
         paid = self._variable(price)
         for terms in uses:
-            self.rows.add([(paid, -1.0), *terms], -INF, 0.0)
+            self.rows.append(([(paid, -1.0), *terms], -INF, 0.0))
 
-    def _replicated(
-        self, multi_use: MultiUse, holdings: dict[int, list[tuple[int, float]]]
-    ) -> None:
+    def _replicated(self, multi_use: MultiUse, holdings: dict[int, Terms]) -> None:
         replicated = multi_use.replicated
         for axis in sorted({a for h in holdings for a in replicated[h]}):
             terms = [(c, 1.0) for h in holdings if axis in replicated[h] for c, _ in holdings[h]]
@@ -196,7 +173,7 @@ class LayoutMilp:
                 for state, need in enumerate(use.need.tolist())
                 if axis in multi_use.same_work[need]
             ]
-            self.rows.add(terms, -INF, 0.0)
+            self.rows.append((terms, -INF, 0.0))
 
     def _scale(self, costs: Floats) -> float:
         """Return a unit of the objective that makes the solver's absolute tolerances harmless."""
@@ -208,15 +185,16 @@ class LayoutMilp:
 
     def _run(self, time_limit_s: float) -> Solved:
         rows, model = self.rows, self.model
-        matrix = csr_array(
-            (rows.entries, rows.columns, rows.starts), shape=(len(rows.low), len(self.costs))
-        )
+        columns, entries = zip(*(term for terms, _, _ in rows for term in terms), strict=True)
+        starts = np.cumsum([0, *(len(terms) for terms, _, _ in rows)])
+        matrix = csr_array((entries, columns, starts), shape=(len(rows), len(self.costs)))
+        _, low, high = zip(*rows, strict=True)
         costs = np.asarray(self.costs)
         scale = self._scale(costs)
         upper = np.where(np.asarray(self.integral) == 1, 1.0, np.inf)
         result = milp(
             costs / scale,
-            constraints=LinearConstraint(matrix, np.asarray(rows.low), np.asarray(rows.high)),
+            constraints=LinearConstraint(matrix, np.asarray(low), np.asarray(high)),
             integrality=np.asarray(self.integral),
             bounds=Bounds(0.0, upper),
             options={"time_limit": max(time_limit_s, 0.1), "mip_rel_gap": GAP},
@@ -237,17 +215,8 @@ MAX_JOINT = 1_500  # options of all nodes together: some seconds to solve
 MAX_ROUNDS = 3  # over all axes for parameters
 
 
-def solve_layouts(
-    graph: Graph, facts: Facts, task: LayoutTask, prices: Prices, *, time_limit_s: float = 30.0
-) -> LayoutSolution:
+def solve(options: Options, prices: Prices, *, time_limit_s: float) -> LayoutSolution:
     """Return the cheapest layouts of all nodes and parameters over all mesh axes at once."""
-    return solve_options(Options(graph, facts, task), prices, time_limit_s=time_limit_s)
-
-
-def solve_options(
-    options: Options, prices: Prices, *, time_limit_s: float = 30.0
-) -> LayoutSolution:
-    """Return the cheapest layouts of precomputed options, as `solve_layouts` does."""
     search = _Search(options, prices, time.monotonic() + time_limit_s)
     solution = search.run()
     solved = solution.solved

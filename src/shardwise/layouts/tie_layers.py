@@ -9,7 +9,7 @@ the first block counts for all blocks but the last, a value that leaves the seco
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import Protocol, TypeVar
 
@@ -19,6 +19,7 @@ from shardwise.arrays import Ints
 from shardwise.ir import Graph, Node
 from shardwise.ir.blocks import MAX_DEPTH, ConstraintKey, block_kinds, is_number
 from shardwise.layouts.factor_graph import MultiUse, Use
+from shardwise.layouts.problem import LayoutTask
 
 State = TypeVar("State")
 
@@ -155,22 +156,13 @@ class FoldedGraph(Protocol):
     def copies(self) -> Ints: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerTies:
-    """The fields of `LayoutTask` with these names."""
-
-    tied: Mapping[str, str]
-    copies: Mapping[str, int]
-    moves: Mapping[str, int]
-
-
 def tie_layers(
     fold: FoldedGraph, graph: Graph, constraint_key: ConstraintKey | None = None
-) -> LayerTies:
-    """Tie nodes of repeated blocks, and count nodes, parameters and moves."""
+) -> LayoutTask:
+    """Return a task without axes that ties repeated blocks, and counts nodes and moves."""
     tied = _tied_nodes(fold, graph, constraint_key)
     moves = _moves(fold, graph, roots_of(tied))
-    return LayerTies(tied=tied, copies=_copies(fold), moves=moves)
+    return LayoutTask(axes=(), tied=tied, copies=_copies(fold), moves=moves)
 
 
 def _tied_nodes(

@@ -11,15 +11,16 @@ They include communication of parameters and gradients that nothing can hide:
 All messages of a kind count as a single message, because several messages take longer.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
-from shardwise.arrays import Ints
+from shardwise.arrays import Ints, before
 from shardwise.cluster import Device
-from shardwise.cost import CollectiveModel, adamw
+from shardwise.cost import adamw
 from shardwise.cost.sync import level_groups
 from shardwise.errors import ShardwiseError
 from shardwise.planner.layout_cache import LayoutCache, Layouts
@@ -29,7 +30,7 @@ from shardwise.simulation.costs import ClusterCosts, ExecutionConfig, Group
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.memory import Budget
 from shardwise.simulation.pass_memory import stage_memory
-from shardwise.simulation.stages import PURPOSES, Layers
+from shardwise.simulation.stages import PURPOSES, Layers, LocalStage
 from shardwise.simulation.step import pairs
 
 FEW_GROUPS = 16  # up to which bounds count the messages between stages
@@ -49,12 +50,11 @@ class Core:
     """Bounds on when the work of each group ends, for any zero level and offload."""
 
     execution: ExecutionConfig
-    bounds: Ints
     layers: Sequence[Layers]
     ends: dict[int, float]  # lower bound on the end of each group's work
     paths: dict[int, float]  # another: the path of one micro-batch through all stages and back
     back: float  # lower bound on the end of the first stage's last backward
-    watched: dict[int, list[int]]  # groups that may be the fullest, with their stages
+    watched: dict[int, list[LocalStage]]  # groups that may be the fullest, with their stages
 
     @property
     def seconds(self) -> float:
@@ -69,13 +69,11 @@ class Bounds:
         cache: LayoutCache,
         evaluator: Evaluator,
         execution: Callable[[ParallelConfig, Layouts], ExecutionConfig],
-        memory_limit: float | None,
     ) -> None:
         self.cache, self.evaluator, self.execution = cache, evaluator, execution
-        self.memory_limit, self.fold = memory_limit, evaluator.fold
+        self.fold = evaluator.fold
         self._bounds: dict[ParallelConfig, Bound] = {}
         self._cores: dict[ParallelConfig, Core | None] = {}
-        self._links: dict[tuple[int, int], tuple[Group, Group, CollectiveModel]] = {}
 
     def bound(self, config: ParallelConfig) -> Bound:
         if config in self._bounds:
@@ -84,19 +82,15 @@ class Bounds:
         assert core is not None
         execution = replace(core.execution, zero=config.zero, offload=config.offload)
         seconds, fullest = core.seconds, 0.0
-        for group, stages in core.watched.items():
-            layers, members = core.layers[group], execution.groups[group]
-            ranges = [(int(core.bounds[s]), int(core.bounds[s + 1])) for s in stages]
-            traffic = communication_lower_bound(
-                ranges, layers, members, execution, self.evaluator.costs
-            )
-            count = config.num_microbatches
-            end = reduced_at_least(core.ends[group], ranges, layers, count, traffic)
-            tail = self._tail(ranges, layers, members, execution) + traffic.update
+        for group, watched in core.watched.items():
+            stages = [stage._replace(execution=execution) for stage in watched]
+            traffic = communication_lower_bound(stages, self.evaluator.costs)
+            end = reduced_at_least(core.ends[group], stages, traffic)
+            tail = self._tail(stages) + traffic.update
             seconds = max(seconds, end + tail, core.paths[group] + tail)
             if group == execution.placement[0]:
                 seconds = max(seconds, core.back + tail)
-            fullest = max(fullest, self._fullest(config, group, ranges, layers, execution))
+            fullest = max(fullest, self._fullest(group, stages))
         self._bounds[config] = Bound(config=config, seconds=seconds, memory=fullest)
         return self._bounds[config]
 
@@ -114,9 +108,9 @@ class Bounds:
         core = self.core(config)
         assert core is not None
         return any(
-            core.execution.groups[group].along(axes).shape[-1] > 1
-            for group in core.watched
-            for axes, *_ in core.layers[group].parameters(core.execution)
+            stage.group.along(axes).shape[-1] > 1
+            for stage, *_ in core.watched.values()
+            for axes, *_ in stage.layers.parameters(core.execution)
         )
 
     def _find_core(self, config: ParallelConfig) -> Core:
@@ -133,26 +127,30 @@ class Bounds:
             stages.setdefault(group, []).append(stage)
         sends = self._sends(execution, bounds, layers[0]) if uniform else np.zeros(len(times))
         forward = self._times(layers, bounds, execution.placement, uniform, ("forward",))
-        before = np.concatenate([[0.0], np.cumsum(forward + sends)])
-        around, waits = before, np.zeros(len(times))
+        started = before(forward + sends)
+        around, waits = started, np.zeros(len(times))
         # Input gradients are sent on without waiting for weight gradients that come later.
         if schedule_kind(config.schedule).splits_backward:
             waits = self._times(layers, bounds, execution.placement, uniform, ("weight",))
         else:
-            around = np.concatenate([[0.0], np.cumsum(times + 2 * sends)])
+            around = before(times + 2 * sends)
         # One micro-batch passes all stages and returns to each, which then computes its weights.
         back = np.cumsum((times - forward - waits + sends)[::-1])[::-1]
         path = (forward + sends).sum() + back + waits
         busy = {g: config.num_microbatches * times[members].sum() for g, members in stages.items()}
+        ranges = list(pairwise(bounds.tolist()))
         watched = {0, 1, config.pp - 1} if uniform else set(stages)
         return Core(
             execution=execution,
-            bounds=bounds,
             layers=layers,
-            ends={g: float(before[members[0]] + busy[g]) for g, members in stages.items()},
+            ends={g: float(started[members[0]] + busy[g]) for g, members in stages.items()},
             paths={g: float(path[members].max()) for g, members in stages.items()},
             back=max(float(around[members[0]] + busy[g]) for g, members in stages.items()),
-            watched={g: members for g, members in stages.items() if g in watched},
+            watched={
+                g: [LocalStage(*ranges[s], layers[g], execution.groups[g], execution) for s in own]
+                for g, own in stages.items()
+                if g in watched
+            },
         )
 
     def _sends(self, execution: ExecutionConfig, bounds: Ints, layers: Layers) -> np.ndarray:
@@ -165,17 +163,9 @@ class Bounds:
         for stage, (sender, receiver) in enumerate(pairwise(groups)):
             size = float(crossing[bounds[stage + 1]])
             if sender is not receiver and size:
-                seconds[stage] = self._link(sender, receiver).seconds(size)
+                ranks = pairs(sender.array, receiver.array)
+                seconds[stage] = self.evaluator.costs.collective("send", ranks).seconds(size)
         return seconds
-
-    def _link(self, sender: Group, receiver: Group) -> CollectiveModel:
-        """Return the cost model of messages to the next stage."""
-        key = (id(sender), id(receiver))
-        if key not in self._links:
-            model = self.evaluator.costs.collective("send", pairs(sender.array, receiver.array))
-            # The entry keeps the groups alive, so that their ids stay unique.
-            self._links[key] = (sender, receiver, model)
-        return self._links[key][2]
 
     def _times(
         self,
@@ -195,43 +185,28 @@ class Bounds:
             ]
         )
 
-    def _tail(
-        self,
-        ranges: Sequence[tuple[int, int]],
-        layers: Layers,
-        group: Group,
-        execution: ExecutionConfig,
-    ) -> float:
+    def _tail(self, stages: Sequence[LocalStage]) -> float:
         """Return a lower bound on the optimizer's time."""
-        numel = 0.0
-        for (axes, zero, _, _), share in layers.parameters(execution).items():
-            stored = sum(float(share.numel[end] - share.numel[first]) for first, end in ranges)
-            numel += stored / (group.along(axes).shape[-1] if zero else 1)
-        return self.update_lower_bound(numel, group)
+        numel, local = 0.0, stages[0]
+        for (axes, zero, _, _), share in local.layers.parameters(local.execution).items():
+            stored = sum(float(share.numel[s.end] - share.numel[s.first]) for s in stages)
+            numel += stored / local.num_sharing(axes, zero)
+        return self.update_lower_bound(numel, local.group)
 
-    def _fullest(
-        self,
-        config: ParallelConfig,
-        group: int,
-        ranges: Sequence[tuple[int, int]],
-        layers: Layers,
-        execution: ExecutionConfig,
-    ) -> float:
+    def _fullest(self, group: int, stages: Sequence[LocalStage]) -> float:
         """Return a lower bound on a rank's memory, as a fraction of its device's."""
-        members, count = execution.groups[group], config.num_microbatches
-        in_flight = min(count, max(1, config.pp - group))
+        execution = stages[0].execution
+        pp, count = len(execution.groups), execution.num_microbatches
+        in_flight = min(count, max(1, pp - group))
         # A forward after the first backward finds gradients of parameters in memory.
-        has_gradients = count > (in_flight if len(ranges) == 1 else config.pp)
-        total = 0.0
-        for first, end in ranges:
-            memory = stage_memory(first, end, layers, members, execution)
-            total += memory.lower_bound(in_flight / len(ranges), has_gradients)
-        return total / self.limit(members)
+        has_gradients = count > (in_flight if len(stages) == 1 else pp)
+        flying = in_flight / len(stages)
+        total = sum(stage_memory(s).lower_bound(flying, has_gradients) for s in stages)
+        return total / self.limit(stages[0].group)
 
     def limit(self, group: Group) -> float:
         """Return the maximum bytes of tensors on the smallest device of a group."""
-        limit = Budget.of(self._device(group)).limit_bytes
-        return min(limit, self.memory_limit) if self.memory_limit is not None else limit
+        return min(Budget.of(self._device(group)).limit_bytes, self.evaluator.memory_limit)
 
     def update_lower_bound(self, numel: float, group: Group) -> float:
         """Return a lower bound on the optimizer's time for this many elements."""
@@ -263,42 +238,29 @@ class ParameterTraffic:
 
 
 def communication_lower_bound(
-    ranges: Sequence[tuple[int, int]],
-    layers: Layers,
-    group: Group,
-    execution: ExecutionConfig,
-    costs: ClusterCosts,
+    stages: Sequence[LocalStage], costs: ClusterCosts
 ) -> ParameterTraffic:
-    """Return a lower bound on the parameter traffic of the stages at these positions."""
-    totals: dict[tuple[str, str, tuple[str, ...], int], float] = {}
-    for first, end in ranges:
-        for kind in layers.sent(first, end, execution):
-            key = (kind.purpose, kind.op, kind.axes, kind.level)
-            totals[key] = totals.get(key, 0.0) + float(kind.num_bytes.sum())
+    """Return a lower bound on the parameter traffic of a group's stages."""
+    totals: dict[tuple[str, str, tuple[str, ...], int], float] = defaultdict(float)
+    for kind in (kind for stage in stages for kind in stage.sent):
+        totals[kind.purpose, kind.op, kind.axes, kind.level] += float(kind.num_bytes.sum())
     seconds = dict.fromkeys(PURPOSES, 0.0)
     for (purpose, op, axes, level), num_bytes in totals.items():
-        rows = level_groups(group.along(axes), level)
+        rows = level_groups(stages[0].group.along(axes), level)
         if rows.shape[-1] > 1 and num_bytes > 0:
             seconds[purpose] += costs.collective(op, rows).seconds(num_bytes)
-    if execution.prefetch:
+    if stages[0].execution.prefetch:
         seconds["update"] = 0.0
     return ParameterTraffic(**seconds)
 
 
 def reduced_at_least(
-    computed: float,
-    ranges: Sequence[tuple[int, int]],
-    layers: Layers,
-    num_microbatches: int,
-    traffic: ParameterTraffic,
+    computed: float, stages: Sequence[LocalStage], traffic: ParameterTraffic
 ) -> float:
     """Return a lower bound on when gradients are reduced, if compute alone ends at `computed`."""
-    forward, backward = (
-        sum(layers.total(name, *positions) for positions in ranges)
-        for name in ("forward", "backward")
-    )
+    forward, backward = (sum(s.total(name) for s in stages) for name in ("forward", "backward"))
     slower = max(0.0, traffic.gather - forward) + max(0.0, traffic.gather - backward)
-    root = traffic.root if ranges[0][0] == 0 else 0.0  # later stages gather while they wait
-    end = root + computed + num_microbatches * slower
-    hidden = max(backward, traffic.gather) * (1 if len(ranges) == 1 else 2)
+    root = traffic.root if stages[0].first == 0 else 0.0  # later stages gather while they wait
+    end = root + computed + stages[0].execution.num_microbatches * slower
+    hidden = max(backward, traffic.gather) * (1 if len(stages) == 1 else 2)
     return max(end, end - hidden + traffic.gather + traffic.reduce)

@@ -18,7 +18,7 @@ from shardwise.cost import OpTable
 from shardwise.ir import Graph
 from shardwise.ir.blocks import block_glob
 from shardwise.planner.module_tree import module_tree
-from shardwise.planner.search import Candidate, Search, SearchOutcome
+from shardwise.planner.search import RUNNERS_UP, Candidate, Search, SearchOutcome
 from shardwise.planner.search_space import UserOptions
 from shardwise.planner.step_details import SimulatedStep, link_traffic, memory_curves
 from shardwise.planner.what_if import Rerun, relaxations, sensitivity
@@ -49,7 +49,6 @@ from shardwise.simulation.estimate import (
 )
 from shardwise.simulation.memory import peak_of
 
-RUNNERS_UP = 5
 MIN_BINDING_GAIN = 0.01  # fraction of the step that relaxing a binding constraint must gain
 SAME = 1e-9  # relative tolerance of equal figures
 
@@ -115,14 +114,14 @@ def with_figures(graph: Graph, plan: Plan, cluster: Cluster, table: OpTable | No
     return with_details(plan.with_figures(figures), step)
 
 
-def with_details(plan: Plan, step: SimulatedStep, memory_limit: float | None = None) -> Plan:
+def with_details(plan: Plan, step: SimulatedStep) -> Plan:
     """Return the plan with the details of its step that reports show."""
     details = PlanDetails(
         cluster=cluster_json(step.evaluator.cluster),
         modules=module_tree(step, plan),
         memory=tuple(memory_curves(step)),
         links=link_traffic(step),
-        what_if=sensitivity(step, plan.figures.relaxations, memory_limit),
+        what_if=sensitivity(step, plan.figures.relaxations),
     )
     return plan.with_(search=replace(plan.figures, details=details))
 

@@ -20,7 +20,6 @@ from shardwise.planner.search_space import RECOMPUTES, SearchLimits, UserOptions
 from shardwise.planner.what_if import Rerun, copy_cluster, gib_text
 from shardwise.plans.search_result import ParallelConfig
 from shardwise.schedules import DEFAULT_SCHEDULE, schedule_kind
-from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.memory import Budget, MemoryUse, peak_of
 
 MAX_CHECKED = 2_000  # configurations with the lowest memory bounds whose memory is computed
@@ -28,7 +27,7 @@ MAX_SIMULATED = 32  # configurations with the lowest memory bounds that are trie
 COPIES = (2, 4, 8)  # of all nodes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FittingChange:
     """A change with which a plan fits; `sizes` are its amounts, by their names in the report."""
 
@@ -174,28 +173,16 @@ def _free_options(options: UserOptions, rerun: Rerun) -> Iterator[FittingChange]
         freed = rerun.options(replace(options, **{name: None}))
         if freed.feasible:
             fits = True
-            yield FittingChange(
-                change=f"{name} other than {texts[name]}",
-                kind="options",
-                hint=f"leave {name} to the planner",
-                candidate=freed.best,
-            )
+            hint = f"leave {name} to the planner"
+            yield FittingChange(f"{name} other than {texts[name]}", "options", hint, freed.best)
     if len(fixed) > 1 and not fits:
         freed = rerun.options(UserOptions())
         if freed.feasible:
-            yield FittingChange(
-                change="other than " + ", ".join(f"{name}={text}" for name, text in texts.items()),
-                kind="options",
-                hint="leave all to the planner",
-                candidate=freed.best,
-            )
+            change = "other than " + ", ".join(f"{name}={text}" for name, text in texts.items())
+            yield FittingChange(change, "options", "leave all to the planner", freed.best)
     if rerun.constraints is not None and (freed := rerun.constraints()).feasible:
-        yield FittingChange(
-            change="no constraints on parameters",
-            kind="constraints",
-            hint="leave constraints to the planner",
-            candidate=freed.best,
-        )
+        change, hint = "no constraints on parameters", "leave constraints to the planner"
+        yield FittingChange(change, "constraints", hint, freed.best)
 
 
 def _more_memory(smallest: Candidate, search: Search) -> FittingChange:
@@ -225,13 +212,8 @@ def _more_memory(smallest: Candidate, search: Search) -> FittingChange:
         changes.append(f"{needed:.2f} GiB of host memory for each device")
         hints.append(f"nodes with host_memory_gib: {needed:.2f} for each device")
         sizes["host_memory_gib"] = needed
-    return FittingChange(
-        change=" and ".join(changes),
-        kind="memory" if short else "host_memory",
-        hint=", ".join(hints),
-        candidate=smallest,
-        sizes=sizes,
-    )
+    kind = "memory" if short else "host_memory"
+    return FittingChange(" and ".join(changes), kind, ", ".join(hints), smallest, sizes)
 
 
 def _rounded_up(num_bytes: float) -> float:
@@ -251,18 +233,14 @@ def _smaller_batch(
     rows = search.cache.rows
     while rows > 1:
         rows //= 2
-        smaller = search.changed(cache=search.cache.with_rows(rows))
+        smaller = replace(search, cache=search.cache.with_rows(rows))
         for bound in _smallest_bounds(outcome):
             config = _with_rows(bound.config, rows, options)
             candidate = None if config is None else smaller.simulate(config)
             if candidate is not None and candidate.estimate.fits:
-                yield FittingChange(
-                    change=f"a batch of {rows} rows instead of {search.cache.rows}",
-                    kind="batch",
-                    hint=f"a batch of {rows} rows",
-                    candidate=candidate,
-                    sizes={"rows": rows},
-                )
+                hint = f"a batch of {rows} rows"
+                change = f"{hint} instead of {search.cache.rows}"
+                yield FittingChange(change, "batch", hint, candidate, {"rows": rows})
                 return
 
 
@@ -290,20 +268,17 @@ def _more_devices(
         larger = copy_cluster(search.evaluator.cluster, factor)
         if larger is None:
             return
-        evaluator = Evaluator(search.fold, larger, search.evaluator.costs.table)
+        evaluator = search.evaluator.on(larger)
         rates = [rate for group in search.groupings(1)[0].rates for rate in group] * factor
         kinds = [int(kind) for kind in evaluator.kind]
         grouped = partial(groupings, larger.num_ranks, rates, kinds)
-        other = search.changed(evaluator=evaluator, groupings=grouped)
+        other = replace(search, evaluator=evaluator, groupings=grouped)
         for offloads in (False, True) if options.offload is None else (False,):
             more = replace(limits, ranks=larger.num_ranks)
             outcome = other.run(configs(more, lean, offloads=offloads))
             if outcome.feasible:
-                yield FittingChange(
-                    change=f"{larger.num_ranks} devices instead of {limits.ranks}",
-                    kind="devices",
-                    hint=f"a cluster of {larger.num_ranks} devices of these kinds",
-                    candidate=outcome.best,
-                    sizes={"num_ranks": larger.num_ranks},
-                )
+                change = f"{larger.num_ranks} devices instead of {limits.ranks}"
+                hint = f"a cluster of {larger.num_ranks} devices of these kinds"
+                sizes = {"num_ranks": larger.num_ranks}
+                yield FittingChange(change, "devices", hint, outcome.best, sizes)
                 return

@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 
 from shardwise.arrays import Floats
 from shardwise.cluster import Device, Mesh
-from shardwise.cost import CallCost, Signature, adamw, call_cost, call_signature, kernel_seconds
+from shardwise.cost import CallCost, Signature, adamw, call_signature, cost_of, kernel_seconds
 from shardwise.ir import Graph, Node, TensorType
 from shardwise.layouts.beam import assign, shard_tables
 from shardwise.layouts.build import Built, build
@@ -30,8 +31,7 @@ from shardwise.layouts.problem import (
     Placements,
     Task,
 )
-from shardwise.layouts.solve import MAX_JOINT, assignments_of, solve_options
-from shardwise.layouts.tie_layers import LayerTies
+from shardwise.layouts.solve import MAX_JOINT, assignments_of, solve
 from shardwise.planner.k_best import k_best, k_best_lean
 from shardwise.planner.strategies.make import batch_inputs, tensor_axes
 from shardwise.program.lower import local_call
@@ -39,7 +39,7 @@ from shardwise.redistribution import REDISTRIBUTIONS
 from shardwise.sharding.candidates import Candidate
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import Layout, Placement, Replicate, Shard, local_shape
-from shardwise.simulation.costs import ClusterCosts, Group
+from shardwise.simulation.costs import ClusterCosts, Group, cached
 from shardwise.simulation.estimate import Evaluator
 from shardwise.simulation.folded_graph import FoldedGraph
 from shardwise.simulation.workload import WorkloadModel, batch_rows
@@ -85,13 +85,12 @@ class LayoutCache:
         facts: Facts,
         evaluator: Evaluator,
         constraints: Mapping[str, Mapping[str, Placement]],
-        ties: LayerTies,
-        memory_limit: float | None = None,
+        ties: LayoutTask,
         report: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.ties = ties
         usable = float(evaluator.cluster.device(0).usable_bytes)
-        self.memory_bytes = usable if memory_limit is None else min(usable, memory_limit)
+        self.memory_bytes = min(usable, evaluator.memory_limit)
         self.fold, self.facts, self.evaluator = fold, facts, evaluator
         self.constraints, self.report = constraints, report
         self.inputs = batch_inputs(fold.graph, None)
@@ -198,7 +197,7 @@ class LayoutCache:
         if layout in WEIGHTS:
             cost = WEIGHTS[layout] * self.get(tp, FASTEST).solution.cost_s
             options = options.weighing(cost / self.memory_bytes)
-        solution = solve_options(options, prices, time_limit_s=TIME_LIMIT_S)
+        solution = solve(options, prices, time_limit_s=TIME_LIMIT_S)
         return self._layouts(solution, self._tensor(tp))
 
     def _problem(self, tp: int, layout: int) -> tuple[Options, CallPrices]:
@@ -243,16 +242,14 @@ class LayoutCache:
         if shards:
             axes.insert(0, LayoutAxis(name="dp", ranks=parts, role="batch", inputs=shards))
         names = tuple(axis.name for axis in axes)
-        return LayoutTask(
+        return replace(
+            self.ties,
             axes=tuple(axes),
             parameters={
                 value: {a: p for a, p in placements.items() if a in names}
                 for value, placements in self.constraints.items()
             },
             nodes=self._batch_choices(shards, parts) if shards else {},
-            copies=self.ties.copies,
-            moves=self.ties.moves,
-            tied=self.ties.tied,
         )
 
     def _parts(self, dp: int) -> int:
@@ -290,6 +287,7 @@ class LayoutCache:
 
 
 EXPOSED = 0.3  # a guess: the fraction of gradient reductions that backward does not hide
+Call = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]  # operator, arguments, keywords
 
 
 class CallPrices:
@@ -395,32 +393,26 @@ class CallPrices:
     def _cost(self, node: Node, choice: tuple[Candidate, ...]) -> CallCost:
         """Return the cost of a node's call on its local shapes, computed once for equal nodes."""
         if node.name not in self._kinds:
-            self._kinds[node.name] = self._kind(node)
+            values = self.graph.values
+            kinds = [[values[n] for n in names] for names in (node.inputs, node.outputs)]
+            self._kinds[node.name] = self._signature(node, (node.op, node.args, node.kwargs), kinds)
         key = (self._kinds[node.name], choice)
-        if key not in self._costs:
-            self._costs[key] = self._find_cost(node, choice)
-        return self._costs[key]
+        return cached(self._costs, key, lambda: self._find_cost(node, choice))
 
-    def _kind(self, node: Node) -> Signature:
-        """Return the signature of the node's call on full values."""
-        grads, values = self._grads(node), self.graph.values
-        return call_signature(
-            node.op,
-            node.args,
-            node.kwargs,
-            [values[n] for n in node.inputs],
-            grads,
-            frozenset(i for i, n in enumerate(node.inputs) if n in self.parameters),
-            results=[values[n] for n in node.outputs],
-            autocast=node.autocast,
-            function=self.graph.functions.get(node.op),
-        )
-
-    def _grads(self, node: Node) -> frozenset[int]:
-        """Return the operands that get a gradient."""
-        grads = self.facts.carries_grad
+    def _signature(self, node: Node, call: Call, kinds: list[list[TensorType]]) -> Signature:
+        """Return the signature of a node's call with these types of operands and of results."""
+        (operands, results), grads = kinds, self.facts.carries_grad
         trained = node.grad_enabled and any(o in grads for o in node.outputs)
-        return frozenset(i for i, n in enumerate(node.inputs) if trained and n in grads)
+        return call_signature(
+            *call,
+            operands,
+            frozenset(i for i, n in enumerate(node.inputs) if trained and n in grads),
+            frozenset(i for i, n in enumerate(node.inputs) if n in self.parameters),
+            results=results,
+            autocast=node.autocast,
+            function=self.graph.functions.get(call[0]),
+            device=self.device.kind,
+        )
 
     def _find_cost(self, node: Node, choice: tuple[Candidate, ...]) -> CallCost:
         needs = tuple(
@@ -438,18 +430,9 @@ class CallPrices:
             gives,
             self.coordinate,
         )
-        return call_cost(
-            call.fn,
-            call.args,
-            call.kwargs,
-            [self._local(n, layout) for n, layout in zip(node.inputs, needs, strict=True)],
-            self._grads(node),
-            frozenset(i for i, n in enumerate(node.inputs) if n in self.parameters),
-            results=[self._local(n, layout) for n, layout in zip(node.outputs, gives, strict=True)],
-            autocast=node.autocast,
-            function=self.graph.functions.get(call.fn),
-            device=self.device.kind,
-        )
+        pairs = ((node.inputs, needs), (node.outputs, gives))
+        kinds = [[self._local(n, p) for n, p in zip(*pair, strict=True)] for pair in pairs]
+        return cost_of(self._signature(node, (call.fn, call.args, call.kwargs), kinds))
 
     def _local(self, value: str, layout: Layout) -> TensorType:
         kind = self.graph.values[value]

@@ -7,7 +7,9 @@ in several stages are summed over one rank of each stage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,14 +32,11 @@ SAME = 1e-6  # relative tolerance of equal figures
 NOTHING = 1e-12
 
 
-class Texts:
-    """Number distinct texts in the order of their first use."""
-
-    def __init__(self) -> None:
-        self.number: dict[Any, int] = {}
-
-    def __call__(self, text: Any) -> int:
-        return self.number.setdefault(text, len(self.number))
+def numbering() -> defaultdict[Any, int]:
+    """Return a dict that numbers distinct keys in the order of their first use."""
+    numbers = defaultdict[Any, int]()
+    numbers.default_factory = numbers.__len__
+    return numbers
 
 
 def module_tree(step: SimulatedStep, plan: Plan) -> ModuleTree:
@@ -50,7 +49,7 @@ class _Tree:
 
     def __init__(self, step: SimulatedStep, plan: Plan) -> None:
         self.step, self.plan = step, plan
-        self.layouts, self.ops, self.sources = Texts(), Texts(), Texts()
+        self.layouts, self.ops, self.sources = numbering(), numbering(), numbering()
         self.columns = self._columns()
         self.root = Module(step.graph.name, "", step.graph.name)
         self.choices = [self._choices(group) for group in range(len(step.execution.groups))]
@@ -71,9 +70,9 @@ class _Tree:
                 for at in row.module.parameters
             ),
             nodes=self._node_columns(rows),
-            layouts=tuple(self.layouts.number),
-            ops=tuple(self.ops.number),
-            sources=tuple(self.sources.number),
+            layouts=tuple(self.layouts),
+            ops=tuple(self.ops),
+            sources=tuple(self.sources),
         )
 
     def _columns(self) -> dict[str, Floats]:
@@ -91,7 +90,7 @@ class _Tree:
         names = self.step.execution.groups[group].mesh.names
         shown = [a for a in self.step.workload_of(group).assignments if a.axis in names]
         return [
-            self.layouts(", ".join(f"{a.axis}: {a.nodes[node.name].choice}" for a in shown))
+            self.layouts[", ".join(f"{a.axis}: {a.nodes[node.name].choice}" for a in shown)]
             for node in self.step.fold.graph.nodes
         ]
 
@@ -113,9 +112,9 @@ class _Tree:
             module.nodes.append(at)
             module.stages.add(stage)
             module.own[order] += table[at]
-            source = self.sources((node.source, node.source_text)) if node.source else -1
+            source = self.sources[node.source, node.source_text] if node.source else -1
             layout = self.choices[placement[stage]][number]
-            self.nodes[at] = (self.ops(node.op), layout, source)
+            self.nodes[at] = (self.ops[node.op], layout, source)
 
     def _place_parameters(self) -> None:
         graph, step = self.step.graph, self.step
@@ -131,7 +130,7 @@ class _Tree:
             home, _, name = parameter.name.rpartition(".")
             local = elements * kind.dtype.itemsize / self._sharers(stored, stage, entry.zero)
             shards = {a: text for a, text in entry.layout.items() if text != REPLICATED}
-            layout = self.layouts(", ".join(f"{a}: shard {c}" for a, c in shards.items()))
+            layout = self.layouts[", ".join(f"{a}: shard {c}" for a, c in shards.items())]
             level, trained = entry.zero or 0, parameter.requires_grad
             row = (name, tuple(kind.shape), dtype_name(kind.dtype), layout, level, trained)
             self.parameters.append((*row, kind.num_bytes, _short(local)))
@@ -169,7 +168,7 @@ class _Tree:
     # ------------------------------------------------------------ to data
     def _rows(self, rows: list[Row]) -> dict[str, tuple[Any, ...]]:
         columns: dict[str, tuple[Any, ...]] = {
-            "parent": tuple(-1 if row.parent is None else row.parent for row in rows),
+            "parent": tuple(row.parent for row in rows),
             "name": tuple(row.name for row in rows),
             "path": tuple(row.module.path for row in rows),
             "kind": tuple(row.module.kind for row in rows),
@@ -232,24 +231,24 @@ class Module:
 
 @dataclass(slots=True)
 class Row:
-    """A row of the folded tree, for `count` equal modules."""
+    """A row of the folded tree, for equal modules with these names."""
 
-    module: Module
-    parent: int | None
-    name: str
-    count: int
-    figures: Floats  # of one module, with all below it
-    stages: set[int]  # of all these modules
-
-
-@dataclass(slots=True)
-class _Folded:
     module: Module
     kind: int  # modules with the same number are equal in everything but figures
-    figures: Floats
-    stages: set[int]
+    figures: Floats  # of one module, with all below it
+    stages: set[int]  # of all these modules
     names: list[str]
-    children: list[_Folded]
+    children: list[Row]
+    parent: int = -1  # the number of its row
+
+    @property
+    def name(self) -> str:
+        names = self.names
+        return format_ranks(tuple(map(int, names))) if len(names) > 1 else names[0]
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
 
 
 class Folder:
@@ -257,17 +256,15 @@ class Folder:
 
     def __init__(self, nodes: Mapping[int, object], parameters: Sequence[object]) -> None:
         self.nodes, self.parameters = nodes, parameters
-        self.kinds: dict[object, int] = {}
+        self.kinds = numbering()
 
     def rows(self, root: Module) -> list[Row]:
         """Return the folded tree in preorder."""
-        rows: list[Row] = []
-        _add_rows(rows, self._fold(root), None)
-        return rows
+        return list(_numbered(self._fold(root), itertools.count(), -1))
 
-    def _fold(self, module: Module) -> _Folded:
-        children: list[_Folded] = []
-        by_kind: dict[int, list[_Folded]] = {}
+    def _fold(self, module: Module) -> Row:
+        children: list[Row] = []
+        by_kind: dict[int, list[Row]] = {}
         for child in map(self._fold, module.children.values()):
             similar = by_kind.setdefault(child.kind, []) if is_number(child.module.name) else []
             first = next((other for other in similar if _same(other, child)), None)
@@ -283,9 +280,9 @@ class Folder:
             tuple(self.parameters[at] for at in module.parameters),
             tuple((tuple(c.names), c.kind) for c in children),
         )
-        return _Folded(
+        return Row(
             module=module,
-            kind=self.kinds.setdefault(signature, len(self.kinds)),
+            kind=self.kinds[signature],
             figures=module.own + sum(c.figures * len(c.names) for c in children),
             stages=module.stages.union(*(c.stages for c in children)),
             names=[module.name],
@@ -293,30 +290,21 @@ class Folder:
         )
 
 
-def _same(one: _Folded, other: _Folded) -> bool:
+def _same(one: Row, other: Row) -> bool:
     return np.allclose(one.figures, other.figures, rtol=SAME, atol=NOTHING) and all(
         map(_same, one.children, other.children)
     )
 
 
-def _merge_stages(one: _Folded, other: _Folded) -> None:
+def _merge_stages(one: Row, other: Row) -> None:
     one.stages |= other.stages
     for child, other_child in zip(one.children, other.children, strict=True):
         _merge_stages(child, other_child)
 
 
-def _add_rows(rows: list[Row], folded: _Folded, parent: int | None) -> None:
-    """Append the rows of a module and of all below it, in preorder."""
-    number, names = len(rows), folded.names
-    rows.append(
-        Row(
-            module=folded.module,
-            parent=parent,
-            name=format_ranks(tuple(map(int, names))) if len(names) > 1 else names[0],
-            count=len(names),
-            figures=folded.figures,
-            stages=folded.stages,
-        )
-    )
-    for child in folded.children:
-        _add_rows(rows, child, number)
+def _numbered(row: Row, numbers: Iterator[int], parent: int) -> Iterator[Row]:
+    """Yield a row and all below it, in preorder."""
+    number, row.parent = next(numbers), parent
+    yield row
+    for child in row.children:
+        yield from _numbered(child, numbers, number)

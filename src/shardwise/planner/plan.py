@@ -167,7 +167,7 @@ def plan(
         best = with_user_syncs(best, constraints).with_(notes=(*best.notes, *reasons))
         best = with_choices(best, search.evaluator.costs.choose)
         step = simulated_step(outcome.best, search)
-        return with_details(best.with_figures(figures), step, search.memory_limit)
+        return with_details(best.with_figures(figures), step)
 
 
 def _only_with_extra_axes(
@@ -257,16 +257,15 @@ def _prepare(
     tiny = len(graph.nodes) <= TINY_GRAPH
     key = lambda path, nodes: path if tiny else _constraint_key(path, constrained, graph)  # noqa: E731
     fold = FoldedGraph.of(graph, constraint_key=key)
-    evaluator = Evaluator(fold, cluster, table, chooser(cluster))
+    limit = math.inf if memory_gib is None else memory_gib * 2**30
+    evaluator = Evaluator(fold, cluster, table, chooser(cluster), limit)
     values = {p.value for p in fold.graph.parameters}
-    limit = memory_gib * 2**30 if memory_gib is not None else None
     layouts = LayoutCache(
         fold,
         analyze(fold.graph),
         evaluator,
         {value: placements for value, placements in constrained.items() if value in values},
         tie_layers(fold, graph, key),
-        limit,
         report,
     )
     rates = _rates(layouts, evaluator)
@@ -275,7 +274,7 @@ def _prepare(
     def groups(pp: int) -> list[Grouping]:
         return groupings(cluster.num_ranks, rates, [int(k) for k in evaluator.kind], pp)
 
-    return Search(graph, layouts, evaluator, groups, precision, limit, report)
+    return Search(graph, layouts, evaluator, groups, precision, report)
 
 
 def _run(search: Search, limits: SearchLimits, options: UserOptions) -> SearchOutcome:

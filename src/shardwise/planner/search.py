@@ -23,9 +23,9 @@ from shardwise.planner.stage_balance import Costs, Cutter
 from shardwise.plans import Precision
 from shardwise.plans.search_result import LocalSearchSummary, ParallelConfig
 from shardwise.schedules import DEFAULT_SCHEDULE, Schedule, schedule_kind
-from shardwise.simulation.costs import ExecutionConfig, Group
+from shardwise.simulation.costs import ExecutionConfig, Group, cached
 from shardwise.simulation.estimate import Estimate, Evaluator
-from shardwise.simulation.memory import MemoryUse, peak_of
+from shardwise.simulation.memory import peak_of
 
 MAX_SIMULATED = 400
 MAX_CHECKED = 4_000  # configurations whose memory is computed, once one of them fits
@@ -80,48 +80,28 @@ class SearchOutcome:
         return max(0.0, 1 - self.next_bound_s / self.step_time_s)
 
 
+@dataclass(eq=False)
 class Search:
-    """Bounds and simulations of one model on one cluster."""
+    """Bounds and simulations of one model on one cluster.
 
-    def __init__(
-        self,
-        graph: Graph,
-        cache: LayoutCache,
-        evaluator: Evaluator,
-        groupings: Callable[[int], Sequence[Grouping]],
-        precision: Precision,
-        memory_limit: float | None = None,
-        report: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self.graph, self.cache, self.evaluator = graph, cache, evaluator
-        self.groupings, self.precision, self.report = groupings, precision, report
-        self.memory_limit = memory_limit
-        self.fold = evaluator.fold
-        self.cutter = Cutter(graph)
-        self.outside, self.count = self._outside(graph), len(graph.parameters)
+    `replace` returns the same search with other layouts, or on another cluster.
+    """
+
+    graph: Graph
+    cache: LayoutCache
+    evaluator: Evaluator
+    groupings: Callable[[int], Sequence[Grouping]]
+    precision: Precision
+    report: Callable[[str], None] = lambda _: None
+
+    def __post_init__(self) -> None:
+        self.fold, self.cutter = self.evaluator.fold, Cutter(self.graph)
+        self.outside, self.count = self._outside(self.graph), len(self.graph.parameters)
+        self.bounds = Bounds(self.cache, self.evaluator, self.execution)
         self._cuts: dict[object, tuple[int, ...]] = {}
-        self.bounds = Bounds(cache, evaluator, self.execution, memory_limit)
         self._simulated: dict[ParallelConfig, Candidate] = {}
         self._fullness: dict[ParallelConfig, float] = {}
         self._grouped: dict[object, tuple[Group, ...]] = {}
-
-    def changed(
-        self,
-        *,
-        cache: LayoutCache | None = None,
-        evaluator: Evaluator | None = None,
-        groupings: Callable[[int], Sequence[Grouping]] | None = None,
-    ) -> Search:
-        """Return the same search with other layouts, or on another cluster."""
-        return Search(
-            self.graph,
-            cache or self.cache,
-            evaluator or self.evaluator,
-            groupings or self.groupings,
-            self.precision,
-            self.memory_limit,
-            self.report,
-        )
 
     def run(
         self,
@@ -248,10 +228,7 @@ class Search:
             watched = None if all_groups else self._fullest_groups(config)
             estimate = self.evaluator.estimate(layouts.workloads, execution, watched)
             self._simulated[config] = Candidate(
-                config=config,
-                execution=execution,
-                estimate=replace(estimate, memory=self._limited(estimate.memory)),
-                layouts=layouts,
+                config=config, execution=execution, estimate=estimate, layouts=layouts
             )
         return self._simulated[config]
 
@@ -260,7 +237,7 @@ class Search:
         if config not in self._fullness:
             layouts, execution = self._scheduled(config)
             uses = self.evaluator.memory(layouts.workloads, execution, self._fullest_groups(config))
-            self._fullness[config] = peak_of(self._limited(uses)).fullness
+            self._fullness[config] = peak_of(uses).fullness
         return self._fullness[config]
 
     def execution(self, config: ParallelConfig, layouts: Layouts) -> ExecutionConfig:
@@ -282,19 +259,11 @@ class Search:
         """Return the groups that may be the fullest, or None for all."""
         return {0, 1, config.pp - 1} if len(self.evaluator.devices) == 1 else None
 
-    def _limited(self, uses: tuple[MemoryUse, ...]) -> tuple[MemoryUse, ...]:
-        limit = self.memory_limit
-        if limit is None:
-            return uses
-        return tuple(replace(use, limit_bytes=min(use.limit_bytes, limit)) for use in uses)
-
     # ------------------------------------------------------------ parts of an execution config
     def _groups(self, config: ParallelConfig, layouts: Layouts) -> tuple[Group, ...]:
         key = (config.pp, config.grouping, layouts.axes)
-        if key not in self._grouped:
-            grouping = self.groupings(config.pp)[config.grouping]
-            self._grouped[key] = grouping.groups(config.tp, layouts.axes)
-        return self._grouped[key]
+        grouping = self.groupings(config.pp)[config.grouping]
+        return cached(self._grouped, key, lambda: grouping.groups(config.tp, layouts.axes))
 
     def _stage_cuts(
         self, config: ParallelConfig, layouts: Layouts, groups: tuple[Group, ...]

@@ -5,7 +5,7 @@ first. Then stages may exceed it by each of `SLACKS` in turn: the answer for a s
 within that bound whose boundaries the fewest bytes cross, or of several such the closest to even
 shares. The best answer minimizes the work of its longest stage plus `PER_BOUNDARY_BYTE`
 multiply-adds per byte at its widest boundary. Finally, single boundaries are moved where that
-shortens the longer of two neighbours. All of this takes O(stages * nodes * log nodes).
+shortens the longer of two neighbours.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.arrays import before
 from shardwise.errors import InfeasiblePlan, PlanError, did_you_mean
 from shardwise.ir import Graph, Node, TensorType, node_keys
 from shardwise.ir.operators import is_random
@@ -114,12 +115,12 @@ class _Chain:
     ) -> None:
         self.places = [0, *fit, len(owners)]
         self.per_byte = costs.per_byte
-        self.work = _before(costs.work)[self.places]
+        self.work = before(costs.work)[self.places]
         self.crossing = np.append(costs.crossing, 0.0)[self.places]
         self.speeds = np.array(ranks) / np.mean(ranks)
         # A stage that ends before place j begins at the latest at last[j].
         count = len(self.places)
-        owned = _before(owners)[self.places]
+        owned = before(owners)[self.places]
         self.last = np.searchsorted(owned, owned) - 1 if owning else np.arange(count) - 1
 
     def min_bound(self) -> float | None:
@@ -161,24 +162,20 @@ class _Chain:
     def _narrowest(self, bounds: Sequence[float]) -> list[list[int]]:
         """Return where stages of at most each of `bounds` begin so that the fewest bytes cross."""
         count, speeds = len(self.places), self.speeds.tolist()
-        best = np.where(np.arange(count) == 0, 0.0, np.inf) + np.zeros((len(bounds), 1))
         share, even = self.work / self.work[-1], np.cumsum(self.speeds) / self.speeds.sum()
-        ranges = {
-            speed: _Ranges(np.stack([self._first(b, speed) for b in bounds]), self.last)
-            for speed in set(speeds)
-        }
-        choices = []
-        for stage, speed in enumerate(speeds):
-            begin, cheapest = ranges[speed].find(best)
-            choices.append(begin)
-            # The distance from even shares is below 1: it decides only between equal bytes.
-            uneven = (share - even[stage]) ** 2 / len(speeds)
-            best = cheapest + self.crossing + uneven
         answers = []
-        for row in range(len(bounds)):
+        for bound in bounds:
+            first = {speed: self._first(bound, speed) for speed in set(speeds)}
+            best, rows = np.where(np.arange(count) == 0, 0.0, np.inf), []
+            for stage, speed in enumerate(speeds):
+                rows.append((first[speed], best))
+                # The distance from even shares is below 1: it decides only between equal bytes.
+                uneven = (share - even[stage]) ** 2 / len(speeds)
+                best = _minima(best, first[speed], self.last) + self.crossing + uneven
             begins = [count - 1]
-            for choice in reversed(choices):
-                begins.append(int(choice[row, begins[-1]]))
+            for earliest, costs in reversed(rows):
+                low, high = int(earliest[begins[-1]]), int(self.last[begins[-1]])
+                begins.append(low + int(costs[low : high + 1].argmin()))
             answers.append(begins[:0:-1])
         return answers
 
@@ -202,42 +199,11 @@ class _Chain:
         return ends[:-1]
 
 
-class _Ranges:
-    """Find the minimum of `values[first : last + 1]`, for many ranges at once.
-
-    `first` has a row of ranges for each row of values; `last` is the same for all rows. A range is
-    the union of two overlapping ranges with a length of 2**level (a sparse table).
-    """
-
-    def __init__(self, first: Array, last: Array) -> None:
-        length = last - first + 1
-        self.empty = length < 1
-        level = np.frexp(np.maximum(length, 1))[1] - 1
-        self.minima = np.empty((int(level.max()) + 1, *first.shape))  # of 2**level from each place
-        self.places = np.empty(self.minima.shape, dtype=np.int64)
-        self.places[0] = np.arange(first.shape[1])
-        table = (level * len(first) + np.arange(len(first))[:, None]) * first.shape[1]
-        self.left = table + np.where(self.empty, 0, first)
-        self.right = table + np.where(self.empty, 0, last + 1 - 2**level)
-
-    def find(self, values: Array) -> tuple[Array, Array]:
-        """Return the leftmost place of each range's minimum, and the minimum; inf if empty."""
-        minima, places, count = self.minima, self.places, values.shape[1]
-        minima[0] = values
-        for level in range(1, len(minima)):
-            step, end = 2 ** (level - 1), count - 2**level + 1
-            below, other = minima[level - 1, :, :end], minima[level - 1, :, step : step + end]
-            np.minimum(below, other, out=minima[level, :, :end])
-            moved = places[level - 1, :, step : step + end]
-            places[level, :, :end] = np.where(other < below, moved, places[level - 1, :, :end])
-        left, right = minima.take(self.left), minima.take(self.right)
-        at = places.take(np.where(right < left, self.right, self.left))
-        return at, np.where(self.empty, np.inf, np.minimum(left, right))
-
-
-def _before(numbers: Sequence[Any] | Array) -> Array:
-    """Return the sum before each position, and the total."""
-    return np.concatenate([[0], np.cumsum(np.asarray(numbers))])
+def _minima(values: Array, first: Array, last: Array) -> Array:
+    """Return the minimum of `values[first[i] : last[i] + 1]` for every i, inf if that is empty."""
+    ends = np.stack([first, last + 1], axis=1).ravel()
+    minima = np.minimum.reduceat(np.append(values, np.inf), ends)[::2]
+    return np.where(first <= last, minima, np.inf)
 
 
 def unfit(graph: Graph) -> dict[int, str]:
@@ -334,12 +300,6 @@ def node_work(graph: Graph, facts: Facts) -> list[float]:
             backward = min(2, sum(name in facts.carries_grad for name in set(node.inputs)))
         costs.append((1 + backward) * _forward(node, graph, facts, parameters))
     return costs
-
-
-def stage_work(graph: Graph, facts: Facts, starts: Sequence[int]) -> list[float]:
-    """Return the work of every stage, from the first node of each."""
-    costs = node_work(graph, facts)
-    return [sum(costs[a:b]) for a, b in pairwise((*starts, len(costs)))]
 
 
 def _forward(node: Node, graph: Graph, facts: Facts, parameters: frozenset[str]) -> float:

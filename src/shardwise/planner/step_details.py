@@ -10,13 +10,13 @@ unit by unit.
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from shardwise.arrays import Floats, Ints
-from shardwise.cluster.links import expand
+from shardwise.cluster.topology import ResourceKind
 from shardwise.cost.collectives import PHASES, CollectiveModel, crossing_bytes
 from shardwise.ir import Graph
 from shardwise.plans.search_result import LinkTraffic, MemoryCurve
@@ -194,9 +194,9 @@ def _link_rows(step: SimulatedStep, traffic: dict[str, Floats]) -> Iterator[Link
     total = sum(traffic.values(), np.zeros_like(topology.capacity))
     busy = total / topology.capacity
     time = step.estimate.step_time_s
-    equal: dict[tuple[str, str, tuple[str, ...]], list[int]] = {}
-    for resource, key in enumerate(_link_kinds(step)):
-        equal.setdefault(key, []).append(resource)
+    equal: dict[ResourceKind, list[int]] = {}
+    for resource in range(len(topology.capacity)):
+        equal.setdefault(topology.kind(resource), []).append(resource)
     for (kind, name, nodes), members in equal.items():
         worst = max(members, key=lambda r: busy[r])
         capacity = float(topology.capacity[worst])
@@ -213,44 +213,6 @@ def _link_rows(step: SimulatedStep, traffic: dict[str, Floats]) -> Iterator[Link
             share=float(busy[worst]) / time if time else 0.0,
             what={k: float(v[worst]) for k, v in traffic.items() if v[worst]},
         )
-
-
-def _link_kinds(step: SimulatedStep) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yield the kind of every resource, a name that equal ones share, and their nodes."""
-    cluster = step.evaluator.cluster
-    topology = cluster.topology
-    entries = [node for node in cluster.nodes for _ in range(node.copies)]
-    for resource in range(len(topology.capacity)):
-        if resource < 2 * topology.num_ranks:
-            node = entries[int(topology.node[resource % topology.num_ranks])].name
-            yield "inside", f"links of devices, {node}", (node,)
-            continue
-        kind, _, name = topology.label(resource).partition(" ")
-        name = name if kind == "bus" else name.rpartition(" ")[0]  # without its direction
-        if kind in ("nic", "bus"):
-            host = name.rpartition(".")[0] if kind == "nic" else name
-            node = next((e.name for e in cluster.nodes if host in _names(e.name)), host)
-            where, what = ("between", "network cards") if kind == "nic" else ("inside", "bus")
-            yield where, f"{what}, {node}", (node,)
-        elif kind == "switch":
-            base = next((s for s in cluster.network.switches if _is_of(name, s.name)), None)
-            nodes = base.nodes if base is not None else ()
-            yield "switch", f"switch {base.name if base else name}", tuple(nodes)
-        else:
-            trunk = next((t for t in cluster.network.trunks if t.name == name), None)
-            ends = () if trunk is None else (*trunk.between[0], *trunk.between[1])
-            yield "trunk", f"trunk {name}", tuple(ends)
-
-
-def _is_of(name: str, switch: str) -> bool:
-    """Return whether a resource is one of a switch's: `leaf.3` is one of `leaf`."""
-    number = name.removeprefix(f"{switch}.")
-    return name == switch or (number != name and number.isdigit())
-
-
-@cache
-def _names(pattern: str) -> frozenset[str]:
-    return frozenset(expand(pattern))
 
 
 # ------------------------------------------------------------ memory over time

@@ -11,7 +11,7 @@ from fractions import Fraction
 from math import ceil, floor, log10
 from typing import Any
 
-from shardwise.cluster import Cluster, Device, Mesh
+from shardwise.cluster import Cluster, Mesh
 from shardwise.cluster.cluster import ClusterNode
 from shardwise.cluster.links import Network
 from shardwise.errors import ClusterError
@@ -22,7 +22,7 @@ from shardwise.planner.step_details import SimulatedStep
 from shardwise.plans.search_result import WhatIf
 from shardwise.shares import Shares
 from shardwise.simulation.costs import ExecutionConfig, Group
-from shardwise.simulation.estimate import Estimate, Evaluator
+from shardwise.simulation.estimate import Estimate
 from shardwise.simulation.memory import peak_of
 from shardwise.simulation.workload import WorkloadModel, Workloads
 
@@ -67,9 +67,7 @@ def relaxations(
     )
 
 
-def sensitivity(
-    step: SimulatedStep, relaxed: Sequence[WhatIf], memory_limit: float | None = None
-) -> tuple[WhatIf, ...]:
+def sensitivity(step: SimulatedStep, relaxed: Sequence[WhatIf]) -> tuple[WhatIf, ...]:
     """Return the step on other clusters, including those of `relaxed`."""
     time = _library_time(step)
     clusters = [row for row in relaxed if row.kind not in ("options", "constraints")]
@@ -82,7 +80,7 @@ def sensitivity(
         *_less_memory(step.estimate),
         *(row for row in clusters if row.kind != "memory"),
         *_other_speeds(step, time, links, devices),
-        *_other_sizes(step, time, memory_limit),
+        *_other_sizes(step, time),
     )
 
 
@@ -176,7 +174,7 @@ def _library_time(step: SimulatedStep) -> float:
     costs = step.evaluator.costs
     if costs.choose is None:
         return step.estimate.step_time_s
-    evaluator = Evaluator(step.fold, costs.cluster, costs.table)
+    evaluator = step.evaluator.on(costs.cluster)
     return evaluator.estimate(step.workloads, step.execution, {0}).step_time_s
 
 
@@ -189,7 +187,7 @@ def _other_speeds(
     if table is None:  # measured times do not follow the speed of another device
         changes += [("compute", DEVICE_SPEEDS[f], f, faster_devices(cluster, f)) for f in devices]
     for kind, change, factor, other in changes:
-        estimate = Evaluator(step.fold, other, table).estimate(step.workloads, step.execution, {0})
+        estimate = step.evaluator.on(other).estimate(step.workloads, step.execution, {0})
         yield WhatIf(
             kind=kind,
             change=change,
@@ -199,7 +197,7 @@ def _other_speeds(
         )
 
 
-def _other_sizes(step: SimulatedStep, time: float, memory_limit: float | None) -> Iterator[WhatIf]:
+def _other_sizes(step: SimulatedStep, time: float) -> Iterator[WhatIf]:
     """Yield the same batch on more or fewer devices, by changing the data-parallel ranks."""
     ranks = step.evaluator.cluster.num_ranks
     for factor, word in CLUSTER_SIZES.items():
@@ -211,12 +209,10 @@ def _other_sizes(step: SimulatedStep, time: float, memory_limit: float | None) -
                 feasible=False,
                 note=REPLAN,
             )
-            yield _scaled(row, step, factor, time, memory_limit)
+            yield _scaled(row, step, factor, time)
 
 
-def _scaled(
-    row: WhatIf, step: SimulatedStep, factor: Fraction, time: float, memory_limit: float | None
-) -> WhatIf:
+def _scaled(row: WhatIf, step: SimulatedStep, factor: Fraction, time: float) -> WhatIf:
     """Return the row with the step of the scaled plan, or with the reason why it cannot run."""
     cluster = scale_cluster(step.evaluator.cluster, factor)
     scaled = _scale_data_parallel(step, factor)
@@ -228,14 +224,12 @@ def _scaled(
     if dp * count > rows:
         note = f"{rows} rows are too few for dp={dp} x {count} micro-batches"
         return replace(row, note=f"{note}; {REPLAN}")
-    evaluator = Evaluator(step.fold, cluster, step.evaluator.costs.table)
-    estimate = evaluator.estimate(workloads, execution, {0, 1, len(execution.groups) - 1})
+    watched = {0, 1, len(execution.groups) - 1}
+    estimate = step.evaluator.on(cluster).estimate(workloads, execution, watched)
     peak = peak_of(estimate.memory)
-    limit = peak.limit_bytes if memory_limit is None else min(peak.limit_bytes, memory_limit)
-    if peak.peak_bytes > limit:
-        return replace(
-            row, note=f"needs {gib_text(peak.peak_bytes)} of {gib_text(limit)}; {REPLAN}"
-        )
+    if peak.peak_bytes > peak.limit_bytes:
+        needs = f"needs {gib_text(peak.peak_bytes)} of {gib_text(peak.limit_bytes)}"
+        return replace(row, note=f"{needs}; {REPLAN}")
     return replace(
         row,
         step_time_s=estimate.step_time_s,
@@ -258,11 +252,10 @@ def gib_text(size: float) -> str:
 # ------------------------------------------------------------ changed clusters
 def faster_devices(cluster: Cluster, factor: float) -> Cluster:
     """Return the cluster with every device's rates multiplied."""
-
-    def faster(device: Device) -> Device:
-        return replace(device, speed=device.speed * factor)
-
-    nodes = (replace(node, devices=tuple(map(faster, node.devices))) for node in cluster.nodes)
+    nodes = []
+    for node in cluster.nodes:
+        faster = (replace(device, speed=device.speed * factor) for device in node.devices)
+        nodes.append(replace(node, devices=tuple(faster)))
     return replace(cluster, nodes=tuple(nodes))
 
 

@@ -146,9 +146,9 @@ def with_choices(plan: Plan, choose: Chooser | None) -> Plan:
     if choose is None:
         return plan.with_(collectives=())
     choices: dict[tuple[str, tuple[tuple[int, ...], ...]], CollectiveChoice] = {}
-    for stage in plan.all_stages:
-        group = Group(mesh=stage.mesh, ranks=stage.ranks)
-        for operation, axes in _used(plan, stage.mesh.names):
+    for mesh, ranks in dict.fromkeys((stage.mesh, stage.ranks) for stage in plan.all_stages):
+        group = Group(mesh=mesh, ranks=ranks)
+        for operation, axes in _used(plan, mesh.names):
             choice = choose(operation, group.along(axes))
             if choice is not None and not choice.is_library:
                 choices.setdefault((choice.operation, choice.groups), choice)

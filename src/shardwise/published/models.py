@@ -68,6 +68,9 @@ class Shape:
         return self.layers * layer + final_norm + embeddings
 
 
+_SHARED = ("layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab")  # with rows
+
+
 def shape_of(row: Row) -> Shape:
     """Return the variant whose number of parameters matches the row's, within its rounding.
 
@@ -76,12 +79,7 @@ def shape_of(row: Row) -> Shape:
     """
     variants = [
         Shape(
-            layers=row.layers,
-            hidden=row.hidden,
-            ffn_hidden=row.ffn_hidden,
-            heads=row.heads,
-            kv_heads=row.kv_heads,
-            vocab=row.vocab,
+            **{name: getattr(row, name) for name in _SHARED},
             positions=0 if gated else row.seq_len,
             gated=gated,
             tied=tied,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.dtypes import DTYPES
 from shardwise.errors import ShardwiseError
 from shardwise.formatting import GIB
 
@@ -26,15 +27,8 @@ _FULL = {
     "every", "enabled", "activation_checkpointing", "checkpoint_activations",
 }  # fmt: skip
 _SELECTIVE = {"selective", "attention", "core_attn", "core-attention", "core_attention"}
-_DTYPES = {
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-    "half": "float16",
-    "fp32": "float32",
-    "float32": "float32",
-}
+_SHORT = {dtype.short: name for name, dtype in DTYPES.items() if dtype.short}
+_DTYPES = {**_SHORT, **{name: name for name in _SHORT.values()}, "half": "float16"}
 # Ten times above any known run: larger numbers have another unit, or belong to another column.
 _MAXIMUMS = {"layers": 10_000, "gpus_per_node": 1_024, "heads": 16_384, "gpus": 1 << 20}
 _MAXIMUM = 1 << 28

@@ -101,39 +101,46 @@ class Levels:
         before = np.concatenate([[0.0], np.cumsum(sends)])
         stage, needs = self.stage, self.needs
         delay = np.abs(before[stage[:, None]] - before[stage[needs]])
-        delay = np.where(self.group[:, None] == self.group[needs], 0.0, delay)
-        missing = needs < 0
-        end = np.zeros(len(stage) + 1)  # index -1: nothing to wait for
-        start = np.zeros(len(stage))
+        across = self.group[:, None] != self.group[needs]
+        delay = np.where(across, delay, 0.0)
         if occupied is not None:
             link_time = np.where(self.leaves, occupied[self.boundary], 0.0)
             # Messages queue only if one can occupy the link for longer than the next one computes.
             if link_time.max(initial=0.0) > seconds[self.leaves].min(initial=np.inf):
-                delay += self._queued(seconds, delay, first, link_time)
+                _, end, sent = self._run(seconds, delay, first, (across, link_time))
+                delay += np.where(across & (needs >= 0), (sent - end)[needs], 0.0)
+        start, end, _ = self._run(seconds, delay, first)
+        return start, end[:-1]
+
+    def _run(
+        self,
+        seconds: Floats,
+        delay: Floats,
+        first: Floats,
+        queued: tuple[Bools, Floats] | None = None,
+    ) -> tuple[Floats, Floats, Floats]:
+        """Return when actions start and end, and when their messages leave.
+
+        `queued` has the needs that are messages and the time for which each action's message
+        occupies a link; it waits for earlier ones between the same groups.
+        """
+        start, end = np.zeros(len(self.stage)), np.zeros(len(self.stage) + 1)  # -1: no need
+        sent = end if queued is None else np.zeros_like(end)
+        free = np.zeros(0 if queued is None else int(self.queue.max(initial=0)) + 1)
         for level in self.rounds:
-            ready = end[needs[level]] + delay[level]
-            ready[missing[level]] = 0.0
+            needs = self.needs[level]
+            ready = end[needs] + delay[level]
+            if queued is not None:
+                ready = np.where(queued[0][level], sent[needs], end[needs]) + delay[level]
+            ready[needs < 0] = 0.0
             start[level] = np.maximum(ready.max(axis=1), end[self.before[level]])
             start[level] = np.maximum(start[level], first[level])
             end[level] = start[level] + seconds[level]
-        return start, end[:-1]
-
-    def _queued(self, seconds: Floats, delay: Floats, first: Floats, link_time: Floats) -> Floats:
-        """Return how long every need's message waits for earlier ones between the same groups."""
-        across = self.group[:, None] != self.group[self.needs]
-        missing = self.needs < 0
-        end, sent = np.zeros((2, len(self.stage) + 1))
-        free = np.zeros(int(self.queue.max(initial=0)) + 1)
-        for level in self.rounds:
-            needs = self.needs[level]
-            ready = np.where(across[level], sent[needs], end[needs]) + delay[level]
-            ready[missing[level]] = 0.0
-            start = np.maximum(ready.max(axis=1), end[self.before[level]])
-            end[level] = np.maximum(start, first[level]) + seconds[level]
-            queue, leaves = self.queue[level], self.leaves[level]
-            sent[level] = np.maximum(end[level], free[queue])
-            free[queue[leaves]] = (sent[level] + link_time[level])[leaves]
-        return np.where(across & ~missing, (sent - end)[self.needs], 0.0)
+            if queued is not None:
+                queue, leaves = self.queue[level], self.leaves[level]
+                sent[level] = np.maximum(end[level], free[queue])
+                free[queue[leaves]] = (sent[level] + queued[1][level])[leaves]
+        return start, end, sent
 
     @cached_property
     def boundary(self) -> Ints:

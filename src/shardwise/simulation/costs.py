@@ -46,13 +46,14 @@ class NodeTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Ranks of the cluster arranged as a mesh: those that run the same stages."""
+    """Ranks of the cluster arranged as a mesh: those that run the same stages.
+
+    `cache` is for values that depend on the ranks; hashing many ranks takes long.
+    """
 
     mesh: Mesh
     ranks: tuple[int, ...]
-    _along: dict[tuple[str, ...], np.ndarray] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def array(self) -> Ints:
@@ -62,15 +63,16 @@ class Group:
     def along(self, axes: Sequence[str]) -> np.ndarray:
         """Return the groups of ranks that communicate along these axes, one per row."""
         key = tuple(axes)
-        if key not in self._along:
+        if key not in self.cache:
             names = list(self.mesh.names)
             along = [a for a in key if a in names]
             grid = self.array.reshape(self.mesh.shape or (1,))
             order = [names.index(a) for a in (*(n for n in names if n not in along), *along)]
             size = int(np.prod([self.mesh.axis_size(a) for a in along], dtype=np.int64))
             rows = grid.transpose(order).reshape(-1, size) if names else grid.reshape(-1, 1)
-            self._along[key] = rows
-        return self._along[key]
+            self.cache[key] = rows
+        rows_along: np.ndarray = self.cache[key]
+        return rows_along
 
 
 class ClusterCosts:

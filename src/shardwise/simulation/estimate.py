@@ -3,10 +3,12 @@
 An `Evaluator` caches what the configs of one model share, since the planner evaluates thousands.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from math import prod
+from math import inf, prod
 
 import numpy as np
 
@@ -34,6 +36,7 @@ from shardwise.simulation.pass_memory import StageMemory, stage_memory
 from shardwise.simulation.stages import (
     Key,
     Layers,
+    LocalStage,
     ParamClass,
     StageCost,
     stage_cost,
@@ -113,8 +116,10 @@ class Evaluator:
         cluster: Cluster,
         table: OpTable | None = None,
         choose: Chooser | None = None,
+        memory_limit: float = inf,
     ) -> None:
         self.fold, self.cluster, self.costs = fold, cluster, ClusterCosts(cluster, table, choose)
+        self.memory_limit = memory_limit  # bytes of tensors on a device, in addition to its own
         kinds: dict[Device, int] = {}
         of_nodes = [
             np.tile([kinds.setdefault(d, len(kinds)) for d in node.devices], node.copies)
@@ -128,8 +133,6 @@ class Evaluator:
         self._layers: dict[object, Layers] = {}
         self._shared: dict[object, dict[Key, ParamClass]] = {}
         self._schedules: dict[object, Schedule] = {}
-        self._signatures: dict[int, tuple[Group, object]] = {}
-        self._classed: dict[object, tuple[Group, list[_Class]]] = {}
 
     def estimate(
         self,
@@ -186,8 +189,14 @@ class Evaluator:
                 }
                 devices = [ranks.device for ranks, _, _ in classes]
                 tightest = min(devices, key=lambda device: device.usable_bytes)
-                uses.append(group_memory(number, stages, schedule, tightest))
+                use = group_memory(number, stages, schedule, tightest)
+                uses.append(replace(use, limit_bytes=min(use.limit_bytes, self.memory_limit)))
         return tuple(uses)
+
+    def on(self, cluster: Cluster) -> Evaluator:
+        """Return the evaluator for another cluster, with the library's collectives."""
+        table, limit = self.costs.table, self.memory_limit
+        return Evaluator(self.fold, cluster, table, memory_limit=limit)
 
     def _scheduled(self, execution: ExecutionConfig) -> Schedule:
         """Return the order of actions: the config's own, or the default for its stages."""
@@ -252,32 +261,27 @@ class Evaluator:
                         yield ranks.device, call
 
     def _signature(self, group: Group) -> object:
-        """Return a key of what a group's times depend on: its devices, its nodes and their links.
+        """Return a key of what a group's times depend on: its devices, nodes and their links."""
 
-        Groups are cached by id, with the group itself so that its id is not reused.
-        """
-        entry = self._signatures.get(id(group))
-        if entry is None or entry[0] is not group:
+        def signature() -> object:
             nodes = self.node[group.array]
-            signature: object = (
+            return (
                 group.mesh,
                 self.kind[group.array].tobytes(),
                 (nodes - nodes[0]).tobytes(),
                 self.cluster.topology.figures(group.array),
             )
-            entry = self._signatures[id(group)] = (group, signature)
-        return entry[1]
+
+        return cached(group.cache, self, signature)
 
     def _classes(
         self, group: Group, workloads: WorkloadModel, num_microbatches: int
     ) -> list[_Class]:
         """Return the distinct devices and shares among a group's ranks."""
-        key = (id(group), *workloads.batch, workloads.rows, num_microbatches)
-        entry = self._classed.get(key)
-        if entry is None or entry[0] is not group:
-            classes = self._find_classes(group, workloads, num_microbatches)
-            entry = self._classed[key] = (group, classes)
-        return entry[1]
+        key = (self, *workloads.batch, workloads.rows, num_microbatches)
+        return cached(
+            group.cache, key, lambda: self._find_classes(group, workloads, num_microbatches)
+        )
 
     def _find_classes(
         self, group: Group, workloads: WorkloadModel, num_microbatches: int
@@ -304,12 +308,8 @@ class Evaluator:
 
     def _cost(self, stage: int, classes: Sequence[_Ranks], execution: ExecutionConfig) -> StageCost:
         """Return the cost of a stage on its slowest rank."""
-        first, end = self._positions(stage, execution)
-        group = execution.groups[execution.placement[stage]]
-        costs = [
-            stage_cost(stage, first, end, layers, group, execution, self.costs)
-            for _, layers, _ in classes
-        ]
+        local = [self._stage(stage, layers, execution) for _, layers, _ in classes]
+        costs = [stage_cost(stage, of_class, self.costs) for of_class in local]
         at = max(range(len(costs)), key=lambda i: costs[i].forward + costs[i].backward)
         offloaded = self._memories(stage, classes, execution)[at].offloaded
         if not offloaded:
@@ -321,16 +321,13 @@ class Evaluator:
         self, stage: int, classes: Sequence[_Ranks], execution: ExecutionConfig
     ) -> list[StageMemory]:
         """Return the memory of a stage on a rank of every class."""
-        first, end = self._positions(stage, execution)
-        group = execution.groups[execution.placement[stage]]
-        return [
-            stage_memory(first, end, largest, group, execution, cuda=ranks.device.kind == "cuda")
-            for ranks, _, largest in classes
-        ]
+        return [stage_memory(self._stage(stage, largest, execution)) for _, _, largest in classes]
 
-    def _positions(self, stage: int, execution: ExecutionConfig) -> tuple[int, int]:
+    def _stage(self, stage: int, layers: Layers, execution: ExecutionConfig) -> LocalStage:
         last = stage + 1 == len(execution.cuts)
-        return execution.cuts[stage], self.fold.size if last else execution.cuts[stage + 1]
+        end = self.fold.size if last else execution.cuts[stage + 1]
+        group = execution.groups[execution.placement[stage]]
+        return LocalStage(execution.cuts[stage], end, layers, group, execution)
 
 
 def _shares(mesh: Mesh, batch: Sequence[str]) -> np.ndarray:

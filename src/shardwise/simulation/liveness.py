@@ -235,30 +235,33 @@ class Liveness:
         return {"gradients": before, "backward_extra": np.maximum(peak - before, 0.0)}
 
 
+@dataclass(slots=True, eq=False)
+class _Gradient:
+    """The memory of one gradient, or of several that share it."""
+
+    size: float
+    num_values: int = 0
+
+
 class _Gradients:
     """The gradients of values while backward runs."""
 
     def __init__(self) -> None:
         self.live = 0.0
-        self._memory: dict[str, int] = {}  # of every value
-        self._sizes: dict[int, float] = {}
-        self._num_values: dict[int, int] = {}  # that share each memory
-        self._next = 0
+        self._memory: dict[str, _Gradient] = {}  # of every value
 
     def allocate(self, name: str, size: float) -> None:
-        self._next += 1
-        self._sizes[self._next], self._num_values[self._next] = size, 0
         self.live += size
-        self._share(name, self._next)
+        self._share(name, _Gradient(size))
 
-    def _share(self, name: str, memory: int) -> None:
+    def _share(self, name: str, memory: _Gradient) -> None:
         self._memory[name] = memory
-        self._num_values[memory] += 1
+        memory.num_values += 1
 
-    def _release(self, memory: int) -> None:
-        self._num_values[memory] -= 1
-        if not self._num_values[memory]:
-            self.live -= self._sizes.pop(memory)
+    def _release(self, memory: _Gradient) -> None:
+        memory.num_values -= 1
+        if not memory.num_values:
+            self.live -= memory.size
 
     def run(self, moment: Moment, sizes: Mapping[str, float]) -> float:
         """Run one step's backward, and return its peak."""
@@ -277,7 +280,7 @@ class _Gradients:
                 continue
             # One more use of the value: its gradient is added in place unless others share it.
             old = self._memory[name]
-            if self._num_values[old] > 1:
+            if old.num_values > 1:
                 self.allocate(name, sizes[name])
                 self._release(old)
                 peak = max(peak, self.live + size)

@@ -10,22 +10,16 @@ for the entire step (`runtime.fsdp`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 
 from shardwise.arrays import Floats
 from shardwise.dtypes import itemsize
 from shardwise.runtime.grad_sync import OUTSTANDING_BYTES
-from shardwise.simulation.costs import ExecutionConfig, Group, cached
+from shardwise.simulation.costs import cached
 from shardwise.simulation.folded_graph import FoldedGraph
-from shardwise.simulation.stages import Layers, ParamClass
-
-
-def saved_activations(first: int, end: int, layers: Layers, mode: str) -> SavedActivations:
-    """Return the activations that the stage of positions `first:end` saves, computed once."""
-    key = ("saved", first, end, mode)
-    return cached(layers.cache, key, lambda: SavedActivations(first, end, layers, mode))
+from shardwise.simulation.stages import Layers, LocalStage, ParamClass
 
 
 class SavedActivations:
@@ -114,16 +108,9 @@ class PassPeak:
         return self.gradients + self.saved + self.rest
 
 
-def stage_memory(
-    first: int,
-    end: int,
-    layers: Layers,
-    group: Group,
-    execution: ExecutionConfig,
-    *,
-    cuda: bool = True,
-) -> StageMemory:
-    """Return the memory of the stage of positions `first:end`, computed once for equal configs."""
+def stage_memory(stage: LocalStage) -> StageMemory:
+    """Return the memory of a stage, computed once for equal configs."""
+    execution = stage.execution
     memory_options = (
         (execution.zero, tuple(execution.zeros.items())),
         execution.offload,
@@ -131,9 +118,8 @@ def stage_memory(
         execution.recompute,
         execution.num_microbatches,
     )
-    key = (first, end, group.mesh, memory_options, cuda)
-    make = partial(StageMemory, first, end, layers, group, execution, cuda)
-    return cached(layers.cache, key, make)
+    key = (stage.first, stage.end, stage.group.mesh, memory_options)
+    return cached(stage.layers.cache, key, lambda: StageMemory(stage))
 
 
 @dataclass(frozen=True)
@@ -194,18 +180,10 @@ class StageMemory:
     `root` is for parameters that are gathered for the entire step (zero 3).
     """
 
-    def __init__(
-        self,
-        first: int,
-        end: int,
-        layers: Layers,
-        group: Group,
-        execution: ExecutionConfig,
-        cuda: bool,
-    ) -> None:
-        self.first, self.end, self.layers, self.execution = first, end, layers, execution
-        self.group, self.cuda = group, cuda
-        self.mode = execution.recompute_suffix
+    def __init__(self, stage: LocalStage) -> None:
+        self.first, self.end, self.layers, self.group, self.execution = stage
+        first, end, layers, group, execution = stage
+        self.cuda, self.mode = layers.device.kind == "cuda", execution.recompute_suffix
         self.reduced = [
             _ReducedParameters(share, zero, group.along(axes).shape[-1], first, end)
             for (axes, zero, _, _), share in layers.parameters(execution).items()
@@ -215,14 +193,19 @@ class StageMemory:
             for tied in layers.tied
             if tied.users[0] < first and ((tied.users >= first) & (tied.users < end)).any()
         )
-        self.activations = saved_activations(first, end, layers, self.mode)
+        self.activations = cached(
+            layers.cache,
+            ("saved", first, end, self.mode),
+            lambda: SavedActivations(first, end, layers, self.mode),
+        )
         self.received, self.sends = self.activations.received, self.activations.sends
         self.saved = self.activations.total
         work = layers.work
-        self.batch = work.inputs_bytes * execution.num_microbatches if cuda else work.batch_bytes
+        local_bytes = work.inputs_bytes * execution.num_microbatches
+        self.batch = local_bytes if self.cuda else work.batch_bytes
         self._peaks: dict[tuple[str, str], PassPeak] = {}
         self.offloaded = 0.0  # of a micro-batch, moved to host memory and back
-        if "activations" in execution.offload and cuda:
+        if "activations" in execution.offload and self.cuda:
             self.offloaded = 0.9 * self.saved
             self.saved -= self.offloaded
 

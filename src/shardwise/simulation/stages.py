@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwise.arrays import Bools, Floats, Ints, float_arrays
+from shardwise.arrays import Bools, Floats, Ints, before, float_arrays
 from shardwise.cost.sync import level_groups, step_rows, sync_messages
 from shardwise.dtypes import itemsize as itemsize_of
 from shardwise.runtime.parameters import BUCKET_BYTES, FIRST_BUCKET_BYTES, SINGLE_BYTES
@@ -111,11 +111,6 @@ def special_traffic(
     for (purpose, op, axes, level), both in arrays.items():
         sizes, messages = (np.diff(before(fold.spread(array))[edges]) for array in both)
         yield Traffic(purpose, op, axes, sizes, messages, level)
-
-
-def before(values: Floats) -> Floats:
-    """Return the sum before each position, and the total."""
-    return np.concatenate([[0.0], np.cumsum(values)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,18 +415,34 @@ def _under(module: str, glob: str) -> bool:
     return any(fnmatchcase(".".join(pieces[: i + 1]), glob) for i in range(len(pieces)))
 
 
-def stage_cost(
-    index: int,
-    first: int,
-    end: int,
-    layers: Layers,
-    group: Group,
-    execution: ExecutionConfig,
-    costs: ClusterCosts,
-) -> StageCost:
-    """Return the cost of the stage of positions `first:end`."""
+class LocalStage(NamedTuple):
+    """The stage of positions `first:end`, as a rank of a group runs it."""
+
+    first: int
+    end: int
+    layers: Layers
+    group: Group
+    execution: ExecutionConfig
+
+    @property
+    def sent(self) -> tuple[Traffic, ...]:
+        """The messages of its parameters and gradients."""
+        return self.layers.sent(self.first, self.end, self.execution)
+
+    def total(self, name: str) -> float:
+        """Return the seconds of one kind of work on a micro-batch."""
+        return self.layers.total(name, self.first, self.end)
+
+    def num_sharing(self, axes: tuple[str, ...], zero: int) -> int:
+        """Return the number of ranks that share what parameters of a ZeRO level need."""
+        return int(self.group.along(axes).shape[-1]) if zero else 1
+
+
+def stage_cost(index: int, stage: LocalStage, costs: ClusterCosts) -> StageCost:
+    """Return the cost of a stage."""
+    first, end, layers, _, execution = stage
     runs = layers.fold.runs(first, end)
-    seconds = _messages(layers, first, end, group, execution, costs)
+    seconds = _messages(stage, costs)
     units = []
     for (name, a, b), gather, reduce in zip(
         runs, seconds["gather"], seconds["reduce"], strict=True
@@ -440,11 +451,10 @@ def stage_cost(
         units.append(UnitCost(name=name, first=a, end=b, **sums, gather=gather, reduce=reduce))
     numel, tensors, squares = 0.0, 0.0, 0.0
     for (axes, zero, _, _), share in layers.parameters(execution).items():
-        stage_numel = float(share.numel[end] - share.numel[first])
-        ranks = group.along(axes).shape[-1]
-        numel += stage_numel / (ranks if zero else 1)
+        ranks = stage.num_sharing(axes, zero)
+        numel += float(share.numel[end] - share.numel[first]) / ranks
         tensors += float(share.tensors[end] - share.tensors[first])
-        squares += float(share.squares[end] - share.squares[first]) / (ranks**2 if zero else 1)
+        squares += float(share.squares[end] - share.squares[first]) / ranks**2
     is_last = index + 1 == len(execution.cuts)
     return StageCost(
         index=index,
@@ -491,18 +501,12 @@ def with_offload(cost: StageCost, seconds: float) -> StageCost:
     return replace(cost, units=(*cost.units, unit))
 
 
-def _messages(
-    layers: Layers,
-    first: int,
-    end: int,
-    group: Group,
-    execution: ExecutionConfig,
-    costs: ClusterCosts,
-) -> dict[str, list[float]]:
+def _messages(stage: LocalStage, costs: ClusterCosts) -> dict[str, list[float]]:
     """Return the seconds of every unit's messages, by purpose."""
-    seconds = {purpose: [0.0] * len(layers.fold.runs(first, end)) for purpose in PURPOSES}
-    for kind in layers.sent(first, end, execution):
-        rows = kind.groups(group.along(kind.axes))
+    num_units = len(stage.layers.fold.runs(stage.first, stage.end))
+    seconds = {purpose: [0.0] * num_units for purpose in PURPOSES}
+    for kind in stage.sent:
+        rows = kind.groups(stage.group.along(kind.axes))
         if rows.shape[-1] < 2:
             continue
         spent = kind.seconds(costs.collective(kind.op, rows).seconds)

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise.api.compile import capture
 from shardwise.cluster import Cluster
-from shardwise.cluster.presets import SUFFIXES, parse_cluster, preset, preset_names
+from shardwise.cluster.presets import SUFFIXES, parse_cluster, preset_names
 from shardwise.errors import ConfigError, RankError, ShardwiseError, did_you_mean, failed
 from shardwise.ir import Graph
 from shardwise.planner.options import option_names
@@ -264,12 +264,12 @@ def _local_cluster(ranks: int, device: str) -> tuple[Cluster, bool]:
     if not kinds:
         return Cluster.local(ranks), False
     # Presets of one GPU differ in memory, such as the A100 with 40 and 80 GB.
-    kind = min(kinds, key=lambda kind: abs(preset(kind).device(0).memory_bytes - total))
+    kind = min(kinds, key=lambda kind: abs(Cluster.preset(kind).device(0).memory_bytes - total))
     count = min(torch.cuda.device_count(), ranks)
     nodes, remainder = divmod(ranks, count)
     if remainder:
         nodes, count = 1, ranks
-    return preset(kind, nodes=nodes, devices_per_node=count), True
+    return Cluster.preset(kind, nodes=nodes, devices_per_node=count), True
 
 
 def make_planned(

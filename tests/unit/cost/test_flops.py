@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.cost import CallCost, Kernel, call_cost
+from shardwise.cost import CallCost, Kernel
 from shardwise.cost.kernels import causal_fraction
 from shardwise.ir import Ref, TensorType, map_refs
 from shardwise.ir.operators import operator
+from tests.support.call_costs import call_cost
 
 A, B, C, D = (Ref(name) for name in "abcd")
 FLOAT, HALF, INT = torch.float32, torch.bfloat16, torch.int64

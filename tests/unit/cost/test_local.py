@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from shardwise import runtime as rt
-from shardwise.cost import CallCost, call_cost
+from shardwise.cost import CallCost
 from shardwise.ir import Ref, TensorType
 from shardwise.runtime.transport.fake import FakeRng, FakeTransport
 from shardwise.sharding.rule import MeshAxis
+from tests.support.call_costs import call_cost
 
 A, B, C = (Ref(name) for name in "abc")
 FLOAT, HALF, INT = torch.float32, torch.bfloat16, torch.int64

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.cost import call_cost
 from shardwise.ir import Ref, TensorType, map_refs
 from shardwise.ir.operators import operator
+from tests.support.call_costs import call_cost
 
 A, B, C = (Ref(name) for name in "abc")
 FLOAT, INT = torch.float32, torch.int64

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,25 +26,6 @@ def facts(result: Any) -> Any:
 
 def check(func: Any, *args: Any, **kwargs: Any) -> None:
     assert facts(shapes.call_on_meta(func, args, kwargs)) == facts(func(*args, **kwargs))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rules_of_single_operators(dtype: torch.dtype) -> None:
-    x, w = meta(3, 5, 4, dtype=dtype), meta(4, dtype=dtype)
-    check(aten._softmax_backward_data.default, x, x, -1, dtype)
-    check(aten._log_softmax_backward_data.default, x, x, -1, dtype)
-    check(aten._log_softmax.default, x, -1, False)
-    check(aten.masked_fill.Scalar, x, meta(3, 5, 4, dtype=torch.bool), 0.0)
-    check(aten.masked_fill.Scalar, x, meta(5, 4, dtype=torch.bool), 0.0)
-    check(aten.masked_fill.Scalar, w, meta(3, 5, 4, dtype=torch.bool), 0.0)
-    scores, target = meta(6, 4, dtype=dtype), meta(6, dtype=torch.int64)
-    for reduction in range(3):
-        check(aten.nll_loss_forward.default, scores, target, None, reduction, -100)
-    one = meta(dtype=dtype)
-    check(aten.nll_loss_backward.default, one, scores, target, None, 1, -100, one)
-    for mask in ([True, True, True], [True, False, False], [False, True, True]):
-        mean = meta(3, 5, 1)
-        check(aten.native_layer_norm_backward.default, x, x, [4], mean, mean, w, w, mask)
 
 
 def test_layer_norm_in_float32() -> None:

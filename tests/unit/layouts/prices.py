@@ -8,7 +8,9 @@ from math import prod
 
 from shardwise.ir import Graph, Node
 from shardwise.layouts.moves import kind
-from shardwise.layouts.problem import LayoutTask, Placements
+from shardwise.layouts.options import Options
+from shardwise.layouts.problem import LayoutSolution, LayoutTask, Placements, Prices
+from shardwise.layouts.solve import solve
 from shardwise.sharding.candidates import Candidate, ShardAxis
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import Layout, Partial, Replicate, Shard, local_shape
@@ -143,3 +145,8 @@ class RandomPrices:
 
     def saved_bytes(self, node: Node, choice: tuple[Candidate, ...]) -> float:
         return 4.0 / 2 ** sum(isinstance(c.choice, ShardAxis) for c in choice)
+
+
+def solve_layouts(graph: Graph, facts: Facts, task: LayoutTask, prices: Prices) -> LayoutSolution:
+    """Return the cheapest layouts of a task."""
+    return solve(Options(graph, facts, task), prices, time_limit_s=30.0)

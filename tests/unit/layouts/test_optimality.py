@@ -17,13 +17,13 @@ from shardwise.ir import Graph
 from shardwise.layouts.build import build
 from shardwise.layouts.options import Options
 from shardwise.layouts.problem import LayoutAxis, LayoutSolution, LayoutTask
-from shardwise.layouts.solve import LayoutMilp, solve_layouts
+from shardwise.layouts.solve import LayoutMilp
 from shardwise.plans import Resolved
 from shardwise.sharding.factors import Facts, analyze
 from shardwise.sharding.placements import Shard
 from tests.support.tiers import thinned
 from tests.unit.layouts.exhaustive import Exhaustive, lowered_cost, plan_for, resolutions
-from tests.unit.layouts.prices import LinkPrices, RandomPrices
+from tests.unit.layouts.prices import LinkPrices, RandomPrices, solve_layouts
 
 MESHES = {
     "tp2": (("tp", 2),),

@@ -12,7 +12,6 @@ import shardwise as sw
 from shardwise.errors import PlanError
 from shardwise.ir import Graph
 from shardwise.layouts.problem import LayoutAxis, LayoutSolution, LayoutTask
-from shardwise.layouts.solve import solve_layouts
 from shardwise.plans import ParameterEntry, Plan, Resolved
 from shardwise.plans.resolve import resolve
 from shardwise.sharding.factors import Facts, analyze
@@ -20,7 +19,7 @@ from shardwise.sharding.placements import REPLICATE, Shard
 from tests.support import zoo
 from tests.support.tiers import thinned
 from tests.unit.layouts.exhaustive import lowered_cost, plan_for
-from tests.unit.layouts.prices import LinkPrices
+from tests.unit.layouts.prices import LinkPrices, solve_layouts
 
 # Rates at which sharding models of 64 features pays off.
 SLOW = {

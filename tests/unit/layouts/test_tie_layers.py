@@ -15,7 +15,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.ir import Graph
 from shardwise.layouts.build import build
 from shardwise.layouts.options import Options
-from shardwise.layouts.solve import LayoutMilp, solve_layouts
+from shardwise.layouts.solve import LayoutMilp
 from shardwise.layouts.tie_layers import roots_of, tie_layers
 from shardwise.planner.plan import _prepare
 from shardwise.planner.write import write_plan
@@ -25,7 +25,7 @@ from shardwise.sharding.factors import analyze
 from shardwise.simulation.folded_graph import FoldedGraph
 from tests.support.tiers import thinned
 from tests.unit.layouts.exhaustive import lowered_cost, resolutions
-from tests.unit.layouts.prices import RandomPrices
+from tests.unit.layouts.prices import RandomPrices, solve_layouts
 from tests.unit.layouts.test_optimality import make_task
 
 TEXT = torch.zeros(2, 16, dtype=torch.long, device="meta")

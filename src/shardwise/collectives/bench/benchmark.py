@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,23 +123,15 @@ def chosen(cluster: Cluster, operation: str, ranks: Sequence[int]) -> Callable[[
 
 def on_emulated_hosts(bench: Bench) -> list[Row]:
     """Run the benchmark in network namespaces that have the network's rates."""
+    limits: dict[str, Any] = {"timeout_s": bench.timeout_s, "environment": ENVIRONMENT}
     with emulated(bench.network) as layout:
-        return _in_processes(
-            bench,
-            lambda commands: run_on_hosts(
-                layout, commands, timeout_s=bench.timeout_s, environment=ENVIRONMENT
-            ),
-        )
+        return _in_processes(bench, partial(run_on_hosts, layout, **limits))
 
 
 def on_this_machine(bench: Bench) -> list[Row]:
     """Run the benchmark in processes of this machine, without the network's rates."""
-    return _in_processes(
-        bench,
-        lambda commands: run_commands(
-            commands, what="this machine", timeout_s=bench.timeout_s, environment=ENVIRONMENT
-        ),
-    )
+    limits: dict[str, Any] = {"timeout_s": bench.timeout_s, "environment": ENVIRONMENT}
+    return _in_processes(bench, partial(run_commands, what="this machine", **limits))
 
 
 def in_this_group(bench: Bench) -> list[Row] | None:

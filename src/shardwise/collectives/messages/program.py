@@ -150,25 +150,21 @@ class MessageProgram:
 
     def begins_with(self, rank: int) -> list[int]:
         """Return the chunks that a rank contributes to before the first message."""
-        return [c for c, chunk in enumerate(self.chunks) if self._is_input(rank, chunk)]
+        return self._chunks_of(rank, at_root="broadcast", own="all_gather")
 
     def ends_with(self, rank: int) -> list[int]:
         """Return the chunks whose result a rank must have after the last message."""
-        return [c for c, chunk in enumerate(self.chunks) if self._is_output(rank, chunk)]
+        return self._chunks_of(rank, at_root="reduce", own="reduce_scatter")
 
-    def _is_input(self, rank: int, chunk: Chunk) -> bool:
-        if self.operation == "broadcast":
-            return rank == self.root
-        return self.operation != "all_gather" or self._owns(rank, chunk)
-
-    def _is_output(self, rank: int, chunk: Chunk) -> bool:
-        if self.operation == "reduce":
-            return rank == self.root
-        return self.operation != "reduce_scatter" or self._owns(rank, chunk)
-
-    def _owns(self, rank: int, chunk: Chunk) -> bool:
+    def _chunks_of(self, rank: int, *, at_root: str, own: str) -> list[int]:
+        """Return all chunks, those of the root alone, or those of the rank's own elements."""
+        if self.operation == at_root and rank != self.root:
+            return []
+        if self.operation != own:
+            return list(range(len(self.chunks)))
         first = self.offsets[rank]
-        return first <= chunk.start and chunk.stop <= first + self.counts[rank]
+        end = first + self.counts[rank]
+        return [c for c, (start, stop) in enumerate(self.chunks) if first <= start and stop <= end]
 
     # ------------------------------------------------------------ files and text
     def to_json(self) -> dict[str, Any]:

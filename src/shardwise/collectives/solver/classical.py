@@ -125,7 +125,6 @@ class Rounds:
     """Messages in rounds; all messages of a round leave before any of them is used."""
 
     demand: Demand
-    counts: tuple[int, ...]
     chunks: tuple[Chunk, ...]
     rounds: tuple[tuple[Message, ...], ...]
 
@@ -138,7 +137,6 @@ class Rounds:
         return Lowered(
             demand=self.demand,
             num_ranks=network.num_ranks,
-            counts=self.counts,
             chunks=self.chunks,
             messages=tuple(message for messages in self.rounds for message in messages),
             events=tuple(events),
@@ -202,12 +200,10 @@ def recursive_doubling(network: Network, demand: Demand, numel: int) -> Rounds |
     for bit in _bits(core):
         rounds.append([(r, r ^ bit, "reduce", 0, 1) for r in range(core)])
     rounds.append([(r - core, r, "receive", 0, 1) for r in extra])
-    return _possible_rounds(network, demand, (), [Chunk(0, numel)], rounds)
+    return _possible_rounds(network, demand, [Chunk(0, numel)], rounds)
 
 
-def halving_doubling(
-    network: Network, demand: Demand, numel: int, counts: tuple[int, ...]
-) -> Rounds | None:
+def halving_doubling(network: Network, demand: Demand, numel: int) -> Rounds | None:
     """Return sums by recursive halving and copies by recursive doubling, log2 n steps each."""
     count = network.num_ranks
     core = 1 << (count.bit_length() - 1)
@@ -216,7 +212,7 @@ def halving_doubling(
         return None
     ends = [numel * i // core for i in range(core + 1)]
     if sharded:
-        ends = np.cumsum([0, *counts]).tolist()
+        ends = np.cumsum([0, *demand.counts]).tolist()
     chunks = [Chunk(low, high) for low, high in itertools.pairwise(ends)]
     extra = range(core, count)
     rounds: list[list[Message]] = []
@@ -228,7 +224,7 @@ def halving_doubling(
         for bit in _bits(core):
             rounds.append([(r, r ^ bit, "receive", *_run(r, bit)) for r in range(core)])
         rounds.append([(r - core, r, "receive", 0, core) for r in extra])
-    return _possible_rounds(network, demand, counts, chunks, rounds)
+    return _possible_rounds(network, demand, chunks, rounds)
 
 
 def _bits(core: int) -> list[int]:
@@ -242,13 +238,9 @@ def _run(rank: int, width: int) -> tuple[int, int]:
 
 
 def _possible_rounds(
-    network: Network,
-    demand: Demand,
-    counts: tuple[int, ...],
-    chunks: list[Chunk],
-    rounds: Sequence[Sequence[Message]],
+    network: Network, demand: Demand, chunks: list[Chunk], rounds: Sequence[Sequence[Message]]
 ) -> Rounds | None:
     if any(network.edge[a, b] < 0 for messages in rounds for a, b, *_ in messages):
         return None
     nonempty = tuple(tuple(messages) for messages in rounds if messages)
-    return Rounds(demand=demand, counts=counts, chunks=tuple(chunks), rounds=nonempty)
+    return Rounds(demand=demand, chunks=tuple(chunks), rounds=nonempty)

@@ -78,8 +78,8 @@ def lowered(
         turns=max(1, round(largest * numel / chunk)),
         smallest=max(1, min(chunk_bytes, SMALLEST_CHUNK_BYTES) // item_bytes),
     )
-    demand = Demand(operation=operation, shares=None)
-    return lower_trees(network, demand, size, forest.trees, tuple(counts))
+    demand = Demand(operation=operation, shares=None, counts=tuple(counts))
+    return lower_trees(network, demand, size, forest.trees)
 
 
 def derive(

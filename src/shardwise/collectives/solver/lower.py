@@ -165,7 +165,6 @@ class Lowered:
 
     demand: Demand
     num_ranks: int
-    counts: tuple[int, ...]
     chunks: tuple[Chunk, ...]
     messages: tuple[Message, ...]
     events: tuple[int, ...]
@@ -186,7 +185,7 @@ class Lowered:
             numel=numel,
             chunks=self.chunks,
             instructions=tuple(tuple(instructions) for instructions in lists),
-            counts=self.counts,
+            counts=self.demand.counts,
             root=-1 if self.demand.root is None else self.demand.root,
             window=WINDOW,
         )
@@ -216,13 +215,11 @@ class Size:
         return [elements * i // count for i in range(count + 1)]
 
 
-def lower_trees(
-    network: Network, demand: Demand, size: Size, trees: Sequence[Tree], counts: tuple[int, ...]
-) -> Lowered:
+def lower_trees(network: Network, demand: Demand, size: Size, trees: Sequence[Tree]) -> Lowered:
     """Return the program of trees; each rank's elements are divided among the trees of its root."""
     shares = [(trees, 0, size.numel)]
     if demand.operation in SHARDED:
-        ends = enumerate(pairwise(accumulate(counts, initial=0)))
+        ends = enumerate(pairwise(accumulate(demand.counts, initial=0)))
         shares = [([t for t in trees if t.root == root], *own) for root, own in ends]
     chunks: list[Chunk] = []
     released: list[Released] = []
@@ -238,7 +235,6 @@ def lower_trees(
     return Lowered(
         demand=demand,
         num_ranks=network.num_ranks,
-        counts=counts,
         chunks=tuple(chunks),
         messages=tuple(simulation.messages),
         events=tuple(np.argsort(np.array(simulation.times), kind="stable").tolist()),
@@ -280,7 +276,7 @@ MAX_COMPARED = 1_000  # messages of a candidate while comparing
 WORTH = 0.01  # fraction of the time that more chunks must save
 
 
-def max_chunks(num_bytes: int, num_ranks: int, messages: int) -> float:
+def max_chunks(num_bytes: float, num_ranks: int, messages: int) -> float:
     """Return how many chunks a program may have, given its bytes and the messages per chunk."""
     by_messages = MAX_MESSAGES * num_ranks / max(messages, 1)
     return max(1.0, min(by_messages, num_bytes / SMALLEST_CHUNK_BYTES))
@@ -320,9 +316,7 @@ class Load:
     @property
     def max_turns(self) -> int:
         """The largest number of turns that the messages and bytes allow."""
-        by_messages = MAX_MESSAGES * self.num_ranks / self.per_turn
-        by_bytes = self.largest_bytes / SMALLEST_CHUNK_BYTES
-        return max(1, int(min(by_messages, by_bytes)))
+        return int(max_chunks(self.largest_bytes, self.num_ranks, self.per_turn))
 
     def first(self) -> Pace:
         """Return a pace for comparing candidates: a guess of the fill time, and few messages."""

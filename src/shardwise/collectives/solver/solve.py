@@ -8,7 +8,7 @@ that no program can beat.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -188,28 +188,21 @@ def solve(
     counts = None if counts is None else [whole_number(count, "a count") for count in counts]
     _check_size(network, operation, numel, item_bytes, counts)
     demand = demand_of(network, operation, root=root, shares=counts if numel else None)
-    rank_counts: tuple[int, ...] = ()
     if demand.shares is not None and demand.root is None:
-        rank_counts = even_counts(numel, demand.shares) if counts is None else tuple(counts)
-    return _Solver(network, demand, numel, item_bytes, rank_counts, limit_s).solve()
+        even = even_counts(numel, demand.shares) if counts is None else tuple(counts)
+        demand = replace(demand, counts=even)
+    return _Solver(network, demand, numel, item_bytes, limit_s).solve()
 
 
 class _Solver:
     """The state of one solve: the candidates, their times, and the best."""
 
     def __init__(
-        self,
-        network: Network,
-        demand: Demand,
-        numel: int,
-        item_bytes: int,
-        counts: tuple[int, ...],
-        limit_s: float,
+        self, network: Network, demand: Demand, numel: int, item_bytes: int, limit_s: float
     ) -> None:
         self.network, self.demand = network, demand
         self.symmetry = find_symmetry(network, demand.colors(network.num_ranks))
-        self.numel, self.item_bytes, self.counts = numel, item_bytes, counts
-        self.num_bytes = numel * item_bytes
+        self.numel, self.item_bytes, self.num_bytes = numel, item_bytes, numel * item_bytes
         self.limit_s = limit_s
         self.bound = 0.0  # seconds per byte
         self.bottlenecks: tuple[str, ...] = ()
@@ -278,12 +271,11 @@ class _Solver:
         ):
             if trees is not None:
                 yield self.trees(name, trees, load_time(self.network, trees), max_depth_of(trees))
-        halving = halving_doubling(self.network, self.demand, self.numel, self.counts)
-        for name, rounds in (
-            ("recursive doubling", recursive_doubling(self.network, self.demand, self.numel)),
-            ("halving and doubling", halving),
+        for name, build in (
+            ("recursive doubling", recursive_doubling),
+            ("halving and doubling", halving_doubling),
         ):
-            if rounds is not None:
+            if (rounds := build(self.network, self.demand, self.numel)) is not None:
                 yield self.in_rounds(name, rounds)
 
     # ------------------------------------------------------------ kinds of candidates
@@ -326,19 +318,28 @@ class _Solver:
         """Return trees as a candidate."""
 
         def lower(pace: Pace) -> Lowered:
-            return lower_trees(
-                self.network, self.demand, self.size(pace, s_per_byte), trees, self.counts
-            )
+            return lower_trees(self.network, self.demand, self.size(pace, s_per_byte), trees)
 
-        halves = self.demand.inward + self.demand.outward
+        network, halves = self.network, self.demand.inward + self.demand.outward
         weights = [tree.weight for tree in trees]
-        per_turn = len(trees) * halves * (self.network.num_ranks - 1)
+        latency_s = float(np.median(network.latency_s)) if network.num_edges else 0.0
+        load = Load(  # decides how the trees are chunked
+            num_bytes=round(self.num_bytes * sum(weights)),
+            num_trees=max(len(weights), 1),
+            num_ranks=network.num_ranks,
+            bytes_s=s_per_byte * self.num_bytes,
+            hops=depth * halves,
+            per_turn=max(len(trees) * halves * (network.num_ranks - 1), 1),
+            largest_bytes=self.num_bytes * max(weights, default=1.0),
+            message_s=network.message_s or latency_s or 1e-6,
+            rate=float(np.median(network.bandwidth)) if network.num_edges else math.inf,
+        )
         return _Candidate(
             name=name,
             lower=lower,
             s_per_byte=s_per_byte,
             depth=depth,
-            load=self.load(weights, per_turn, s_per_byte, depth * halves),
+            load=load,
             trees=tuple(trees),
         )
 
@@ -349,23 +350,6 @@ class _Solver:
             lower=lambda _: rounds.lowered(self.network, self.item_bytes),
             s_per_byte=rounds.load_time(self.network),
             depth=len(rounds.rounds),
-        )
-
-    # ------------------------------------------------------------ chunks
-    def load(self, weights: Sequence[float], per_turn: int, s_per_byte: float, hops: int) -> Load:
-        """Return the load that decides how a candidate is chunked."""
-        network = self.network
-        latency_s = float(np.median(network.latency_s)) if network.num_edges else 0.0
-        return Load(
-            num_bytes=round(self.num_bytes * sum(weights)),
-            num_trees=max(len(weights), 1),
-            num_ranks=self.network.num_ranks,
-            bytes_s=s_per_byte * self.num_bytes,
-            hops=hops,
-            per_turn=max(per_turn, 1),
-            largest_bytes=self.num_bytes * max(weights, default=1.0),
-            message_s=network.message_s or latency_s or 1e-6,
-            rate=float(np.median(network.bandwidth)) if network.num_edges else math.inf,
         )
 
     def size(self, pace: Pace, s_per_byte: float) -> Size:
@@ -386,7 +370,7 @@ class _Solver:
         Elements are indivisible, shares are not: times for shares multiplied by this ratio are
         lower bounds for the actual counts.
         """
-        counts, shares = self.counts, self.demand.shares
+        counts, shares = self.demand.counts, self.demand.shares
         if not counts or shares is None or not sum(counts):
             return 1.0
         pairs = zip(counts, shares, strict=True)

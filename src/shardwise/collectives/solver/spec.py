@@ -32,12 +32,13 @@ ALL_SETS = 5  # with at most this many ranks, use every set
 class Demand:
     """A collective operation; `shares` is the fraction of the data rooted at each rank.
 
-    For an all-reduce, `shares` is None: roots are free.
+    For an all-reduce, `shares` is None: roots are free. `counts` is as in `MessageProgram`.
     """
 
     operation: str
     shares: tuple[float, ...] | None
     root: int | None = None
+    counts: tuple[int, ...] = ()
 
     @property
     def inward(self) -> bool:
