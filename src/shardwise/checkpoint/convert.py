@@ -211,44 +211,27 @@ def _to_shardwise(
     """Write a checkpoint of one rank, with all sections, or with one of them as the model."""
     manifest = checkpoint.manifest
     selected = manifest.sections if section == MODEL else {MODEL: manifest.sections[section]}
-    sections: dict[str, dict[str, StoredTensor]] = {
-        target: {
-            name: dataclasses.replace(
-                tensor, boxes=(), dtype=_cast_dtype(tensor, dtype if target == MODEL else None)
-            )
-            for name, tensor in tensors.items()
-        }
-        for target, tensors in selected.items()
-    }
+    sections: dict[str, dict[str, StoredTensor]] = {target: {} for target in selected}
     files: dict[str, int] = {}
     with _new_folder(out) as folder, Reader(checkpoint.folder, manifest) as reader:
         for kind in dict.fromkeys(target.partition(".")[0] for target in selected):
+            items: list[tuple[str, str, StoredTensor, list[tuple[Box, ToWrite]]]] = []
+            for target in (t for t in selected if t.partition(".")[0] == kind):
+                source = target if section == MODEL else section
+                for name, tensor in selected[target].items():
+                    cast = _cast_dtype(tensor, dtype if target == MODEL else None)
+                    tensor = dataclasses.replace(tensor, dtype=cast)
+                    boxes = [
+                        (box, _box_to_write(reader, source, target, name, box, tensor))
+                        for box in _boxes(tensor)
+                    ]
+                    items.append((target, name, tensor, boxes))
             file = f"{kind}-00000.safetensors"
-            boxes = [
-                (target, name, box)
-                for target in selected
-                if target.partition(".")[0] == kind
-                for name, tensor in sections[target].items()
-                for box in _boxes(tensor)
-            ]
-            items = [
-                _box_to_write(
-                    reader,
-                    target if section == MODEL else section,
-                    key_of(target, name, box, sections[target][name].shape),
-                    name,
-                    box,
-                    sections[target][name].dtype,
-                )
-                for target, name, box in boxes
-            ]
-            checksums = write_tensors(folder / file, items)
+            checksums = write_tensors(folder / file, [i for *_, boxes in items for _, i in boxes])
             files[file] = os.stat(folder / file).st_size
-            for (target, name, box), item in zip(boxes, items, strict=True):
-                tensor = sections[target][name]
-                stored = StoredBox(box=box, file=file, key=item.key, crc32=checksums[item.key])
-                tensor = dataclasses.replace(tensor, boxes=(*tensor.boxes, stored))
-                sections[target][name] = tensor
+            for target, name, tensor, boxes in items:
+                stored = (StoredBox(b.offset, b.size, file, checksums[i.key]) for b, i in boxes)
+                sections[target][name] = dataclasses.replace(tensor, boxes=tuple(stored))
         optimizer = manifest.optimizer if section == MODEL else None
         converted: Manifest = dataclasses.replace(
             manifest, sections=sections, files=files, optimizer=optimizer
@@ -266,11 +249,14 @@ def _boxes(tensor: StoredTensor) -> list[Box]:
 
 
 def _box_to_write(
-    reader: Reader, section: str, key: str, name: str, box: Box, dtype: torch.dtype
+    reader: Reader, source: str, target: str, name: str, box: Box, tensor: StoredTensor
 ) -> ToWrite:
-    def make() -> Tensor:
-        tensor = torch.empty(box.size, dtype=dtype)
-        reader.fill([Request(section=section, name=name, targets=[LocalBox(box, tensor)])])
-        return tensor
+    """Return a box of section `source` to write into section `target`."""
 
-    return ToWrite(key=key, shape=box.size, dtype=dtype, make=make)
+    def make() -> Tensor:
+        values = torch.empty(box.size, dtype=tensor.dtype)
+        reader.fill([Request(section=source, name=name, targets=[LocalBox(box, values)])])
+        return values
+
+    key = key_of(target, name, box, tensor.shape)
+    return ToWrite(key=key, shape=box.size, dtype=tensor.dtype, make=make)

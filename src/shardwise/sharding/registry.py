@@ -125,9 +125,9 @@ def apply(pattern: Pattern, call: Call) -> NodeRule:
         frozen = "^" in marks[name] or (summed and "+" not in marks[name])
         axes[name] = Axis(name, size, frozen=frozen)
     return NodeRule(
-        axes=axes,
-        operands=tuple(_drop_broadcast(o, s, axes) for o, s in zip(operands, shapes, strict=True)),
-        results=tuple(results),
+        axes,
+        tuple(_drop_broadcast(o, s, axes) for o, s in zip(operands, shapes, strict=True)),
+        tuple(results),
         linear=_linear(pattern, len(shapes)),
         additive=frozenset(i for i, t in enumerate(pattern.operands) if "+" in t.marks),
     )

@@ -153,9 +153,7 @@ def linear_rule(
     localize: Localize | None = None,
 ) -> NodeRule:
     """Return the rule of a call that is linear in its only tensor operand."""
-    return NodeRule(
-        axes=axes, operands=(operand,), results=results, linear=passes(call, 0), localize=localize
-    )
+    return NodeRule(axes, (operand,), results, linear=passes(call, 0), localize=localize)
 
 
 def is_float(call: Call) -> bool:

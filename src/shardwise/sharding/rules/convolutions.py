@@ -62,9 +62,9 @@ def convolution(call: Call) -> NodeRule:
     }
     added = frozenset(positions(call, "bias"))
     return NodeRule(
-        axes=axes,
-        operands=operand_dims(call, dims),
-        results=((*lead, outer, *spaces[2]),),
+        axes,
+        operand_dims(call, dims),
+        ((*lead, outer, *spaces[2]),),
         linear=tuple(frozenset({call.position(n)}) | added for n in ("input", "weight")),
         additive=added,
         localize=_local_convolution,
@@ -116,9 +116,9 @@ def trailing(count: int, *, linear: bool) -> RuleFunction:
         source, before = axes_of(shape[free:], "x", frozen=range(count))
         target, after = axes_of(call.results[0][free:], "y", frozen=range(count))
         return NodeRule(
-            axes=axes | source | target,
-            operands=((*lead, *before),),
-            results=tuple((*lead, *after) for _ in call.results),
+            axes | source | target,
+            ((*lead, *before),),
+            tuple((*lead, *after) for _ in call.results),
             linear=(frozenset({0}),) if linear and is_float(call) else (),
             localize=guarded(),
         )
@@ -152,9 +152,9 @@ def grid_sampler(call: Call) -> NodeRule:
     axes["q"] = Axis("q", grid[-1], frozen=True)
     dims: dict[str, Dims] = {"input": (("n",), ("c",), *plane), "grid": (("n",), *points, ("q",))}
     return NodeRule(
-        axes=axes,
-        operands=operand_dims(call, dims),
-        results=((("n",), ("c",), *points),),
+        axes,
+        operand_dims(call, dims),
+        ((("n",), ("c",), *points),),
         linear=(frozenset({call.position("input")}),),
         localize=guarded(),
     )
@@ -239,9 +239,9 @@ def recurrent(call: Call) -> NodeRule:
         "params": weights,
     }
     return NodeRule(
-        axes=axes,
-        operands=operand_dims(call, dims),
-        results=tuple(
+        axes,
+        operand_dims(call, dims),
+        tuple(
             frozen(f"y{i}_", shape, 1 if i else batch_dim) for i, shape in enumerate(call.results)
         ),
     )

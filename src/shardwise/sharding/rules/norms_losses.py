@@ -62,9 +62,7 @@ def layer_norm(call: Call) -> NodeRule:
         return LocalCall(f"rt.{name}", tuple(args), (*options, *dtype_change(call)))
 
     dims: dict[str, Dims] = {"input": full, "weight": full[free:], "bias": full[free:]}
-    return NodeRule(
-        axes=axes, operands=operand_dims(call, dims), results=(full,), localize=localize
-    )
+    return NodeRule(axes, operand_dims(call, dims), (full,), localize=localize)
 
 
 @rule("aten.native_layer_norm", "aten._fused_rms_norm")
@@ -75,11 +73,7 @@ def native_layer_norm(call: Call) -> NodeRule:
     axes, full = axes_of(shape, frozen=range(free, len(shape)))
     statistics: Dims = (*full[:free], *(() for _ in full[free:]))
     dims: dict[str, Dims] = {"input": full, "weight": full[free:], "bias": full[free:]}
-    return NodeRule(
-        axes=axes,
-        operands=operand_dims(call, dims),
-        results=(full, *(statistics for _ in call.results[1:])),
-    )
+    return NodeRule(axes, operand_dims(call, dims), (full, *(statistics for _ in call.results[1:])))
 
 
 @rule("aten.group_norm")
@@ -125,9 +119,7 @@ def _grouped(call: Call, groups: int, channels: int, localize: Localize) -> Node
     }
     full: Dims = (("n",), ("g", "c"), *plane)
     dims: dict[str, Dims] = {"input": full, "weight": (("g", "c"),), "bias": (("g", "c"),)}
-    return NodeRule(
-        axes=axes, operands=operand_dims(call, dims), results=(full,), localize=localize
-    )
+    return NodeRule(axes, operand_dims(call, dims), (full,), localize=localize)
 
 
 @rule("aten.instance_norm")
@@ -138,9 +130,7 @@ def instance_norm(call: Call) -> NodeRule:
     shape = call.shape("input")
     axes, full = axes_of(shape, frozen=range(2, len(shape)))
     dims: dict[str, Dims] = {"input": full, "weight": (("d1",),), "bias": (("d1",),)}
-    return NodeRule(
-        axes=axes, operands=operand_dims(call, dims), results=(full,), localize=guarded()
-    )
+    return NodeRule(axes, operand_dims(call, dims), (full,), localize=guarded())
 
 
 STATISTICS = ("weight", "bias", "running_mean", "running_var")
@@ -160,9 +150,7 @@ def batch_norm(call: Call) -> NodeRule:
     saved = [channel if s and s[0] == shape[1] != 1 else empty for s in call.results[1:]]
     if any(s == (0,) for s in call.results[1:]):
         return replicated_rule(call, "has empty results")
-    return NodeRule(
-        axes=axes, operands=operand_dims(call, dims), results=(full, *saved), localize=guarded()
-    )
+    return NodeRule(axes, operand_dims(call, dims), (full, *saved), localize=guarded())
 
 
 @rule("shardwise.batch_norm")
@@ -188,9 +176,9 @@ def batch_norm_training(call: Call) -> NodeRule:
 
     statistics = tuple((("d1",),) for _ in call.node.inputs[1:])
     return NodeRule(
-        axes=axes,
-        operands=(each(axes), *statistics),
-        results=(each(axes), *((("d1",),) for _ in call.results[1:])),
+        axes,
+        (each(axes), *statistics),
+        (each(axes), *((("d1",),) for _ in call.results[1:])),
         localize=localize,
     )
 
@@ -214,7 +202,7 @@ def weight_norm(call: Call) -> NodeRule:
 
     norms: Dims = tuple((name,) if name == f"d{dim}" else () for name in axes)
     operands = operand_dims(call, {"v": full, "g": norms})
-    return NodeRule(axes=axes, operands=operands, results=(full,), localize=localize)
+    return NodeRule(axes, operands, (full,), localize=localize)
 
 
 @rule("aten.softmax", "aten.log_softmax", "aten._softmax", "aten._log_softmax")
@@ -236,7 +224,7 @@ def softmax(call: Call) -> NodeRule:
         fn = "rt.log_softmax" if "log" in name else "rt.softmax"
         return LocalCall(fn, (call.node.args[0], axis, dim), dtype_change(call))
 
-    return NodeRule(axes=axes, operands=(full,), results=(full,), localize=localize)
+    return NodeRule(axes, (full,), (full,), localize=localize)
 
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -255,9 +243,9 @@ def elementwise_loss(call: Call) -> NodeRule:
     full = broadcast(*call.operands)
     axes, dims = axes_of(full)
     return NodeRule(
-        axes=axes,
-        operands=tuple(aligned(shape, full, dims) for shape in call.operands),
-        results=((() if call.get("reduction") in (MEAN, SUM) else dims),),
+        axes,
+        tuple(aligned(shape, full, dims) for shape in call.operands),
+        ((() if call.get("reduction") in (MEAN, SUM) else dims),),
         localize=mean_over(tuple(axes), prod(full)),
     )
 
@@ -284,9 +272,9 @@ def row_loss(call: Call) -> NodeRule:
         return replicated_rule(call, "broadcast rows")
     axes, dims = axes_of(full, frozen=(len(full) - 1,))
     return NodeRule(
-        axes=axes,
-        operands=tuple(dims if s == full else dims[:-1] for s in call.operands),
-        results=((() if call.get("reduction") in (MEAN, SUM) else dims[:-1]),),
+        axes,
+        tuple(dims if s == full else dims[:-1] for s in call.operands),
+        ((() if call.get("reduction") in (MEAN, SUM) else dims[:-1]),),
         localize=mean_over(tuple(axes), prod(full[:-1])),
     )
 
@@ -314,9 +302,9 @@ def class_loss(call: Call) -> NodeRule:
         "weight": (("c",),),
     }
     return NodeRule(
-        axes=axes,
-        operands=operand_dims(call, dims),
-        results=(() if call.get("reduction") in (MEAN, SUM) else batch,),
+        axes,
+        operand_dims(call, dims),
+        (() if call.get("reduction") in (MEAN, SUM) else batch,),
         linear=(frozenset({call.position("self")}),) if nll else (),
         localize=_local_class_loss,
     )

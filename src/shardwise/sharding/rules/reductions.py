@@ -107,9 +107,9 @@ def reduction_rule(
         size = axes[name].size
         axes[name] = Axis(name, size, reduce=reduce, frozen=frozen, num_collectives=num_collectives)
     return NodeRule(
-        axes=axes,
-        operands=(dims,),
-        results=tuple(reduction.result for _ in call.results),
+        axes,
+        (dims,),
+        tuple(reduction.result for _ in call.results),
         linear=(frozenset({0}),) if linear and is_float(call) else (),
         localize=localize,
     )
@@ -152,7 +152,7 @@ def histc(call: Call) -> NodeRule:
         return replicated_rule(call, "the range of the bins follows from the full tensor")
     axes, dims = axes_of(call.operands[0])
     axes["bins"] = Axis("bins", call.results[0][0], frozen=True)
-    return NodeRule(axes=axes, operands=(dims,), results=(each(["bins"]),))
+    return NodeRule(axes, (dims,), (each(["bins"]),))
 
 
 @rule("aten.mean")
@@ -230,7 +230,7 @@ def ranked(call: Call) -> NodeRule:
     axes, dims = axes_of(source, frozen=(dim,))
     remaining: tuple[Dim, ...] = ((),) if call.get("keepdim") else ()
     result = with_dim(dims, dim, *remaining)
-    return NodeRule(axes=axes, operands=(dims,), results=tuple(result for _ in call.results))
+    return NodeRule(axes, (dims,), tuple(result for _ in call.results))
 
 
 @rule("aten.cosine_similarity", "aten.pairwise_distance")
@@ -245,9 +245,9 @@ def similarity(call: Call) -> NodeRule:
     axes, dims = axes_of(full, frozen=(dim,))
     remaining: tuple[Dim, ...] = ((),) if call.get("keepdim", False) else ()
     return NodeRule(
-        axes=axes,
-        operands=(aligned(first, full, dims), aligned(second, full, dims)),
-        results=(with_dim(dims, dim, *remaining),),
+        axes,
+        (aligned(first, full, dims), aligned(second, full, dims)),
+        (with_dim(dims, dim, *remaining),),
     )
 
 
@@ -273,9 +273,9 @@ def along(call: Call, dims: set[int], *, linear: bool = False) -> NodeRule:
     operands = tuple(match(f"o{i}_", shape) for i, shape in enumerate(call.operands[1:]))
     results = tuple(match(f"r{i}_", shape) for i, shape in enumerate(call.results))
     return NodeRule(
-        axes=axes,
-        operands=(own, *operands),
-        results=results,
+        axes,
+        (own, *operands),
+        results,
         linear=passes(call, *range(len(call.operands))) if linear else (),
     )
 
@@ -335,7 +335,7 @@ def bucketize(call: Call) -> NodeRule:
         if len(call.operands) != 2 or len(call.operands[1]) != len(target):
             return replicated_rule(call, "a sorter, or one value for each row")
         axes["sorted"] = Axis("sorted", shape[-1], frozen=True)
-        return NodeRule(axes=axes, operands=((*dims[:-1], ("sorted",)), dims), results=(dims,))
+        return NodeRule(axes, ((*dims[:-1], ("sorted",)), dims), (dims,))
     more, listed = axes_of(shape, prefix="s", frozen=range(len(shape)))
     at = call.position(name)
     compared = [s for i, s in enumerate(call.operands) if i != at]
@@ -343,4 +343,4 @@ def bucketize(call: Call) -> NodeRule:
         return replicated_rule(call, "a sorter, or operands that do not match")
     operands = [broadcast_dims(s, target) for s in compared]
     operands.insert(at, listed)
-    return NodeRule(axes=axes | more, operands=tuple(operands), results=(dims,))
+    return NodeRule(axes | more, tuple(operands), (dims,))
