@@ -10,6 +10,8 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+import torch
+
 from shardwise.sharding.registry import keep_replicated, rule
 from shardwise.sharding.rule import (
     Axis,
@@ -18,13 +20,14 @@ from shardwise.sharding.rule import (
     Local,
     LocalCall,
     Localize,
+    MeshAxis,
     NodeRule,
     replicated_rule,
 )
 from shardwise.sharding.rules.building_blocks import (
     aligned,
     axes_of,
-    broadcast,
+    communicating,
     dtype_change,
     each,
     guarded,
@@ -51,10 +54,7 @@ def layer_norm(call: Call) -> NodeRule:
     name = op_name(call)
     _communicating(axes, inner, 3 if name == "layer_norm" else 2)
 
-    def localize(call: Call, local: Local) -> LocalCall:
-        axis = over(local, inner)
-        if axis is None:
-            return call.replace()
+    def localize(call: Call, local: Local, axis: MeshAxis) -> LocalCall:
         args = [call.get("input"), axis, len(inner), call.get("weight")]
         if name == "layer_norm":
             args.append(call.get("bias"))
@@ -62,7 +62,8 @@ def layer_norm(call: Call) -> NodeRule:
         return LocalCall(f"rt.{name}", tuple(args), (*options, *dtype_change(call)))
 
     dims: dict[str, Dims] = {"input": full, "weight": full[free:], "bias": full[free:]}
-    return NodeRule(axes, operand_dims(call, dims), (full,), localize=localize)
+    local = communicating(inner, localize)
+    return NodeRule(axes, operand_dims(call, dims), (full,), localize=local)
 
 
 @rule("aten.native_layer_norm", "aten._fused_rms_norm")
@@ -217,14 +218,11 @@ def softmax(call: Call) -> NodeRule:
     axes, full = axes_of(shape, frozen=(dim,) if name == "_safe_softmax" else ())
     _communicating(axes, [f"d{dim}"], 3)
 
-    def localize(call: Call, local: Local) -> LocalCall:
-        axis = local.axis(f"d{dim}")
-        if axis is None:
-            return call.replace()
+    def localize(call: Call, local: Local, axis: MeshAxis) -> LocalCall:
         fn = "rt.log_softmax" if "log" in name else "rt.softmax"
         return LocalCall(fn, (call.node.args[0], axis, dim), dtype_change(call))
 
-    return NodeRule(axes, (full,), (full,), localize=localize)
+    return NodeRule(axes, (full,), (full,), localize=communicating([f"d{dim}"], localize))
 
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -240,7 +238,7 @@ keep_replicated(
 @rule("aten.margin_ranking_loss")
 def elementwise_loss(call: Call) -> NodeRule:
     """Leave every dim free: there is a term for each element of the broadcast operands."""
-    full = broadcast(*call.operands)
+    full = tuple(torch.broadcast_shapes(*call.operands))  # type: ignore[no-untyped-call]
     axes, dims = axes_of(full)
     return NodeRule(
         axes,
@@ -253,14 +251,14 @@ def elementwise_loss(call: Call) -> NodeRule:
 def mean_over(names: tuple[str, ...], count: int) -> Localize:
     """Divide the local sum by the full count for a mean over a sharded axis."""
 
-    def localize(call: Call, local: Local) -> LocalCall:
-        if call.get("reduction") != MEAN or over(local, names) is None:
+    def localize(call: Call, local: Local, axis: MeshAxis) -> LocalCall:
+        if call.get("reduction") != MEAN:
             return call.replace()
         terms = call.replace(reduction=NONE)
         op = call.node.op.removesuffix(".default").removeprefix("aten.")
         return LocalCall("rt.partial_loss", (op, *terms.args), (*terms.kwargs, ("count", count)))
 
-    return localize
+    return communicating(names, localize)
 
 
 @rule("aten.cosine_embedding_loss", "aten.triplet_margin_loss", "aten.triplet_margin_with_distance")

@@ -20,14 +20,14 @@ from shardwise.sharding.rule import (
     Local,
     LocalCall,
     Localize,
+    MeshAxis,
     NodeRule,
     replicated_rule,
 )
 from shardwise.sharding.rules.building_blocks import (
     aligned,
     axes_of,
-    broadcast,
-    broadcast_dims,
+    communicating,
     dtype_change,
     each,
     frozen_axes,
@@ -36,7 +36,6 @@ from shardwise.sharding.rules.building_blocks import (
     linear_rule,
     normalize,
     op_name,
-    over,
     passes,
     with_dim,
 )
@@ -121,10 +120,7 @@ def combined(
     """Return the rule that calls `fn(x, axis, dims, keepdim, …)` if a reduced axis is sharded."""
     reduction = reduction_of(call)
 
-    def localize(call: Call, local: Local) -> LocalCall:
-        axis = over(local, reduction.names)
-        if axis is None:
-            return call.replace()
+    def localize(call: Call, local: Local, axis: MeshAxis) -> LocalCall:
         options = dtype_change(call) if is_float(call) else ()
         full_args = (call.node.args[0], axis, reduction.dims, reduction.keepdim, *args)
         return LocalCall(fn, full_args, options)
@@ -134,7 +130,7 @@ def combined(
         reduction,
         reduce="same",
         frozen=frozen,
-        localize=localize,
+        localize=communicating(reduction.names, localize),
         num_collectives=num_collectives,
     )
 
@@ -160,14 +156,13 @@ def mean(call: Call) -> NodeRule:
     """Divide the local sum by the full count, so that empty shards add nothing."""
     reduction = reduction_of(call)
 
-    def localize(call: Call, local: Local) -> LocalCall:
-        if over(local, reduction.names) is None:
-            return call.replace()
+    def localize(call: Call, local: Local, axis: MeshAxis) -> LocalCall:
         args = (call.node.args[0], reduction.dims, reduction.keepdim)
         options = (("count", reduction.count), *dtype_change(call))
         return LocalCall("rt.partial_mean", args, options)
 
-    return reduction_rule(call, reduction, localize=localize, linear=True)
+    partial = communicating(reduction.names, localize)
+    return reduction_rule(call, reduction, localize=partial, linear=True)
 
 
 @rule("aten.var", "aten.std", "aten.var_mean", "aten.std_mean")
@@ -240,7 +235,7 @@ def similarity(call: Call) -> NodeRule:
     rank = max(len(first), len(second))
     if not rank:
         return replicated_rule(call, "compares scalars")
-    full = broadcast(first, second)
+    full = tuple(torch.broadcast_shapes(first, second))  # type: ignore[no-untyped-call]
     dim = call.get("dim", -1) % rank
     axes, dims = axes_of(full, frozen=(dim,))
     remaining: tuple[Dim, ...] = ((),) if call.get("keepdim", False) else ()
@@ -341,6 +336,6 @@ def bucketize(call: Call) -> NodeRule:
     compared = [s for i, s in enumerate(call.operands) if i != at]
     if any(len(s) > len(target) for s in compared):
         return replicated_rule(call, "a sorter, or operands that do not match")
-    operands = [broadcast_dims(s, target) for s in compared]
+    operands = [aligned(s, target, dims) for s in compared]
     operands.insert(at, listed)
     return NodeRule(axes | more, tuple(operands), (dims,))

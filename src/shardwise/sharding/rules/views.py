@@ -23,9 +23,9 @@ from shardwise.sharding.rule import (
     replicated_rule,
 )
 from shardwise.sharding.rules.building_blocks import (
+    aligned,
     axes_of,
     axis_length,
-    broadcast_dims,
     each,
     linear_rule,
     normalize,
@@ -228,13 +228,8 @@ def glu(call: Call) -> NodeRule:
 def expand(call: Call) -> NodeRule:
     """Pass the local result's shape as the size; new axes are in the result only."""
     axes, dims = axes_of(call.results[0])
-    return NodeRule(
-        axes,
-        (broadcast_dims(call.operands[0], call.results[0]),),
-        (dims,),
-        linear=passes(call, 0),
-        size_arg="size",
-    )
+    operand = aligned(call.operands[0], call.results[0], dims)
+    return NodeRule(axes, (operand,), (dims,), linear=passes(call, 0), size_arg="size")
 
 
 @rule("aten.broadcast_tensors")
@@ -243,7 +238,7 @@ def broadcast_tensors(call: Call) -> NodeRule:
     axes, dims = axes_of(call.results[0])
     return NodeRule(
         axes,
-        tuple(broadcast_dims(shape, call.results[0]) for shape in call.operands),
+        tuple(aligned(shape, call.results[0], dims) for shape in call.operands),
         tuple(dims for _ in call.results),
         linear=passes(call, *range(len(call.operands))),
     )
