@@ -188,20 +188,15 @@ _SHARED = "a folder on a file system that all ranks share"
 _VISIBLE_S = 10.0  # within which a file of one rank must be visible to all
 
 
+@dataclass(frozen=True, slots=True)
 class Writer:
     """Writes this rank's files; on the first rank, also completes the checkpoint."""
 
-    def __init__(
-        self,
-        path: Path,
-        contents: Contents,
-        portions: Sequence[Portion],
-        rendezvous: Rendezvous,
-        timeout_s: float,
-    ) -> None:
-        self.path = Path(os.path.abspath(path))
-        self.contents, self.portions = contents, portions
-        self.rendezvous, self.timeout_s = rendezvous, timeout_s
+    path: Path  # absolute
+    contents: Contents
+    portions: Sequence[Portion]
+    rendezvous: Rendezvous
+    timeout_s: float
 
     def write(self, staging: Staging) -> None:
         """Write this rank's files, and wait until the checkpoint is complete."""
