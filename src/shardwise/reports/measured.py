@@ -16,6 +16,8 @@ from shardwise.plans import Plan
 from shardwise.plans.search_result import CAUSES as PREDICTED
 from shardwise.reports.recorded import Recording, read_trace
 from shardwise.reports.steps import (
+    COMMUNICATING,
+    COMPUTING,
     PASSES,
     RECORDED_PLAN,
     RankStep,
@@ -44,8 +46,6 @@ SUBJECTS = {
     "update": "gathering new parameters takes",
     "other": "work that the simulation does not include takes",
 }
-COMPUTING = ("forward", "backward", "weight", "recompute", "optimizer")
-COMMUNICATING = ("collectives", "parameters", "gradients", "update")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

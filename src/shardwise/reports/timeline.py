@@ -6,6 +6,7 @@ Of a step with many actions, only the first and last are shown; the others becom
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -305,13 +306,9 @@ class Step:
     def _with_gaps(self, actions: Sequence[int]) -> list[int | list[int]]:
         """Return the displayed actions of a group, with lists of the others between them."""
         parts: list[int | list[int]] = []
-        for at in actions:
-            if self.shown[at]:
-                parts.append(at)
-            elif parts and isinstance(parts[-1], list):
-                parts[-1].append(at)
-            else:
-                parts.append([at])
+        for is_shown, group in groupby(actions, key=self.shown.__getitem__):
+            run = list(group)
+            parts += run if is_shown else [run]
         return parts
 
     def _add_send(self, at: int, lane: _Spans) -> None:
