@@ -101,7 +101,7 @@ def op_name(call: Call) -> str:
     return call.node.op.split(".")[1]
 
 
-def operand_dims(call: Call, dims: Mapping[str, Dims | Sequence[Dims]]) -> tuple[Dims, ...]:
+def operand_dims(call: Call, **dims: Dims | Sequence[Dims]) -> tuple[Dims, ...]:
     """Return dims by argument name as the rule's operands; a list argument has a list of dims."""
     schema = signature(call.node.op)
     names = [name for name, _ in schema] if schema else list(map(str, range(len(call.node.args))))

@@ -55,15 +55,11 @@ def convolution(call: Call) -> NodeRule:
     lead: Dims = (("n",),) if batched else ()
     inner, outer = (("g", name) if groups > 1 else (name,) for name in "io")
     channels: Dims = (inner, ("o",)) if transposed else (outer, ("i",))
-    dims: dict[str, Dims] = {
-        "input": (*lead, inner, *spaces[0]),
-        "weight": (*channels, *spaces[1]),
-        "bias": (outer,),
-    }
+    source_dims: Dims = (*lead, inner, *spaces[0])
     added = frozenset(positions(call, "bias"))
     return NodeRule(
         axes,
-        operand_dims(call, dims),
+        operand_dims(call, input=source_dims, weight=(*channels, *spaces[1]), bias=(outer,)),
         ((*lead, outer, *spaces[2]),),
         linear=tuple(frozenset({call.position(n)}) | added for n in ("input", "weight")),
         additive=added,
@@ -150,10 +146,9 @@ def grid_sampler(call: Call) -> NodeRule:
     samples, points = axes_of(grid[1:-1], "p")
     axes = {"n": Axis("n", source[0]), "c": Axis("c", source[1]), **space, **samples}
     axes["q"] = Axis("q", grid[-1], frozen=True)
-    dims: dict[str, Dims] = {"input": (("n",), ("c",), *plane), "grid": (("n",), *points, ("q",))}
     return NodeRule(
         axes,
-        operand_dims(call, dims),
+        operand_dims(call, input=(("n",), ("c",), *plane), grid=(("n",), *points, ("q",))),
         ((("n",), ("c",), *points),),
         linear=(frozenset({call.position("input")}),),
         localize=guarded(),
@@ -233,14 +228,10 @@ def recurrent(call: Call) -> NodeRule:
     states = [frozen(f"h{i}_", call.shape(r), 1) for i, r in enumerate(iter_refs(call.get("hx")))]
     params = list(iter_refs(call.get("params")))
     weights = [frozen(f"p{i}_", call.shape(ref), None) for i, ref in enumerate(params)]
-    dims = {
-        "input": frozen("x", source, batch_dim),
-        "hx": states if isinstance(call.get("hx"), tuple | list) else states[0],
-        "params": weights,
-    }
+    hidden = states if isinstance(call.get("hx"), tuple | list) else states[0]
     return NodeRule(
         axes,
-        operand_dims(call, dims),
+        operand_dims(call, input=frozen("x", source, batch_dim), hx=hidden, params=weights),
         tuple(
             frozen(f"y{i}_", shape, 1 if i else batch_dim) for i, shape in enumerate(call.results)
         ),

@@ -66,7 +66,7 @@ def embedding(call: Call) -> NodeRule:
 
     return NodeRule(
         axes,
-        operand_dims(call, {"weight": (("v",), ("e",)), "indices": batch}),
+        operand_dims(call, weight=each("ve"), indices=batch),
         ((*batch, ("e",)),),
         linear=(frozenset({call.position("weight")}),),
         localize=localize,
@@ -87,12 +87,12 @@ def embedding_bag(call: Call) -> NodeRule:
         more, names = axes_of(own, f"r{index}_", frozen=range(len(own)))
         axes |= more
         results.append((*names, ("e",)) if last else names)
-    dims: dict[str, Dims] = {"weight": (("v",), ("e",))}
+    dims: dict[str, Dims] = {"weight": each("ve")}
     for name in ("indices", "offsets", "per_sample_weights"):
         if call.has(name):
             more, dims[name] = axes_of(call.shape(name), name, frozen=range(2))
             axes |= more
-    return NodeRule(axes, operand_dims(call, dims), tuple(results))
+    return NodeRule(axes, operand_dims(call, **dims), tuple(results))
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,9 +61,8 @@ def layer_norm(call: Call) -> NodeRule:
         options = (("eps", call.get("eps")), ("count", prod(shape[free:])))
         return LocalCall(f"rt.{name}", tuple(args), (*options, *dtype_change(call)))
 
-    dims: dict[str, Dims] = {"input": full, "weight": full[free:], "bias": full[free:]}
-    local = communicating(inner, localize)
-    return NodeRule(axes, operand_dims(call, dims), (full,), localize=local)
+    operands = operand_dims(call, input=full, weight=full[free:], bias=full[free:])
+    return NodeRule(axes, operands, (full,), localize=communicating(inner, localize))
 
 
 @rule("aten.native_layer_norm", "aten._fused_rms_norm")
@@ -73,8 +72,8 @@ def native_layer_norm(call: Call) -> NodeRule:
     free = len(shape) - len(call.get("normalized_shape"))
     axes, full = axes_of(shape, frozen=range(free, len(shape)))
     statistics: Dims = (*full[:free], *(() for _ in full[free:]))
-    dims: dict[str, Dims] = {"input": full, "weight": full[free:], "bias": full[free:]}
-    return NodeRule(axes, operand_dims(call, dims), (full, *(statistics for _ in call.results[1:])))
+    operands = operand_dims(call, input=full, weight=full[free:], bias=full[free:])
+    return NodeRule(axes, operands, (full, *(statistics for _ in call.results[1:])))
 
 
 @rule("aten.group_norm")
@@ -119,8 +118,8 @@ def _grouped(call: Call, groups: int, channels: int, localize: Localize) -> Node
         **space,
     }
     full: Dims = (("n",), ("g", "c"), *plane)
-    dims: dict[str, Dims] = {"input": full, "weight": (("g", "c"),), "bias": (("g", "c"),)}
-    return NodeRule(axes, operand_dims(call, dims), (full,), localize=localize)
+    operands = operand_dims(call, input=full, weight=full[1:2], bias=full[1:2])
+    return NodeRule(axes, operands, (full,), localize=localize)
 
 
 @rule("aten.instance_norm")
@@ -130,8 +129,8 @@ def instance_norm(call: Call) -> NodeRule:
         return replicated_rule(call, "running statistics over the full batch")
     shape = call.shape("input")
     axes, full = axes_of(shape, frozen=range(2, len(shape)))
-    dims: dict[str, Dims] = {"input": full, "weight": (("d1",),), "bias": (("d1",),)}
-    return NodeRule(axes, operand_dims(call, dims), (full,), localize=guarded())
+    operands = operand_dims(call, input=full, weight=full[1:2], bias=full[1:2])
+    return NodeRule(axes, operands, (full,), localize=guarded())
 
 
 STATISTICS = ("weight", "bias", "running_mean", "running_var")
@@ -146,12 +145,12 @@ def batch_norm(call: Call) -> NodeRule:
         return replicated_rule(call, "changes its running statistics in place")
     axes, full = axes_of(shape, frozen=[i for i in range(len(shape)) if training and i != 1])
     channel: Dims = (("d1",),)
-    dims: dict[str, Dims] = {"input": full, **dict.fromkeys(STATISTICS, channel)}
     empty: Dims = ((),)
     saved = [channel if s and s[0] == shape[1] != 1 else empty for s in call.results[1:]]
     if any(s == (0,) for s in call.results[1:]):
         return replicated_rule(call, "has empty results")
-    return NodeRule(axes, operand_dims(call, dims), (full, *saved), localize=guarded())
+    operands = operand_dims(call, input=full, **dict.fromkeys(STATISTICS, channel))
+    return NodeRule(axes, operands, (full, *saved), localize=guarded())
 
 
 @rule("shardwise.batch_norm")
@@ -202,7 +201,7 @@ def weight_norm(call: Call) -> NodeRule:
         return LocalCall("rt.weight_norm", (call.get("v"), axis, call.get("g"), dim))
 
     norms: Dims = tuple((name,) if name == f"d{dim}" else () for name in axes)
-    operands = operand_dims(call, {"v": full, "g": norms})
+    operands = operand_dims(call, v=full, g=norms)
     return NodeRule(axes, operands, (full,), localize=localize)
 
 
@@ -294,14 +293,10 @@ def class_loss(call: Call) -> NodeRule:
     _communicating(axes, ["c"], 1 if nll else 4)
     batch = each(n for n in names if n != "c")
     probabilities = call.shape("target") == shape and _is_floating(call, "target")
-    dims: dict[str, Dims] = {
-        "self": each(names),
-        "target": each(names) if probabilities else batch,
-        "weight": (("c",),),
-    }
+    target = each(names) if probabilities else batch
     return NodeRule(
         axes,
-        operand_dims(call, dims),
+        operand_dims(call, self=each(names), target=target, weight=(("c",),)),
         (() if call.get("reduction") in (MEAN, SUM) else batch,),
         linear=(frozenset({call.position("self")}),) if nll else (),
         localize=_local_class_loss,

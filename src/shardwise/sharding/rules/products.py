@@ -254,7 +254,7 @@ def attention(call: Call) -> NodeRule:
         dims["attn_mask"] = aligned(mask, (*result[:-1], key[-2]), (*rows, ("s",)))
     return NodeRule(
         axes,
-        operand_dims(call, dims),
+        operand_dims(call, **dims),
         ((*rows, ("v",)),),
         linear=(frozenset({call.position("value")}),),
         localize=_localize_attention,

@@ -58,16 +58,17 @@ def grouped_linear(call: Call) -> NodeRule:
     axes = _axes(weight[0], rows // max(weight[0], 1), 1, counts=call.position("counts"))
     axes |= {"n": Axis("n", size), "m": Axis("m", weight[2 if transposed else 1])}
     row: Dim = ("e", "t")  # tokens and their choices
-    dims = {
-        "rows": (row, ("n",)),
-        "weight": each("enm" if transposed else "emn"),
-        "counts": each("e"),
-        "bias": each("em"),
-    }
+    operands = operand_dims(
+        call,
+        rows=(row, ("n",)),
+        weight=each("enm" if transposed else "emn"),
+        counts=each("e"),
+        bias=each("em"),
+    )
     additive = frozenset(positions(call, "bias"))
     return NodeRule(
         axes,
-        operand_dims(call, dims),
+        operands,
         ((row, ("m",)),),
         linear=() if additive else (frozenset({0}),),
         additive=additive,
