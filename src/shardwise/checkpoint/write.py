@@ -203,10 +203,8 @@ class Writer:
         rendezvous, folder = self.rendezvous, self._folder()
         try:
             part = self._write_files(folder, staging)
-            try:
+            with _disk_errors(folder):
                 write_text(folder / _part_name(rendezvous.rank), part.to_text())
-            except OSError as error:
-                raise _disk_error(error, folder) from error
             rendezvous.publish("written")
             if rendezvous.rank == 0:
                 rendezvous.wait_for("written", range(rendezvous.world), self.timeout_s)
@@ -225,13 +223,11 @@ class Writer:
         if rendezvous.rank == 0:
             folder = partial_path(self.path)
             require_free(self.path)
-            try:
+            with _disk_errors(self.path.parent):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 for old in partial_folders(self.path):
                     shutil.rmtree(old, ignore_errors=True)
                 folder.mkdir()
-            except OSError as error:
-                raise _disk_error(error, self.path.parent) from error
             rendezvous.publish("folder", folder.name)
             return folder
         (name,) = rendezvous.wait_for("folder", [0], self.timeout_s).values()
@@ -257,7 +253,7 @@ class Writer:
         needed = sum(p.local.view.nbytes for p in self.portions)
         stored = list(self._empty())
         sizes: dict[str, int] = {}
-        try:
+        with _disk_errors(folder):
             free = shutil.disk_usage(folder).free
             if free < needed:
                 raise OSError(errno.ENOSPC, f"{needed} bytes needed, {free} available")
@@ -269,8 +265,6 @@ class Writer:
                     portion, box = self.portions[i], self.portions[i].local.box
                     written = StoredBox(box.offset, box.size, name, checksums[item.key])
                     stored.append(_stored(portion.section, portion.shards, written))
-        except OSError as error:
-            raise _disk_error(error, folder) from error
         return Manifest(
             sections=_by_section(stored),
             files=sizes,
@@ -300,7 +294,7 @@ class Writer:
             parts.append(_read_part(path, rank))
             path.unlink()
         manifest = _join(parts, self.contents)
-        try:
+        with _disk_errors(folder):
             manifest.check_files(folder)
             text = manifest.to_text()
             Manifest.from_text(text)  # raises if the boxes of all ranks do not cover a tensor
@@ -309,8 +303,6 @@ class Writer:
             with replaced_folder(self.path):
                 os.rename(folder, self.path)
             sync_folder(self.path.parent)
-        except OSError as error:
-            raise _disk_error(error, folder) from error
 
     def _clear(self, folder: Path) -> None:
         """Remove this rank's files; on the first rank, the folder."""
@@ -463,17 +455,22 @@ def _join_optimizers(parts: Sequence[Mapping[str, Any] | None]) -> dict[str, Any
     return {"groups": groups, "state": state}
 
 
-def _disk_error(error: OSError, folder: Path) -> CheckpointError:
-    """Explain an error of the file system."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+@contextlib.contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """Explain errors of the file system."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise CheckpointError(
+                f"the checkpoint cannot be written: {error.strerror or error}",
+                where=str(folder.parent),
+            ) from error
         free = "unknown"
         with contextlib.suppress(OSError):
             free = f"{shutil.disk_usage(folder.parent).free / 2**20:.0f} MiB"
-        return CheckpointError(
+        raise CheckpointError(
             f"no space for the checkpoint: {error.strerror} ({free} free)",
             where=str(folder.parent),
             hint="free some space, or keep fewer checkpoints: keep_last=1",
-        )
-    return CheckpointError(
-        f"the checkpoint cannot be written: {error.strerror or error}", where=str(folder.parent)
-    )
+        ) from error
