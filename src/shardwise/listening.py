@@ -1,4 +1,4 @@
-"""Open listening sockets on one address instead of on every interface."""
+"""Open listening sockets on one address instead of on every interface; recognize loopback."""
 
 import errno
 import ipaddress
@@ -12,8 +12,8 @@ def listening_socket(host: str, port: int = 0, *, num_hosts: int = 1) -> socket.
     or if it is a name that resolves to the loopback interface although other hosts connect.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    loopback = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
-    all_interfaces = num_hosts > 1 and loopback and not _is_address(host) and host != "localhost"
+    is_name = _address(host) is None and host != "localhost"
+    all_interfaces = num_hosts > 1 and is_name and is_loopback(str(address[0]).partition("%")[0])
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -30,9 +30,18 @@ def listening_socket(host: str, port: int = 0, *, num_hosts: int = 1) -> socket.
     return listener
 
 
-def _is_address(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether an address is on the loopback interface; of names, only localhost is known.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0")
+    (True, True, False)
+    """
+    address = _address(host)
+    return host == "localhost" if address is None else address.is_loopback
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(host)
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
-    return True
+        return None

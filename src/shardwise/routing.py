@@ -48,9 +48,7 @@ def dispatch(x: Tensor, order: Tensor, top_k: int) -> Tensor:
     return x.index_select(0, order.div(top_k, rounding_mode="floor"))
 
 
-@dispatch.register_fake
-def _(x: Tensor, order: Tensor, top_k: int) -> Tensor:
-    return x.new_empty(order.shape[0], *x.shape[1:])
+dispatch.register_fake(lambda x, order, top_k: x.new_empty(order.shape[0], *x.shape[1:]))
 
 
 @torch.library.custom_op("shardwise::collect", mutates_args=())
@@ -60,9 +58,7 @@ def collect(rows: Tensor, order: Tensor, ids: Tensor) -> Tensor:
     return pairs.index_copy_(0, order, rows).view(*ids.shape, *rows.shape[1:])
 
 
-@collect.register_fake
-def _(rows: Tensor, order: Tensor, ids: Tensor) -> Tensor:
-    return rows.new_empty(*ids.shape, *rows.shape[1:])
+collect.register_fake(lambda rows, order, ids: rows.new_empty(*ids.shape, *rows.shape[1:]))
 
 
 @torch.library.custom_op("shardwise::grouped_linear", mutates_args=())
@@ -86,15 +82,11 @@ def grouped_linear(
     return out
 
 
-@grouped_linear.register_fake
-def _(
-    rows: Tensor,
-    weight: Tensor,
-    counts: Tensor,
-    bias: Tensor | None = None,
-    transposed: bool = False,
-) -> Tensor:
-    return rows.new_empty(rows.shape[0], weight.shape[2 if transposed else 1])
+grouped_linear.register_fake(
+    lambda rows, weight, counts, bias=None, transposed=False: rows.new_empty(
+        rows.shape[0], weight.shape[2 if transposed else 1]
+    )
+)
 
 
 @torch.library.custom_op("shardwise::grouped_outer", mutates_args=())
@@ -108,9 +100,9 @@ def grouped_outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
     return out
 
 
-@grouped_outer.register_fake
-def _(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
-    return left.new_empty(counts.shape[0], left.shape[1], right.shape[1])
+grouped_outer.register_fake(
+    lambda left, right, counts: left.new_empty(counts.shape[0], left.shape[1], right.shape[1])
+)
 
 
 @torch.library.custom_op("shardwise::grouped_sum", mutates_args=())
@@ -122,9 +114,7 @@ def grouped_sum(rows: Tensor, counts: Tensor) -> Tensor:
     return out
 
 
-@grouped_sum.register_fake
-def _(rows: Tensor, counts: Tensor) -> Tensor:
-    return rows.new_empty(counts.shape[0], rows.shape[1])
+grouped_sum.register_fake(lambda rows, counts: rows.new_empty(counts.shape[0], rows.shape[1]))
 
 
 def _ranges(counts: Tensor, rows: Tensor) -> list[tuple[int, tuple[int, int]]]:

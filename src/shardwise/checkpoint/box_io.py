@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from shardwise.checkpoint.files import FileEntry, TensorFile, bytes_of
-from shardwise.checkpoint.manifest import Manifest, StoredBox, StoredTensor, full_name
+from shardwise.checkpoint.manifest import Manifest, StoredBox, StoredTensor, full_name, key_of
 from shardwise.checkpoint.shards import Box, LocalBox, TensorShards, narrow, split_box
 from shardwise.errors import CheckpointError
 
@@ -78,7 +78,7 @@ def read_plan(name: str, stored: StoredTensor, targets: Sequence[LocalBox]) -> L
     metadata = TensorStorageMetadata(
         properties=TensorProperties(dtype=stored.dtype),
         size=torch.Size(stored.shape),
-        chunks=[_chunk(b.box) for b in stored.boxes],
+        chunks=[_chunk(box) for box in stored.boxes],
     )
     chunks = [_chunk(target.box) for target in targets]
     return LoadPlan(create_read_items_for_chunk_list(name, metadata, chunks))
@@ -103,10 +103,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One stored box, and the parts of it to copy into targets."""
+    """One stored box with its key, and the parts of it to copy into targets."""
 
     tensor: StoredTensor
     stored: StoredBox
+    key: str
     copies: list[tuple[ReadItem, LocalBox]]
 
 
@@ -132,19 +133,19 @@ class Reader:
     def fill(self, requests: Iterable[Request]) -> None:
         """Fill all targets, in the order of the files."""
         tasks = [task for request in requests for task in self._tasks(request)]
-        for task in sorted(
-            tasks, key=lambda t: (t.stored.file, self._entry(t.tensor, t.stored).begin)
-        ):
+        placed = [(t.stored.file, self._entry(t.tensor, t.stored, t.key).begin, t) for t in tasks]
+        for name, begin, task in sorted(placed, key=lambda place: place[:2]):
             stored, dtype = task.stored, task.tensor.dtype
-            entry = self._entry(task.tensor, stored)
-            box = None if stored.crc32 is None else self.checked(task.tensor, stored)
+            box = None
+            if stored.crc32 is not None:
+                box = self.checked(task.tensor, stored, task.key)
             for item, target in task.copies:
                 view = narrow(target.view, item.dest_offsets, item.lengths)
                 if box is not None:
                     view.copy_(narrow(box, item.storage_offsets, item.lengths))
                     continue
-                file = self._file(stored.file)
-                self._ranges(file, entry.begin, dtype, stored.box.size, item.storage_offsets, view)
+                file = self._file(name)
+                self._ranges(file, begin, dtype, stored.size, item.storage_offsets, view)
 
     def _tasks(self, request: Request) -> list[_Task]:
         tensor = self.manifest.sections[request.section][request.name]
@@ -156,7 +157,9 @@ class Reader:
             source, destination = item.storage_index.index, item.dest_index.index
             assert source is not None
             assert destination is not None
-            task = tasks.setdefault(source, _Task(tensor, tensor.boxes[source], []))
+            stored = tensor.boxes[source]
+            key = key_of(request.section, request.name, stored, tensor.shape)
+            task = tasks.setdefault(source, _Task(tensor, stored, key, []))
             task.copies.append((item, request.targets[destination]))
         return list(tasks.values())
 
@@ -167,15 +170,15 @@ class Reader:
             self._files[name] = TensorFile(self.folder / name)
         return self._files[name]
 
-    def _entry(self, tensor: StoredTensor, stored: StoredBox) -> FileEntry:
+    def _entry(self, tensor: StoredTensor, stored: StoredBox, key: str) -> FileEntry:
         """Return the entry of a box in its file, which must agree with the manifest."""
         file = self._file(stored.file)
-        entry = file.entries.get(stored.key)
-        nbytes = stored.box.numel * tensor.dtype.itemsize
+        entry = file.entries.get(key)
+        nbytes = stored.numel * tensor.dtype.itemsize
         if entry is None or entry.nbytes != nbytes:
             actual = 0 if entry is None else entry.nbytes
             raise CheckpointError(
-                f"{stored.file} is corrupt: it has {actual} bytes for {stored.key}, not {nbytes}",
+                f"{stored.file} is corrupt: it has {actual} bytes for {key}, not {nbytes}",
                 where=str(file.path),
             )
         return entry
@@ -189,17 +192,17 @@ class Reader:
         self.bytes_read += nbytes
         return data
 
-    def checked(self, tensor: StoredTensor, stored: StoredBox) -> Tensor:
+    def checked(self, tensor: StoredTensor, stored: StoredBox, key: str) -> Tensor:
         """Return one box, in a buffer that the next read overwrites; verify its checksum."""
-        file, entry = self._file(stored.file), self._entry(tensor, stored)
+        file, entry = self._file(stored.file), self._entry(tensor, stored, key)
         data = self._read(file, entry.begin, entry.nbytes)
         if stored.crc32 is not None and zlib.crc32(bytes_of(data)) != stored.crc32:
             raise CheckpointError(
                 f"{stored.file} is corrupt: checksum mismatch in {entry.nbytes} bytes of "
-                f"{stored.key} from byte {entry.begin} on",
+                f"{key} from byte {entry.begin} on",
                 where=str(file.path),
             )
-        return data.view(tensor.dtype).view(stored.box.size)
+        return data.view(tensor.dtype).view(stored.size)
 
     def _ranges(
         self,

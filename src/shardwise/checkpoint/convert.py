@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from shardwise.files import read_json
 
 SHARD_BYTES = 5_000_000_000
 CONFIG = "config.json"
+FORMS = ("hf", "torch", "shardwise")
 # Other files of a model's folder to copy: texts and tables, neither code nor pickles.
 _COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
@@ -59,50 +60,21 @@ def convert_checkpoint(
     converted to `dtype`. A Hugging Face folder needs the model's `config`, as a file or a folder
     that has it, unless the checkpoint has it in `extra` as "hf_config".
     """
-    forms: dict[str, Callable[[], list[Path]]] = {
-        "hf": lambda: _to_hf(checkpoint, Path(out), config, section, dtype, shard_bytes),
-        "torch": lambda: _to_torch(checkpoint, Path(out), section, dtype),
-        "shardwise": lambda: _to_shardwise(checkpoint, Path(out), section, dtype),
-    }
-    if to not in forms:
-        raise CheckpointError(f"unknown form {to!r}", hint=f"one of {', '.join(forms)}")
+    if to not in FORMS:
+        raise CheckpointError(f"unknown form {to!r}", hint=f"one of {', '.join(FORMS)}")
     checkpoint = open_checkpoint(source)
     require_section(checkpoint.manifest, section)
+    conversion = _Conversion(checkpoint, Path(out), section, dtype)
     try:
-        return forms[to]()
+        if to == "hf":
+            return conversion.to_hf(config, shard_bytes)
+        return conversion.to_torch() if to == "torch" else conversion.to_shardwise()
     except CheckpointError as error:
         raise with_previous(error, Path(source)) from error
     except OSError as error:
         raise CheckpointError(
             f"cannot write the checkpoint: {error.strerror or error}", where=str(out)
         ) from error
-
-
-def _to_torch(
-    checkpoint: Checkpoint, out: Path, section: str, dtype: torch.dtype | None
-) -> list[Path]:
-    """Write a file for `torch.load(file, weights_only=True)`, with all names."""
-    state = read_section(checkpoint, section)
-    cast = {id(t): _cast(t, dtype) for t in state.values()}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = partial_path(out)
-    try:
-        with open(temporary, "wb") as file:
-            torch.save({name: cast[id(tensor)] for name, tensor in state.items()}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, out)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return [out]
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-
-
-def _cast_dtype(stored: StoredTensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
 
 
 @contextlib.contextmanager
@@ -123,37 +95,106 @@ def _new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _to_hf(
-    checkpoint: Checkpoint,
-    out: Path,
-    config: str | Path | None,
-    section: str,
-    dtype: torch.dtype | None,
-    shard_bytes: int,
-) -> list[Path]:
-    """Write a folder for `from_pretrained`, which ties tensors again: each has one name there."""
-    settings = _config(checkpoint, config)
-    stored = checkpoint.manifest.sections[section]
-    shards = _shards(stored, dtype, shard_bytes)
-    names = [HF_SINGLE]
-    if len(shards) > 1:
-        total = len(shards)
-        names = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
-    with _new_folder(out) as folder:
-        for file, shard in zip(names, shards, strict=True):
-            items = [_full_tensor(checkpoint, section, name, stored[name], dtype) for name in shard]
-            write_tensors(folder / file, items)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Conversion:
+    """A section of a checkpoint, written to `out` with floating-point tensors of `dtype`."""
+
+    checkpoint: Checkpoint
+    out: Path
+    section: str
+    dtype: torch.dtype | None
+
+    def _cast(self, stored: StoredTensor) -> StoredTensor:
+        """Return a tensor as it is written, without boxes."""
+        casts = self.dtype is not None and stored.dtype.is_floating_point
+        dtype = self.dtype if self.dtype is not None and casts else stored.dtype
+        return dataclasses.replace(stored, dtype=dtype, boxes=())
+
+    def to_torch(self) -> list[Path]:
+        """Write a file for `torch.load(file, weights_only=True)`, with all names."""
+        state, out = read_section(self.checkpoint, self.section), self.out
+        casts = {
+            id(t): t.to(self.dtype) if self.dtype is not None and t.is_floating_point() else t
+            for t in state.values()
+        }
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = partial_path(out)
+        try:
+            with open(temporary, "wb") as file:
+                torch.save({name: casts[id(tensor)] for name, tensor in state.items()}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, out)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return [out]
+
+    def to_hf(self, config: str | Path | None, shard_bytes: int) -> list[Path]:
+        """Write a folder for `from_pretrained`, which ties tensors again: each has one name."""
+        settings = _config(self.checkpoint, config)
+        tensors = self.checkpoint.manifest.sections[self.section]
+        stored = {name: self._cast(tensor) for name, tensor in tensors.items()}
+        shards = _shards(stored, shard_bytes)
+        names = [HF_SINGLE]
         if len(shards) > 1:
-            weights = {n: file for file, shard in zip(names, shards, strict=True) for n in shard}
-            total_size = sum(_nbytes(stored[n], dtype) for n in weights)
-            index = {"metadata": {"total_size": total_size}, "weight_map": weights}
-            write_text(folder / HF_INDEX, json.dumps(index, indent=2))
-        write_text(folder / CONFIG, json.dumps(settings, indent=2))
-        if config is not None and Path(config).is_dir():
-            for name in _COMPANIONS:
-                if (Path(config) / name).is_file():
-                    shutil.copyfile(Path(config) / name, folder / name)
-    return sorted(out.iterdir())
+            total = len(shards)
+            names = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
+        with _new_folder(self.out) as folder:
+            for file, shard in zip(names, shards, strict=True):
+                write_tensors(folder / file, [self._full(name, stored[name]) for name in shard])
+            if len(shards) > 1:
+                weights = {
+                    n: file for file, shard in zip(names, shards, strict=True) for n in shard
+                }
+                total_size = sum(stored[n].nbytes for n in weights)
+                index = {"metadata": {"total_size": total_size}, "weight_map": weights}
+                write_text(folder / HF_INDEX, json.dumps(index, indent=2))
+            write_text(folder / CONFIG, json.dumps(settings, indent=2))
+            if config is not None and Path(config).is_dir():
+                for name in _COMPANIONS:
+                    if (Path(config) / name).is_file():
+                        shutil.copyfile(Path(config) / name, folder / name)
+        return sorted(self.out.iterdir())
+
+    def _full(self, name: str, stored: StoredTensor) -> ToWrite:
+        def make() -> Tensor:
+            return read_section(self.checkpoint, self.section, (name,))[name].to(stored.dtype)
+
+        return ToWrite(key=name, shape=stored.shape, dtype=stored.dtype, make=make)
+
+    def to_shardwise(self) -> list[Path]:
+        """Write a checkpoint of one rank, with all sections, or with one of them as the model."""
+        manifest, is_all = self.checkpoint.manifest, self.section == MODEL
+        selected = manifest.sections if is_all else {MODEL: manifest.sections[self.section]}
+        sections: dict[str, dict[str, StoredTensor]] = {target: {} for target in selected}
+        files: dict[str, int] = {}
+        with _new_folder(self.out) as folder, Reader(self.checkpoint.folder, manifest) as reader:
+            for kind in dict.fromkeys(target.partition(".")[0] for target in selected):
+                items: list[tuple[str, str, StoredTensor, list[tuple[Box, ToWrite]]]] = []
+                for target in (t for t in selected if t.partition(".")[0] == kind):
+                    source = target if is_all else self.section
+                    for name, tensor in selected[target].items():
+                        tensor = self._cast(tensor) if target == MODEL else tensor
+                        boxes = [
+                            (box, _box_to_write(reader, source, target, name, box, tensor))
+                            for box in _boxes(tensor)
+                        ]
+                        items.append((target, name, tensor, boxes))
+                file = f"{kind}-00000.safetensors"
+                every = [item for *_, boxes in items for _, item in boxes]
+                checksums = write_tensors(folder / file, every)
+                files[file] = os.stat(folder / file).st_size
+                for target, name, tensor, boxes in items:
+                    stored = (StoredBox(b.offset, b.size, file, checksums[i.key]) for b, i in boxes)
+                    sections[target][name] = dataclasses.replace(tensor, boxes=tuple(stored))
+            converted: Manifest = dataclasses.replace(
+                manifest,
+                sections=sections,
+                files=files,
+                optimizer=manifest.optimizer if is_all else None,
+            )
+            write_text(folder / MANIFEST, converted.to_text())
+        return sorted(self.out.iterdir())
 
 
 def _config(checkpoint: Checkpoint, source: str | Path | None) -> Mapping[str, Any]:
@@ -174,87 +215,18 @@ def _config(checkpoint: Checkpoint, source: str | Path | None) -> Mapping[str, A
     return config
 
 
-def _nbytes(stored: StoredTensor, dtype: torch.dtype | None) -> int:
-    return stored.nbytes // stored.dtype.itemsize * _cast_dtype(stored, dtype).itemsize
-
-
-def _shards(
-    stored: Mapping[str, StoredTensor], dtype: torch.dtype | None, shard_bytes: int
-) -> list[list[str]]:
+def _shards(stored: Mapping[str, StoredTensor], shard_bytes: int) -> list[list[str]]:
     """Return the names of each file, in order; only a file of one tensor may exceed the size."""
     shards: list[list[str]] = [[]]
     total = 0
     for name, tensor in stored.items():
-        size = _nbytes(tensor, dtype)
+        size = tensor.nbytes
         if shards[-1] and total + size > shard_bytes:
             shards.append([])
             total = 0
         shards[-1].append(name)
         total += size
     return shards
-
-
-def _full_tensor(
-    checkpoint: Checkpoint, section: str, name: str, stored: StoredTensor, dtype: torch.dtype | None
-) -> ToWrite:
-    return ToWrite(
-        key=name,
-        shape=stored.shape,
-        dtype=_cast_dtype(stored, dtype),
-        make=lambda: _cast(read_section(checkpoint, section, (name,))[name], dtype),
-    )
-
-
-def _to_shardwise(
-    checkpoint: Checkpoint, out: Path, section: str, dtype: torch.dtype | None
-) -> list[Path]:
-    """Write a checkpoint of one rank, with all sections, or with one of them as the model."""
-    manifest = checkpoint.manifest
-    selected = manifest.sections if section == MODEL else {MODEL: manifest.sections[section]}
-    sections: dict[str, dict[str, StoredTensor]] = {
-        target: {
-            name: dataclasses.replace(
-                tensor, boxes=(), dtype=_cast_dtype(tensor, dtype if target == MODEL else None)
-            )
-            for name, tensor in tensors.items()
-        }
-        for target, tensors in selected.items()
-    }
-    files: dict[str, int] = {}
-    with _new_folder(out) as folder, Reader(checkpoint.folder, manifest) as reader:
-        for kind in dict.fromkeys(target.partition(".")[0] for target in selected):
-            file = f"{kind}-00000.safetensors"
-            boxes = [
-                (target, name, box)
-                for target in selected
-                if target.partition(".")[0] == kind
-                for name, tensor in sections[target].items()
-                for box in _boxes(tensor)
-            ]
-            items = [
-                _box_to_write(
-                    reader,
-                    target if section == MODEL else section,
-                    key_of(target, name, box, sections[target][name].shape),
-                    name,
-                    box,
-                    sections[target][name].dtype,
-                )
-                for target, name, box in boxes
-            ]
-            checksums = write_tensors(folder / file, items)
-            files[file] = os.stat(folder / file).st_size
-            for (target, name, box), item in zip(boxes, items, strict=True):
-                tensor = sections[target][name]
-                stored = StoredBox(box=box, file=file, key=item.key, crc32=checksums[item.key])
-                tensor = dataclasses.replace(tensor, boxes=(*tensor.boxes, stored))
-                sections[target][name] = tensor
-        optimizer = manifest.optimizer if section == MODEL else None
-        converted: Manifest = dataclasses.replace(
-            manifest, sections=sections, files=files, optimizer=optimizer
-        )
-        write_text(folder / MANIFEST, converted.to_text())
-    return sorted(out.iterdir())
 
 
 def _boxes(tensor: StoredTensor) -> list[Box]:
@@ -266,11 +238,14 @@ def _boxes(tensor: StoredTensor) -> list[Box]:
 
 
 def _box_to_write(
-    reader: Reader, section: str, key: str, name: str, box: Box, dtype: torch.dtype
+    reader: Reader, source: str, target: str, name: str, box: Box, tensor: StoredTensor
 ) -> ToWrite:
-    def make() -> Tensor:
-        tensor = torch.empty(box.size, dtype=dtype)
-        reader.fill([Request(section=section, name=name, targets=[LocalBox(box, tensor)])])
-        return tensor
+    """Return a box of section `source` to write into section `target`."""
 
-    return ToWrite(key=key, shape=box.size, dtype=dtype, make=make)
+    def make() -> Tensor:
+        values = torch.empty(box.size, dtype=tensor.dtype)
+        reader.fill([Request(section=source, name=name, targets=[LocalBox(box, values)])])
+        return values
+
+    key = key_of(target, name, box, tensor.shape)
+    return ToWrite(key=key, shape=box.size, dtype=tensor.dtype, make=make)

@@ -54,25 +54,15 @@ class Match:
             )
 
 
-def match_names(
-    names: Iterable[str],
-    aliases: Mapping[str, str],
-    remote_names: Collection[str],
-    manifest: Manifest,
-    *,
-    is_hf: bool,
-) -> Match:
-    """Find the tensors of a module among those of a checkpoint.
-
-    `names` and their `aliases` are those of this rank, `remote_names` those of other ranks.
-    """
-    local_names = list(dict.fromkeys(names))
+def match_names(names: Iterable[str], state: State, checkpoint: Checkpoint) -> Match:
+    """Find the tensors of a module, `names` on this rank, among those of a checkpoint."""
+    manifest, local_names = checkpoint.manifest, list(dict.fromkeys(names))
     synonyms = {name: [name] for name in local_names}
-    for alias, name in aliases.items():
+    for alias, name in state.aliases.items():
         synonyms.setdefault(name, [name]).append(alias)
-    module_names = {n for group in synonyms.values() for n in group} | set(remote_names)
+    module_names = {n for group in synonyms.values() for n in group} | state.remote_names
     saved = {**{n: n for n in manifest.sections.get(MODEL, {})}, **manifest.aliases}
-    if is_hf:
+    if checkpoint.is_hf:
         saved = _with_prefix(saved, module_names)
     stored: dict[str, str] = {}
     for group in synonyms.values():
@@ -171,12 +161,11 @@ def _load(
     strict: bool,
 ) -> Loaded:
     checkpoint = open_checkpoint(path)
-    manifest, is_hf = checkpoint.manifest, checkpoint.is_hf
+    manifest = checkpoint.manifest
     targets = [(MODEL, shards) for shards in state.targets()]
-    names = [shards.name for _, shards in targets]
-    match = match_names(names, state.aliases, state.remote_names, manifest, is_hf=is_hf)
+    match = match_names((shards.name for _, shards in targets), state, checkpoint)
     if strict:
-        match.require(str(path), is_hf=is_hf)
+        match.require(str(path), is_hf=checkpoint.is_hf)
     targets = [(section, shards) for section, shards in targets if shards.name in match.stored]
     if optimizer is not None:
         targets += _optimizer_targets(checkpoint, state, optimizer, match, strict)
@@ -202,7 +191,8 @@ def _load(
         state.finish_loading()
     state.mark_initialized(match.stored)
     state.load_metadata(manifest.module)
-    return _loaded(checkpoint, match=match, uninitialized=tuple(state.uninitialized()))
+    missing = (*match.missing, *state.uninitialized())
+    return _loaded(checkpoint, missing=missing, unexpected=match.unexpected)
 
 
 def _request(
@@ -240,21 +230,10 @@ def _optimizer_targets(
     return load_optimizer(optimizer, state, manifest.optimizer, shapes, aliases, strict=strict)
 
 
-def _loaded(
-    checkpoint: Checkpoint,
-    match: Match | None = None,
-    state_dict: Mapping[str, Tensor] | None = None,
-    uninitialized: tuple[str, ...] = (),
-) -> Loaded:
-    manifest = checkpoint.manifest
+def _loaded(checkpoint: Checkpoint, **result: Any) -> Loaded:
+    saved = checkpoint.manifest
     return Loaded(
-        path=checkpoint.folder,
-        step=manifest.step,
-        extra=manifest.extra,
-        names=manifest.names,
-        state_dict=state_dict or {},
-        missing=(*match.missing, *uninitialized) if match else (),
-        unexpected=match.unexpected if match else (),
+        path=checkpoint.folder, step=saved.step, extra=saved.extra, names=saved.names, **result
     )
 
 

@@ -48,24 +48,26 @@ def _dims(dims: tuple[int, ...]) -> tuple[int, ...]:
 
 Dims = Annotated[tuple[int, ...], Form(_dims, list, tuple[int, ...])]
 Dtype = Annotated[torch.dtype, Form(partial(dtype_named, where=MANIFEST), dtype_name)]
+# Boxes of Hugging Face files have no checksum, but are never written to a manifest.
+Checksum = Annotated[int | None, Form(int, kind=Annotated[int, Range(0, 2**32 - 1)])]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredBox:
-    """A box, its file and its key there, and the CRC-32 of its bytes."""
+@dataclass(frozen=True, slots=True)
+class StoredBox(Box):
+    """A box with its file, and the CRC-32 of its bytes."""
 
-    box: Box
+    offset: Annotated[Dims, Stored("at")]
+    size: Dims
     file: str
-    key: str
-    crc32: int | None
+    crc32: Checksum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
     """A full tensor, stored as boxes."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    shape: Dims
+    dtype: Dtype
     boxes: tuple[StoredBox, ...]
 
     @property
@@ -77,39 +79,6 @@ Sections = Mapping[str, Mapping[str, StoredTensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _BoxEntry:
-    at: Dims
-    size: Dims
-    file: str
-    crc32: Annotated[int, Range(0, 2**32 - 1)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TensorEntry:
-    shape: Dims
-    dtype: Dtype
-    boxes: tuple[_BoxEntry, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ManifestFile:
-    """The fields of the file."""
-
-    format: str
-    version: int
-    step: Annotated[int | None, Range(0), Stored(always=True)] = None
-    files: Mapping[FileName, Size]
-    sections: Mapping[str, Mapping[str, _TensorEntry]]
-    aliases: Annotated[Mapping[str, str], Stored(always=True)] = field(default_factory=dict)
-    optimizer: Annotated[Mapping[str, Any] | None, Stored(always=True)] = None
-    module: Annotated[Mapping[str, Any], Stored(always=True)] = field(default_factory=dict)
-    extra: Annotated[Mapping[str, Any], Stored(always=True)] = field(default_factory=dict)
-
-
-_SAME_IN_FILE = ("step", "files", "aliases", "module", "optimizer", "extra")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """A checkpoint without the values of its tensors.
 
@@ -118,13 +87,15 @@ class Manifest:
     values.
     """
 
+    format: Annotated[str, Stored(always=True)] = _FORMAT
+    version: Annotated[int, Stored(always=True)] = VERSION
+    step: Annotated[int | None, Range(0), Stored(always=True)] = None
+    files: Mapping[FileName, Size]
     sections: Sections
-    files: Mapping[str, int]
-    step: int | None = None
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    optimizer: Mapping[str, Any] | None = None
-    module: Mapping[str, Any] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Annotated[Mapping[str, str], Stored(always=True)] = field(default_factory=dict)
+    optimizer: Annotated[Mapping[str, Any] | None, Stored(always=True)] = None
+    module: Annotated[Mapping[str, Any], Stored(always=True)] = field(default_factory=dict)
+    extra: Annotated[Mapping[str, Any], Stored(always=True)] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -137,13 +108,7 @@ class Manifest:
 
     def to_text(self) -> str:
         """Return the JSON of the file."""
-        entries = {
-            section: {name: _entry(tensor) for name, tensor in tensors.items()}
-            for section, tensors in self.sections.items()
-        }
-        fields: dict[str, Any] = {name: getattr(self, name) for name in _SAME_IN_FILE}
-        file = _ManifestFile(format=_FORMAT, version=VERSION, sections=entries, **fields)
-        body = Writer().fields(file)
+        body = Writer().fields(self)
         return _dumps({**body, "crc32": _checksum(body)})
 
     @classmethod
@@ -156,8 +121,8 @@ class Manifest:
         return manifest
 
     @classmethod
-    def from_text(cls, text: str, where: str = MANIFEST) -> Manifest:
-        """Read the JSON of a file."""
+    def from_text(cls, text: str, where: str = MANIFEST, *, is_part: bool = False) -> Manifest:
+        """Read the JSON of a file; that of one rank's part has some boxes of each tensor."""
         # Objects that a user saved in `extra` may contain any number.
         body = parse_json(text, CheckpointError, where=where, free=True, max_values=_MAX_VALUES)
         reader = Reader(CheckpointError, where)
@@ -169,19 +134,23 @@ class Manifest:
             )
         if body.pop("crc32", None) != _checksum(body):
             reader.fail("the manifest is corrupt: checksum mismatch", ())
-        file: _ManifestFile = reader.read(_ManifestFile, body)
-        return cls(
-            sections={
-                section: {
-                    name: reader.construct(
-                        _tensor, ("sections", section, name), section, name, entry, file.files
-                    )
-                    for name, entry in tensors.items()
-                }
-                for section, tensors in file.sections.items()
-            },
-            **{name: getattr(file, name) for name in _SAME_IN_FILE},
-        )
+        manifest: Manifest = reader.read(cls, body)
+        for section, tensors in manifest.sections.items():
+            for name, tensor in tensors.items() if not is_part else ():
+                reader.construct(
+                    manifest._check, ("sections", section, name), section, name, tensor
+                )
+        return manifest
+
+    def _check(self, section: str, name: str, tensor: StoredTensor) -> None:
+        """Refuse a tensor that is too large or not covered, and boxes in unknown files."""
+        full, shape = full_name(section, name), tensor.shape
+        if math.prod(n or 1 for n in shape) >= 1 << 62:
+            raise CheckpointError(f"{full} has an invalid shape {shape}")
+        for stored in tensor.boxes:
+            if stored.file not in self.files:
+                raise CheckpointError(f"{full} has a box in an unknown file {stored.file[:80]!r}")
+        check_cover(full, shape, tensor.boxes)
 
     def check_files(self, folder: Path) -> None:
         """Refuse files that are missing, have the wrong size, or are too small for their boxes."""
@@ -189,7 +158,7 @@ class Manifest:
         for tensors in self.sections.values():
             for tensor in tensors.values():
                 for stored in tensor.boxes:
-                    needed[stored.file] += stored.box.numel * tensor.dtype.itemsize
+                    needed[stored.file] += stored.numel * tensor.dtype.itemsize
         for name, size in self.files.items():
             path = folder / name
             if path.is_symlink() or not path.is_file():
@@ -215,30 +184,6 @@ def key_of(section: str, name: str, box: Box, shape: Sequence[int]) -> str:
     """Return a box's key in its file: the tensor's name, and the offset unless it is all of it."""
     full = full_name(section, name)
     return full if box.size == tuple(shape) else f"{full}@{','.join(map(str, box.offset))}"
-
-
-def _entry(tensor: StoredTensor) -> _TensorEntry:
-    boxes = tuple(
-        # Boxes of Hugging Face files have no checksum, but are never written to a manifest.
-        _BoxEntry(at=b.box.offset, size=b.box.size, file=b.file, crc32=b.crc32)  # type: ignore[arg-type]
-        for b in tensor.boxes
-    )
-    return _TensorEntry(shape=tensor.shape, dtype=tensor.dtype, boxes=boxes)
-
-
-def _tensor(section: str, name: str, entry: _TensorEntry, files: Mapping[str, int]) -> StoredTensor:
-    full, shape = full_name(section, name), entry.shape
-    if math.prod(n or 1 for n in shape) >= 1 << 62:
-        raise CheckpointError(f"{full} has an invalid shape {shape}")
-    boxes = []
-    for stored in entry.boxes:
-        if stored.file not in files:
-            raise CheckpointError(f"{full} has a box in an unknown file {stored.file[:80]!r}")
-        box = Box(stored.at, stored.size)
-        key = key_of(section, name, box, shape)
-        boxes.append(StoredBox(box=box, file=stored.file, key=key, crc32=stored.crc32))
-    check_cover(full, shape, [stored.box for stored in boxes])
-    return StoredTensor(shape=shape, dtype=entry.dtype, boxes=tuple(boxes))
 
 
 def _dumps(value: Any) -> str:

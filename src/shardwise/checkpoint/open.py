@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shardwise.checkpoint.box_io import Reader
 from shardwise.checkpoint.files import TensorFile
-from shardwise.checkpoint.manifest import MANIFEST, MODEL, Manifest, StoredBox, StoredTensor
+from shardwise.checkpoint.manifest import MANIFEST, MODEL, Manifest, StoredBox, StoredTensor, key_of
 from shardwise.checkpoint.shards import Box
 from shardwise.checkpoint.write import replaced_path
 from shardwise.errors import CheckpointError
@@ -116,11 +116,8 @@ def _hf_manifest(folder: Path) -> Manifest:
         for name, entry in opened.entries.items():
             if name in tensors:
                 raise CheckpointError(f"{name} is in two files", where=str(folder / file))
-            boxes = (
-                (StoredBox(box=Box.full(entry.shape), file=file, key=name, crc32=None),)
-                if entry.nbytes
-                else ()
-            )
+            full = Box.full(entry.shape)
+            boxes = (StoredBox(full.offset, full.size, file, None),) if entry.nbytes else ()
             tensors[name] = StoredTensor(shape=entry.shape, dtype=entry.dtype, boxes=boxes)
         opened.close()
     return Manifest(sections={MODEL: tensors}, files=sizes)
@@ -173,14 +170,15 @@ def verify_checkpoint(path: str | Path) -> Verification:
     problems: list[str] = []
     num_boxes = num_unchecked = 0
     with Reader(checkpoint.folder, checkpoint.manifest) as reader:
-        for tensors in checkpoint.manifest.sections.values():
-            for tensor in tensors.values():
+        for section, tensors in checkpoint.manifest.sections.items():
+            for name, tensor in tensors.items():
                 for stored in tensor.boxes:
                     num_boxes += 1
                     num_unchecked += stored.crc32 is None
+                    key = key_of(section, name, stored, tensor.shape)
                     try:
                         if stored.crc32 is not None:
-                            reader.checked(tensor, stored)
+                            reader.checked(tensor, stored, key)
                     except CheckpointError as error:
                         problems.append(error.message)
         return Verification(

@@ -8,6 +8,7 @@ under the final name has changed. Each file and folder is synced before the next
 import contextlib
 import functools
 import logging
+import os
 import threading
 import time
 import weakref
@@ -156,7 +157,8 @@ def save_checkpoint(
             )
             portions = local_portions(contents.sections, rendezvous.rank)
             staging = Staging(portions, immediately=not wait and optimizer is None)
-            writer = Writer(saving.path, contents, portions, rendezvous, timeout_s)
+            target = Path(os.path.abspath(saving.path))
+            writer = Writer(target, contents, portions, rendezvous, timeout_s)
         except BaseException as error:
             rendezvous.fail(error)
             raise

@@ -235,7 +235,7 @@ def _replicated(
     )
 
 
-class State:
+class _State:
     """The parameters and buffers of a module on this rank, under their names on a single device.
 
     `order` has all names as in the state dict, `aliases` further names of tensors, `remote_names`
@@ -247,33 +247,9 @@ class State:
     aliases: Mapping[str, str]
     remote_names: frozenset[str] = frozenset()
 
-    def tensors(self) -> list[TensorShards]:
-        """Return the tensors to save."""
-        raise NotImplementedError
-
-    def targets(self) -> list[TensorShards]:
-        """Return the tensors to fill; a name may occur twice: as used, and as stored."""
-        raise NotImplementedError
-
-    def sharded(self, name: str, tensor: Tensor) -> TensorShards:
-        """Return the shards of a tensor that is sharded as a parameter or its optimizer state."""
-        raise NotImplementedError
-
-    def replicated(self, name: str, tensor: Tensor) -> TensorShards:
-        """Return a tensor that belongs to a parameter, but has a different shape."""
-        raise NotImplementedError
-
-    def uninitialized(self) -> list[str]:
-        """Return the names of tensors without values that no checkpoint has."""
-        raise NotImplementedError
-
     def is_replica(self, name: str) -> bool:
         """Return whether other ranks own a parameter and write it."""
         return False
-
-    def is_first(self, name: str, tensor: Tensor, rank: int) -> bool:
-        """Return whether a rank writes the numbers that belong to a parameter."""
-        return self.sharded(name, tensor).ranks[0] == rank
 
     def finish_loading(self) -> None:
         """Propagate the values that were written into the targets."""
@@ -289,14 +265,7 @@ class State:
         """Restore what `metadata` returned."""
 
 
-def state_of(module: nn.Module) -> State:
-    """Return the state of a parallel module, or of a plain one."""
-    if isinstance(module, ParallelModule):
-        return ParallelState(module)
-    return PlainState(module)
-
-
-class ParallelState(State):
+class ParallelState(_State):
     """The state of a parallel module."""
 
     collective = True
@@ -308,6 +277,7 @@ class ParallelState(State):
         self.remote_names, self.order = self.store.elsewhere, module.names
 
     def tensors(self) -> list[TensorShards]:
+        """Return the tensors to save."""
         tensors = []
         for entry in self.store.entries:
             if not entry.spec.borrowed:
@@ -324,6 +294,7 @@ class ParallelState(State):
         ]
 
     def targets(self) -> list[TensorShards]:
+        """Return the tensors to fill; a name may occur twice: as used, and as stored."""
         targets = []
         for entry in self.store.entries:
             if entry.zero < 3:
@@ -349,12 +320,13 @@ class ParallelState(State):
         return self.mesh.space_axis(*(name for name in self.mesh.axes if name not in axes)).ranks
 
     def is_first(self, name: str, tensor: Tensor, rank: int) -> bool:
+        """Return whether a rank writes the numbers that belong to a parameter."""
         entry = self.store.entry(name)
-        if entry.spec.is_local:
-            return self.shared(entry, tensor).ranks[0] == rank
-        return super().is_first(name, tensor, rank)
+        shards = self.shared(entry, tensor) if entry.spec.is_local else self.sharded(name, tensor)
+        return shards.ranks[0] == rank
 
     def sharded(self, name: str, tensor: Tensor) -> TensorShards:
+        """Return the shards of a tensor that is sharded as a parameter or its optimizer state."""
         entry = self.store.entry(name)
         if entry.spec.is_local and tuple(tensor.shape) == entry.local_shape:
             return self.per_rank(entry, tensor.detach(), MEAN)
@@ -371,6 +343,7 @@ class ParallelState(State):
         return self.store.entry(name).spec.borrowed
 
     def replicated(self, name: str, tensor: Tensor) -> TensorShards:
+        """Return a tensor that belongs to a parameter, but has a different shape."""
         entry = self.store.entry(name)
         is_split = any(self.mesh.axes[split.axis] != 1 for split in entry.spec.splits)
         if is_split or entry.group is not None:
@@ -418,6 +391,7 @@ class ParallelState(State):
         }
 
     def uninitialized(self) -> list[str]:
+        """Return the names of tensors without values that no checkpoint has."""
         return list(self.store.uninitialized)
 
     def metadata(self) -> dict[str, Any]:
@@ -438,7 +412,7 @@ class ParallelState(State):
                 raise CheckpointError(f"malformed state of the loss scaler: {scaler}") from error
 
 
-class PlainState(State):
+class PlainState(_State):
     """The state of a plain module, which every rank has in full.
 
     It has no metadata: one device draws its random numbers from torch's generator.
@@ -487,6 +461,9 @@ class PlainState(State):
             setattr(self.module.get_submodule(path), attribute, allocated)
         return allocated
 
+    def is_first(self, name: str, tensor: Tensor, rank: int) -> bool:
+        return rank == self.ranks[0]
+
     def sharded(self, name: str, tensor: Tensor) -> TensorShards:
         parameter = self.named.get(self.aliases.get(name, name))
         if parameter is None:
@@ -502,6 +479,14 @@ class PlainState(State):
 
     def uninitialized(self) -> list[str]:
         return [name for name, tensor in self.module.named_buffers() if tensor.is_meta]
+
+
+State = ParallelState | PlainState
+
+
+def state_of(module: nn.Module) -> State:
+    """Return the state of a parallel module, or of a plain one."""
+    return ParallelState(module) if isinstance(module, ParallelModule) else PlainState(module)
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

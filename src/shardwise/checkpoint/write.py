@@ -10,7 +10,8 @@ import shutil
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.box_io import Portion
-from shardwise.checkpoint.files import ToWrite, dtype_named, sync_folder, write_tensors
+from shardwise.checkpoint.files import ToWrite, sync_folder, write_tensors
 from shardwise.checkpoint.manifest import MANIFEST, MODEL, Manifest, StoredBox, StoredTensor, key_of
 from shardwise.checkpoint.optimizer_state import OPTIMIZER, Optimizers, save_optimizer
-from shardwise.checkpoint.shards import Box, State, TensorShards, state_of
+from shardwise.checkpoint.shards import State, TensorShards, state_of
 from shardwise.checkpoint.sync_state import save_sync, sync_numbers
-from shardwise.dtypes import dtype_name
 from shardwise.errors import CheckpointError
 from shardwise.runtime.module import ParallelModule
 from shardwise.runtime.rendezvous import Rendezvous
@@ -188,31 +188,23 @@ _SHARED = "a folder on a file system that all ranks share"
 _VISIBLE_S = 10.0  # within which a file of one rank must be visible to all
 
 
+@dataclass(frozen=True, slots=True)
 class Writer:
     """Writes this rank's files; on the first rank, also completes the checkpoint."""
 
-    def __init__(
-        self,
-        path: Path,
-        contents: Contents,
-        portions: Sequence[Portion],
-        rendezvous: Rendezvous,
-        timeout_s: float,
-    ) -> None:
-        self.path = Path(os.path.abspath(path))
-        self.contents, self.portions = contents, portions
-        self.rendezvous, self.timeout_s = rendezvous, timeout_s
+    path: Path  # absolute
+    contents: Contents
+    portions: Sequence[Portion]
+    rendezvous: Rendezvous
+    timeout_s: float
 
     def write(self, staging: Staging) -> None:
         """Write this rank's files, and wait until the checkpoint is complete."""
         rendezvous, folder = self.rendezvous, self._folder()
         try:
-            report = self._write_files(folder, staging)
-            try:
-                text = json.dumps(report, separators=(",", ":"))
-                write_text(folder / _report_name(rendezvous.rank), text)
-            except OSError as error:
-                raise _disk_error(error, folder) from error
+            part = self._write_files(folder, staging)
+            with _disk_errors(folder):
+                write_text(folder / _part_name(rendezvous.rank), part.to_text())
             rendezvous.publish("written")
             if rendezvous.rank == 0:
                 rendezvous.wait_for("written", range(rendezvous.world), self.timeout_s)
@@ -231,13 +223,11 @@ class Writer:
         if rendezvous.rank == 0:
             folder = partial_path(self.path)
             require_free(self.path)
-            try:
+            with _disk_errors(self.path.parent):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 for old in partial_folders(self.path):
                     shutil.rmtree(old, ignore_errors=True)
                 folder.mkdir()
-            except OSError as error:
-                raise _disk_error(error, self.path.parent) from error
             rendezvous.publish("folder", folder.name)
             return folder
         (name,) = rendezvous.wait_for("folder", [0], self.timeout_s).values()
@@ -253,17 +243,17 @@ class Writer:
             time.sleep(0.05)
         return folder
 
-    def _write_files(self, folder: Path, staging: Staging) -> dict[str, Any]:
-        """Write this rank's files; return a report of them for the first rank."""
+    def _write_files(self, folder: Path, staging: Staging) -> Manifest:
+        """Write this rank's files; return the manifest of its part of the checkpoint."""
         by_file: dict[str, list[int]] = {}
         for index, portion in enumerate(self.portions):
             kind = portion.section.partition(".")[0]
             name = f"{kind}-{self.rendezvous.rank:05d}.safetensors"
             by_file.setdefault(name, []).append(index)
         needed = sum(p.local.view.nbytes for p in self.portions)
-        stored: dict[str, list[Any]] = {}
+        stored = list(self._empty())
         sizes: dict[str, int] = {}
-        try:
+        with _disk_errors(folder):
             free = shutil.disk_usage(folder).free
             if free < needed:
                 raise OSError(errno.ENOSPC, f"{needed} bytes needed, {free} available")
@@ -271,50 +261,40 @@ class Writer:
                 items = [self._item(i, staging) for i in indices]
                 checksums = write_tensors(folder / name, items)
                 sizes[name] = os.stat(folder / name).st_size
-                stored |= {key: [name, crc32] for key, crc32 in checksums.items()}
-        except OSError as error:
-            raise _disk_error(error, folder) from error
-        return {
-            "boxes": [self._row(portion, *stored[_key(portion)]) for portion in self.portions],
-            "files": sizes,
-            "empty": self._empty(),
-            "aliases": dict(self.contents.aliases),
-            "optimizer": self.contents.optimizer,
-        }
+                for i, item in zip(indices, items, strict=True):
+                    portion, box = self.portions[i], self.portions[i].local.box
+                    written = StoredBox(box.offset, box.size, name, checksums[item.key])
+                    stored.append(_stored(portion.section, portion.shards, written))
+        return Manifest(
+            sections=_by_section(stored),
+            files=sizes,
+            aliases=self.contents.aliases,
+            optimizer=self.contents.optimizer,
+        )
 
-    @staticmethod
-    def _row(portion: Portion, file: str, crc32: int) -> list[Any]:
-        shards, box = portion.shards, portion.local.box
-        tensor = [portion.section, shards.name, list(shards.shape), dtype_name(shards.dtype)]
-        return [*tensor, list(box.offset), list(box.size), file, crc32]
+    def _empty(self) -> Iterator[tuple[str, str, StoredTensor]]:
+        """Yield the tensors without elements, which are in no file."""
+        for section, tensors in self.contents.sections.items():
+            for shards in tensors:
+                if 0 in shards.shape and shards.ranks[0] == self.rendezvous.rank:
+                    yield _stored(section, shards)
 
     def _item(self, index: int, staging: Staging) -> ToWrite:
         portion = self.portions[index]
-        return ToWrite(
-            key=_key(portion),
-            shape=portion.local.box.size,
-            dtype=portion.shards.dtype,
-            make=lambda: staging.take(index),
-        )
-
-    def _empty(self) -> list[list[Any]]:
-        """Return the tensors without elements, which are in no file."""
-        return [
-            [section, shards.name, list(shards.shape), dtype_name(shards.dtype)]
-            for section, tensors in self.contents.sections.items()
-            for shards in tensors
-            if 0 in shards.shape and shards.ranks[0] == self.rendezvous.rank
-        ]
+        shards, box = portion.shards, portion.local.box
+        key = key_of(portion.section, shards.name, box, shards.shape)
+        take = partial(staging.take, index)
+        return ToWrite(key=key, shape=box.size, dtype=shards.dtype, make=take)
 
     def _complete(self, folder: Path) -> None:
         """Join the parts of all ranks, and rename the folder."""
-        reports = []
+        parts = []
         for rank in range(self.rendezvous.world):
-            path = folder / _report_name(rank)
-            reports.append(_read_report(path, rank))
+            path = folder / _part_name(rank)
+            parts.append(_read_part(path, rank))
             path.unlink()
-        manifest = _join(reports, self.contents)
-        try:
+        manifest = _join(parts, self.contents)
+        with _disk_errors(folder):
             manifest.check_files(folder)
             text = manifest.to_text()
             Manifest.from_text(text)  # raises if the boxes of all ranks do not cover a tensor
@@ -323,8 +303,6 @@ class Writer:
             with replaced_folder(self.path):
                 os.rename(folder, self.path)
             sync_folder(self.path.parent)
-        except OSError as error:
-            raise _disk_error(error, folder) from error
 
     def _clear(self, folder: Path) -> None:
         """Remove this rank's files; on the first rank, the folder."""
@@ -336,9 +314,9 @@ class Writer:
                 file.unlink()
 
 
-def _key(portion: Portion) -> str:
-    shards = portion.shards
-    return key_of(portion.section, shards.name, portion.local.box, shards.shape)
+def _stored(section: str, shards: TensorShards, *boxes: StoredBox) -> tuple[str, str, StoredTensor]:
+    tensor = StoredTensor(shape=shards.shape, dtype=shards.dtype, boxes=boxes)
+    return section, shards.name, tensor
 
 
 # ------------------------------------------------------------ folders
@@ -392,8 +370,8 @@ def replaced_folder(path: Path) -> Iterator[None]:
 
 
 # ------------------------------------------------------------ joining the parts
-def _report_name(rank: int) -> str:
-    return f"report-{rank:05d}.json"
+def _part_name(rank: int) -> str:
+    return f"part-{rank:05d}.json"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -404,13 +382,12 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _read_report(path: Path, rank: int) -> dict[str, Any]:
+def _read_part(path: Path, rank: int) -> Manifest:
     deadline = time.monotonic() + _VISIBLE_S
     while True:
         try:
-            report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            return report
-        except (OSError, ValueError) as error:
+            return Manifest.from_text(path.read_text(encoding="utf-8"), str(path), is_part=True)
+        except (OSError, ValueError, CheckpointError) as error:
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"rank 0 cannot see the files written by rank {rank}",
@@ -420,36 +397,44 @@ def _read_report(path: Path, rank: int) -> dict[str, Any]:
             time.sleep(0.05)
 
 
-def _join(reports: Sequence[Mapping[str, Any]], first: Contents) -> Manifest:
+def _join(parts: Sequence[Manifest], first: Contents) -> Manifest:
     """Return the manifest of all ranks' parts."""
-    shapes: dict[tuple[str, str], tuple[Any, Any]] = {}
-    boxes: dict[tuple[str, str], dict[tuple[int, ...], StoredBox]] = {}
-    for row in (row for report in reports for row in report["boxes"]):
-        section, name, shape, kind, offset, size, file, crc32 = row
-        shapes[section, name] = tuple(shape), dtype_named(kind, name)
-        box = Box(tuple(offset), tuple(size))
-        key = key_of(section, name, box, shape)
-        stored = StoredBox(box=box, file=file, key=key, crc32=crc32)
-        # Two stages may have written the same box: the first rank's is used.
-        boxes.setdefault((section, name), {}).setdefault(box.offset, stored)
-    for section, name, shape, kind in (row for report in reports for row in report["empty"]):
-        shapes.setdefault((section, name), (tuple(shape), dtype_named(kind, name)))
-    sections: dict[str, dict[str, StoredTensor]] = {s: {} for s in first.sections}
+    tensors = [
+        (section, name, tensor)
+        for part in parts
+        for section, named in part.sections.items()
+        for name, tensor in named.items()
+    ]
     order = {name: number for number, name in enumerate(first.order)}
-    for section, name in sorted(shapes, key=lambda key: order.get(key[1], len(order))):
-        shape, dtype = shapes[section, name]
-        ordered = sorted(boxes.get((section, name), {}).items())
-        tensor = StoredTensor(shape=shape, dtype=dtype, boxes=tuple(box for _, box in ordered))
-        sections.setdefault(section, {})[name] = tensor
+    tensors.sort(key=lambda item: order.get(item[1], len(order)))
     return Manifest(
-        sections=sections,
-        files={name: size for report in reports for name, size in report["files"].items()},
+        sections={**{section: {} for section in first.sections}, **_by_section(tensors)},
+        files={name: size for part in parts for name, size in part.files.items()},
         step=first.step,
-        aliases={a: n for report in reports for a, n in report["aliases"].items()},
-        optimizer=_join_optimizers([report["optimizer"] for report in reports]),
+        aliases={a: n for part in parts for a, n in part.aliases.items()},
+        optimizer=_join_optimizers([part.optimizer for part in parts]),
         module=first.module,
         extra=first.extra,
     )
+
+
+def _by_section(
+    tensors: Iterable[tuple[str, str, StoredTensor]],
+) -> dict[str, dict[str, StoredTensor]]:
+    """Join the boxes of each tensor; of those that several stages wrote, the first one is used."""
+    boxes: dict[tuple[str, str], dict[tuple[int, ...], StoredBox]] = {}
+    sections: dict[str, dict[str, StoredTensor]] = {}
+    for section, name, tensor in tensors:
+        joined = boxes.setdefault((section, name), {})
+        joined |= {box.offset: box for box in tensor.boxes if box.offset not in joined}
+        sections.setdefault(section, {}).setdefault(name, tensor)
+    return {
+        section: {
+            name: replace(tensor, boxes=tuple(b for _, b in sorted(boxes[section, name].items())))
+            for name, tensor in named.items()
+        }
+        for section, named in sections.items()
+    }
 
 
 def _join_optimizers(parts: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
@@ -470,17 +455,22 @@ def _join_optimizers(parts: Sequence[Mapping[str, Any] | None]) -> dict[str, Any
     return {"groups": groups, "state": state}
 
 
-def _disk_error(error: OSError, folder: Path) -> CheckpointError:
-    """Explain an error of the file system."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+@contextlib.contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """Explain errors of the file system."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise CheckpointError(
+                f"the checkpoint cannot be written: {error.strerror or error}",
+                where=str(folder.parent),
+            ) from error
         free = "unknown"
         with contextlib.suppress(OSError):
             free = f"{shutil.disk_usage(folder.parent).free / 2**20:.0f} MiB"
-        return CheckpointError(
+        raise CheckpointError(
             f"no space for the checkpoint: {error.strerror} ({free} free)",
             where=str(folder.parent),
             hint="free some space, or keep fewer checkpoints: keep_last=1",
-        )
-    return CheckpointError(
-        f"the checkpoint cannot be written: {error.strerror or error}", where=str(folder.parent)
-    )
+        ) from error

@@ -82,11 +82,14 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Predict the step time, exposed communication, bubbles and memory of a plan."""
+    from shardwise.reports.timeline import named_events
+
     require_own(perfetto, "trace", option="--perfetto")
     plan = load_plan(plan_file)
     estimate = _estimate(plan, target, cluster, table)
     if perfetto is not None:
-        _write_timeline(perfetto, _timeline(estimate, plan))
+        events = list(named_events(plan, estimate, memory=estimate.memory))
+        _write_timeline(perfetto, {"traceEvents": events, "displayTimeUnit": "ms"})
     if as_json:
         echo(estimate_json(plan, estimate))
         return
@@ -107,17 +110,6 @@ def _estimate(plan: Plan, target: str | None, cluster: str | None, table: Path |
     graph, parsed = inputs
     assert parsed is not None
     return shardwise.simulate(graph, plan, parsed, table=load_table(table))
-
-
-def _timeline(estimate: Estimate, plan: Plan) -> dict[str, Any]:
-    """Return time and memory as a Chrome trace with a process for each group of ranks."""
-    from shardwise.collectives.messages.program import format_ranks
-
-    trace: dict[str, Any] = estimate.timeline.trace(estimate.memory)
-    for event in trace["traceEvents"]:
-        if event["name"] == "process_name":
-            event["args"] = {"name": f"ranks {format_ranks(plan.groups[event['pid']])}"}
-    return trace
 
 
 def estimate_json(plan: Plan, estimate: Estimate) -> dict[str, Any]:

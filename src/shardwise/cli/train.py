@@ -218,7 +218,8 @@ def _lines(run: Run) -> None:
 
 def _serve(run: Run, host: str, port: int) -> None:
     """Serve the page until Ctrl-C."""
-    from shardwise.watch.server import WatchServer, is_loopback
+    from shardwise.listening import is_loopback
+    from shardwise.watch.server import WatchServer
 
     server = WatchServer(run, host, port)
     if not is_loopback(host):

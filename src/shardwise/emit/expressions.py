@@ -44,6 +44,8 @@ REDUCTIONS = ("none", "mean", "sum")
 
 
 Value = Callable[[Any], str]  # an argument as source: names for values, literals for constants
+# Arguments, keyword arguments and their writer to an expression, or None for the general form.
+Writer = Callable[[tuple[Any, ...], Mapping[str, Any], Value], str | None]
 
 
 def render(fn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
@@ -124,41 +126,20 @@ def _embedding(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -
     return f"F.embedding({value(a['indices'])}, {value(a['weight'])}{padding}{sparse})"
 
 
-def _positional(op: str, *names: str) -> Callable[..., str | None]:
-    def written(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str | None:
-        a = bound(f"aten.{op}.default", args, kwargs)
-        return f"F.{op}({', '.join(value(a[n]) for n in names)})"
+def _function(name: str, *positional: str, op: str = "", named: tuple[str, ...] = ()) -> Writer:
+    """Write a function of `F`, with the arguments in `named` that differ from their defaults."""
+    op = f"aten.{op or name}.default"
+
+    def written(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
+        a, defaults = bound(op, args, kwargs), dict(signature(op) or ())
+        arguments = [value(a[n]) for n in positional]
+        for n in named:
+            if a[n] is not None and a[n] != defaults[n]:
+                shown = REDUCTIONS[a[n]] if n == "reduction" else a[n]
+                arguments.append(f"{n}={value(shown)}")
+        return f"F.{name}({', '.join(arguments)})"
 
     return written
-
-
-def _attention(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
-    op = "aten.scaled_dot_product_attention.default"
-    a = bound(op, args, kwargs)
-    arguments = [value(a[n]) for n in ("query", "key", "value")]
-    defaults = dict(signature(op) or ())
-    for name in ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"):
-        if a[name] is not None and a[name] != defaults[name]:
-            arguments.append(f"{name}={value(a[name])}")
-    return f"F.scaled_dot_product_attention({', '.join(arguments)})"
-
-
-def _cross_entropy(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
-    a = bound("aten.cross_entropy_loss.default", args, kwargs)
-    arguments = [value(a["self"]), value(a["target"])]
-    if a["weight"] is not None:
-        arguments.append(f"weight={value(a['weight'])}")
-    if a["ignore_index"] != -100:
-        arguments.append(f"ignore_index={a['ignore_index']}")
-    if a["reduction"] != 1:
-        arguments.append(f'reduction="{REDUCTIONS[a["reduction"]]}"')
-    if a["label_smoothing"]:
-        arguments.append(f"label_smoothing={value(a['label_smoothing'])}")
-    return f"F.cross_entropy({', '.join(arguments)})"
-
-
-def _to(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str:
-    return f"{_operand(value(args[0]))}.to({value(args[1])})"
 
 
 def _slice(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str | None:
@@ -179,7 +160,7 @@ def _select(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> s
     return f"{_operand(value(a['self']))}[{':, ' * a['dim']}{a['index']}]"
 
 
-def _sequence(name: str) -> Callable[..., str | None]:
+def _sequence(name: str) -> Writer:
     def written(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str | None:
         items = ", ".join(value(item) for item in args[0])
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
@@ -188,11 +169,7 @@ def _sequence(name: str) -> Callable[..., str | None]:
     return written
 
 
-def _where(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str | None:
-    return f"torch.where({_listed(args, kwargs, value)})" if len(args) == 3 else None
-
-
-def _factory(name: str) -> Callable[..., str | None]:
+def _factory(name: str) -> Writer:
     def written(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Value) -> str | None:
         return f"torch.{name}({_listed(args, {**kwargs, 'device': Own('device')}, value)})"
 
@@ -213,20 +190,31 @@ class UserFunction:
     op: str
 
 
-SPECIAL: dict[str, Callable[..., str | None]] = {
+SPECIAL: dict[str, Writer] = {
     "aten.embedding": _embedding,
-    "aten.layer_norm": _positional(
+    "aten.layer_norm": _function(
         "layer_norm", "input", "normalized_shape", "weight", "bias", "eps"
     ),
-    "aten.group_norm": _positional("group_norm", "input", "num_groups", "weight", "bias", "eps"),
-    "aten.scaled_dot_product_attention": _attention,
-    "aten.cross_entropy_loss": _cross_entropy,
-    "aten.to.dtype": _to,
+    "aten.group_norm": _function("group_norm", "input", "num_groups", "weight", "bias", "eps"),
+    "aten.scaled_dot_product_attention": _function(
+        "scaled_dot_product_attention",
+        *("query", "key", "value"),
+        named=("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
+    ),
+    "aten.cross_entropy_loss": _function(
+        "cross_entropy",
+        *("self", "target"),
+        op="cross_entropy_loss",
+        named=("weight", "ignore_index", "reduction", "label_smoothing"),
+    ),
+    "aten.to.dtype": lambda args, _, value: f"{_operand(value(args[0]))}.to({value(args[1])})",
     "aten.slice.Tensor": _slice,
     "aten.select.int": _select,
     "aten.cat": _sequence("cat"),
     "aten.stack": _sequence("stack"),
-    "aten.where.self": _where,
+    "aten.where.self": lambda args, kwargs, value: (
+        f"torch.where({_listed(args, kwargs, value)})" if len(args) == 3 else None
+    ),
     **{f"aten.{name}": _factory(name) for name in FACTORIES},
 }
 

@@ -5,7 +5,6 @@ The file needs only torch and `shardwise.runtime`: `Model(mesh)` is the module, 
 """
 
 import ast
-import dataclasses
 import math
 import sys
 import textwrap
@@ -22,6 +21,7 @@ from shardwise.emit.quote import (
     RESERVED,
     TABLES,
     comment,
+    described,
     identifier,
     in_fstring,
     is_attribute,
@@ -32,6 +32,8 @@ from shardwise.emit.quote import (
 from shardwise.ir import Graph, Ref
 from shardwise.plans import Plan
 from shardwise.program import Program, RankProgram, Step, Storage
+from shardwise.runtime.parameters import BufferSpec, ParameterSpec
+from shardwise.runtime.splits import Split
 from shardwise.sharding.placements import Layout
 from shardwise.sharding.rule import MeshAxis
 from shardwise.shares import num_ranks
@@ -43,88 +45,64 @@ SMALL_CONSTANT = 16  # elements; larger constants are passed to `Model`
 
 
 # ---------------------------------------------------------------- tables at the head of a file
-def splits_text(layout: Layout) -> str:
-    """Return the shards of a layout as a tuple of `rt.Split`."""
-    return _tuple(
-        f"rt.Split(axis={literal(axis)}, dim={literal(shard.dim)}, of={literal(shard.of)})"
-        for axis, shard in layout.shards
-    )
+def splits(layout: Layout) -> tuple[Split, ...]:
+    """Return the shards of a layout as the runtime describes them."""
+    return tuple(Split(axis=axis, dim=shard.dim, of=shard.of) for axis, shard in layout.shards)
 
 
-def _dtype_fields(storage: Storage, plan: Plan) -> list[str]:
+def _dtypes(storage: Storage, plan: Plan) -> dict[str, Any]:
     """Return the dtypes of a parameter's master copy, its gradient and the gradient's reduction.
 
-    A dtype is written only if it differs from the one before.
+    A dtype is given only if it differs from the one before.
     """
-    if not storage.dtype.is_floating_point:
-        return []
-    precision, last, fields = plan.precision, dtype_name(storage.dtype), []
+    dtypes: dict[str, Any] = {}
+    precision, last = plan.precision, dtype_name(storage.dtype)
     for name, dtype in (
         ("master", precision.master),
         ("gradient", precision.gradients),
         ("reduce", storage.form.dtype or precision.reduce),
     ):
         if dtype and dtype != last:
-            fields.append(f"{name}={literal(dtype)}")
+            dtypes[name] = dtype
         last = dtype or last
-    return fields
+    return dtypes if storage.dtype.is_floating_point else {}
 
 
-def _form_fields(storage: Storage, plan: Plan) -> list[str]:
-    """Return the fields of a synchronization other than by a level of ZeRO."""
-    form = storage.form
-    sizes = dict(plan.mesh.axes)
-    ranks = math.prod(num_ranks(sizes.get(axis, 1)) for axis in storage.sync)
-    values = {
-        "owners": form.weights(ranks),
+def _synchronization(storage: Storage, plan: Plan) -> dict[str, Any]:
+    """Return how a gradient is summed over ranks."""
+    form, sizes = storage.form, dict(plan.mesh.axes)
+    return {
+        "sync": storage.sync,
+        "zero": storage.zero,
+        "owners": form.weights(math.prod(num_ranks(sizes.get(a, 1)) for a in storage.sync)),
         "dim": 0 if form.sparse == "rows" else form.dim,
         "bucket": round(form.bucket_mib * (1 << 20)),
         "chunk": form.chunk,
         "node_ranks": form.hierarchical,
         "factors": form.factors,
     }
-    given = {k: v for k, v in values.items() if v or (k == "dim" and v is not None)}
-    return [f"{name}={literal(value)}" for name, value in given.items()]
 
 
 def parameter_spec(storage: Storage, plan: Plan) -> str:
     """Return the `rt.ParameterSpec(…)` of a parameter."""
-    fields = [f"name={literal(storage.name)}", f"shape={literal(storage.shape)}"]
-    fields.append(f'dtype="{dtype_name(storage.dtype)}"')
-    if storage.aliases:
-        fields.append(f"aliases={literal(storage.aliases)}")
-    if storage.layout.shards:
-        fields.append(f"splits={splits_text(storage.layout)}")
-    if storage.sync:
-        fields += [f"sync={literal(storage.sync)}", f"zero={literal(storage.zero)}"]
-        fields += _form_fields(storage, plan)
-    if storage.form.sparse:
-        fields.append("sparse=True")
-    if storage.unit:
-        fields.append(f"unit={literal(storage.unit)}")
-    if not storage.requires_grad:
-        fields.append("requires_grad=False")
-    fields += _dtype_fields(storage, plan)
     offload = tuple(kind for kind in plan.offload if kind != "activations")
-    if storage.form.host and not offload:
-        offload = ("optimizer",)
-    if offload and not storage.borrowed:
-        fields.append(f"offload={literal(offload)}")
-    if storage.borrowed:
-        fields.append("borrowed=True")
-    if storage.inexact is not None:
-        fields.append(f"inexact={_value_text(storage.inexact)}")
-    return f"rt.ParameterSpec({', '.join(fields)})"
-
-
-def _value_text(value: object) -> str:
-    """Return a value of `shardwise.inexact` as source, without fields that equal their default."""
-    if not dataclasses.is_dataclass(value):
-        return literal(value)
-    given = [
-        (f.name, v) for f in dataclasses.fields(value) if (v := getattr(value, f.name)) != f.default
-    ]
-    return f"rt.{type(value).__name__}({', '.join(f'{n}={_value_text(v)}' for n, v in given)})"
+    offload = offload or ("optimizer",) * storage.form.host
+    spec = ParameterSpec(
+        name=storage.name,
+        shape=storage.shape,
+        dtype=dtype_name(storage.dtype),
+        aliases=storage.aliases,
+        splits=splits(storage.layout),
+        **(_synchronization(storage, plan) if storage.sync else {}),
+        sparse=bool(storage.form.sparse),
+        unit=storage.unit,
+        requires_grad=storage.requires_grad,
+        **_dtypes(storage, plan),
+        offload=() if storage.borrowed else offload,
+        borrowed=storage.borrowed,
+        inexact=storage.inexact,
+    )
+    return described(spec, *(["zero"] if storage.sync else []))
 
 
 def _docstring(program: Program, ranks: RankProgram, stage: int | None) -> str:
@@ -207,12 +185,12 @@ def _function_import(op: str, name: str, cls: Any) -> str:
 def _tables(program: Program, ranks: RankProgram) -> Iterator[str]:
     """Yield the lines of the tables: the module's state, inputs and outputs."""
     graph = program.graph
-    yield from table("PARAMETERS", [parameter_spec(s, program.plan) for s in ranks.parameters])
+    yield from table("PARAMETERS", (parameter_spec(s, program.plan) for s in ranks.parameters))
     yield from table("BUFFERS", _buffer_specs(graph))
     yield "INPUTS = {"
     for item in ranks.inputs:
         if item.kind == "batch":
-            yield f"{INDENT}{literal(item.name)}: {splits_text(item.layout)},"
+            yield f"{INDENT}{literal(item.name)}: {literal(splits(item.layout))},"
     yield "}"
     for name, kind in (("PRECOMPUTED", "precomputed"), ("RECEIVED", "received")):
         names = tuple(i.name for i in ranks.inputs if i.kind == kind)
@@ -228,25 +206,23 @@ def _tables(program: Program, ranks: RankProgram) -> Iterator[str]:
         yield f"SENT = {literal(graph.sends)}"
 
 
-def table(name: str, rows: list[str]) -> list[str]:
+def table(name: str, rows: Iterable[str]) -> list[str]:
     """Return the lines of a tuple with one row per line."""
-    return [f"{name} = (", *(f"{INDENT}{row}," for row in rows), ")"] if rows else [f"{name} = ()"]
+    lines = [f"{INDENT}{row}," for row in rows]
+    return [f"{name} = (", *lines, ")"] if lines else [f"{name} = ()"]
 
 
-def _buffer_specs(graph: Graph) -> list[str]:
-    specs = []
+def _buffer_specs(graph: Graph) -> Iterator[str]:
     for buffer in graph.buffers:
         kind = graph.values[buffer.value]
-        spec = (
-            f"rt.BufferSpec(name={literal(buffer.name)}, shape={literal(kind.shape)}, "
-            f'dtype="{dtype_name(kind.dtype)}"'
+        spec = BufferSpec(
+            name=buffer.name,
+            shape=kind.shape,
+            dtype=dtype_name(kind.dtype),
+            aliases=buffer.aliases,
+            persistent=buffer.persistent,
         )
-        if buffer.aliases:
-            spec += f", aliases={literal(buffer.aliases)}"
-        if not buffer.persistent:
-            spec += ", persistent=False"
-        specs.append(f"{spec})")
-    return specs
+        yield literal(spec)
 
 
 # ---------------------------------------------------------------- the file

@@ -4,23 +4,20 @@ The latter, `pipeline.py`, lists the ranks of every stage, the transfers between
 schedule of every group of ranks.
 """
 
+from collections.abc import Iterator
+
 from shardwise.dtypes import dtype_name
 from shardwise.emit.expressions import wrap
 from shardwise.emit.function import INDENT
-from shardwise.emit.module import (
-    HOW_TO_CHECK,
-    collectives_text,
-    emit,
-    guards_text,
-    splits_text,
-    table,
-)
+from shardwise.emit.module import HOW_TO_CHECK, collectives_text, emit, guards_text, splits, table
 from shardwise.emit.quote import comment, literal, mapping
 from shardwise.ir import Ref
 from shardwise.plans import TIME
 from shardwise.plans.resolve import input_shards
 from shardwise.program.pipeline import Pipeline, StageProgram, Transfer
 from shardwise.runtime.loader import PipelineSources, StageSources
+from shardwise.runtime.pipeline import OutputSpec, TiedSpec, TransferSpec
+from shardwise.runtime.splits import Split
 from shardwise.sharding.placements import PARTIAL, Partial, Placement, Shard
 from shardwise.version import __version__
 
@@ -63,10 +60,10 @@ def _pipeline_file(pipeline: Pipeline) -> str:
         f"TIMED = {plan.splits_time}",
         f"BATCH_DIMS = {mapping(_batch_dims(pipeline).items())}",
         "",
-        *table("STAGES", [_stage(stage) for stage in pipeline.stages]),
+        *table("STAGES", map(_stage, pipeline.stages)),
         "",
         "# Values that stages send for every micro-batch; with `gradient`, one is sent back.",
-        *table("TRANSFERS", [_transfer(t) for t in pipeline.transfers]),
+        *table("TRANSFERS", map(_transfer, pipeline.transfers)),
         "",
         "# Parameters of several stages: the stage that owns them first, then those with replicas.",
         *table("TIED", _tied(pipeline)),
@@ -96,58 +93,57 @@ def _stage(stage: StageProgram) -> str:
 
 
 def _transfer(transfer: Transfer) -> str:
-    fields = [
-        f"value={literal(transfer.value)}",
-        f"source={literal(transfer.source)}",
-        f"target={literal(transfer.target)}",
-        f"shape={literal(transfer.type.shape)}",
-        f'dtype="{dtype_name(transfer.type.dtype)}"',
-    ]
-    fields += ["gradient=True"] if transfer.gradient else []
-    fields += [f"sent={splits_text(transfer.sent)}"] if transfer.sent.shards else []
-    fields += [f"received={splits_text(transfer.received)}"] if transfer.received.shards else []
-    return f"rt.TransferSpec({', '.join(fields)})"
+    spec = TransferSpec(
+        value=transfer.value,
+        source=transfer.source,
+        target=transfer.target,
+        shape=transfer.type.shape,
+        dtype=dtype_name(transfer.type.dtype),
+        gradient=transfer.gradient,
+        sent=splits(transfer.sent),
+        received=splits(transfer.received),
+    )
+    return literal(spec)
 
 
-def _tied(pipeline: Pipeline) -> list[str]:
-    rows = []
+def _tied(pipeline: Pipeline) -> Iterator[str]:
     for name, stages in pipeline.tied.items():
         programs = [pipeline.stages[index].program.rank_programs[0] for index in stages]
         stored = [next(s for s in p.parameters if s.name == name) for p in programs]
         owner = stored[0]
-        splits = [splits_text(s.layout) for s in stored]
-        row = (
-            f"rt.TiedSpec(name={literal(name)}, shape={literal(owner.shape)}, "
-            f'dtype="{dtype_name(owner.dtype)}", stages={literal(stages)}, '
-            f"splits=({', '.join(splits)})"
+        spec = TiedSpec(
+            name=name,
+            shape=owner.shape,
+            dtype=dtype_name(owner.dtype),
+            stages=stages,
+            splits=tuple(splits(s.layout) for s in stored),
+            trained=owner.requires_grad,
         )
-        rows.append(row + ("" if owner.requires_grad else ", trained=False") + ")")
-    return rows
+        yield literal(spec)
 
 
-def _outputs(pipeline: Pipeline) -> list[str]:
-    rows = []
+def _outputs(pipeline: Pipeline) -> Iterator[str]:
     stage_of = {leaf: stage.index for stage in pipeline.stages for leaf in stage.outputs}
     for position, leaf in enumerate(pipeline.graph.outputs):
         if not isinstance(leaf, Ref):
-            rows.append(literal(leaf))
+            yield literal(leaf)
             continue
         kind = pipeline.graph.values[leaf.name]
         shape, placement = _joined(pipeline, kind.shape, pipeline.output_times.get(position))
-        row = (
-            f"rt.OutputSpec(stage={stage_of[position]}, shape={literal(shape)}, "
-            f'dtype="{dtype_name(kind.dtype)}"'
-        )
+        split = None
         if isinstance(placement, Shard):
-            split = (
-                f"axis={literal(TIME)}, dim={literal(placement.dim)}, of={literal(placement.of)}"
-            )
-            row += f", split=rt.Split({split})"
-        elif isinstance(placement, Partial):
-            mean = not pipeline.plan.splits_time and kind.dtype.is_floating_point
-            row += ", averaged=True" if mean else ", summed=True"
-        rows.append(row + ")")
-    return rows
+            split = Split(axis=TIME, dim=placement.dim, of=placement.of)
+        is_partial = isinstance(placement, Partial)
+        mean = not pipeline.plan.splits_time and kind.dtype.is_floating_point
+        spec = OutputSpec(
+            stage=stage_of[position],
+            shape=shape,
+            dtype=dtype_name(kind.dtype),
+            split=split,
+            summed=is_partial and not mean,
+            averaged=is_partial and mean,
+        )
+        yield literal(spec)
 
 
 def _joined(

@@ -7,6 +7,7 @@ plain ASCII identifier that shadows nothing.
 """
 
 import builtins
+import dataclasses
 import keyword
 import math
 import re
@@ -62,11 +63,23 @@ def literal(value: Any) -> str:
         return bytes.__repr__(value)
     if value is ...:
         return "..."
+    if dataclasses.is_dataclass(value):
+        return described(value)
     raise ProgramError(
         f"a constant of type {type(value).__name__} cannot be written as Python code",
         hint="use numbers, strings, None, and tuples and dicts of them; make tensors inputs or "
         "buffers",
     )
+
+
+def described(value: Any, *always: str) -> str:
+    """Return a description for the runtime as Python source, without fields that are the default.
+
+    The fields in `always` are written in any case.
+    """
+    values = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    given = [(f.name, v) for f, v in values if f.name in always or v != f.default]
+    return f"rt.{type(value).__name__}({', '.join(f'{n}={literal(v)}' for n, v in given)})"
 
 
 def mapping(items: Iterable[tuple[Any, Any]]) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.cluster import Cluster, ClusterNode, Ssh, Start
 from shardwise.errors import ClusterError
+from shardwise.listening import is_loopback
 
 LOCAL_NAMES = ("local", "localhost")
 DEFAULT_TIMEOUT_S = 120.0  # importing torch from a cold network drive takes a minute
@@ -100,8 +101,8 @@ def master_address(hosts: Sequence[Host]) -> str:
     if all(host.ssh is None for host in hosts):
         return "localhost"
     first = hosts[0]
-    remote = [host.address for host in hosts if not _is_loopback(host.address)]
-    if _is_loopback(first.address) and remote:
+    remote = [host.address for host in hosts if not is_loopback(host.address)]
+    if is_loopback(first.address) and remote:
         raise ClusterError(
             f"the other nodes cannot reach the first one as {first.address!r}",
             where=f"node {first.name}",
@@ -135,7 +136,7 @@ def _ssh(node: ClusterNode, *, single: bool) -> Ssh | None:
     is_local = (
         (single and node.ssh is None)
         or node.name in LOCAL_NAMES
-        or _is_loopback(address)
+        or is_loopback(address)
         or _is_own(address)
     )
     if node.ssh is not None or not is_local:
@@ -149,13 +150,6 @@ def _ssh(node: ClusterNode, *, single: bool) -> Ssh | None:
                 "no ssh program", where=f"node {node.name}", hint="ssh: {program: ssh}"
             )
     return None if is_local and ssh == Ssh() else ssh
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return address in LOCAL_NAMES or ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 def _is_own(address: str) -> bool:

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import yaml
 
@@ -25,7 +25,14 @@ from shardwise.launch.hosts import (
     torchrun_arguments,
 )
 
-NO_OPTIONS: Mapping[str, str] = {}
+
+class JobSettings(TypedDict, total=False):
+    """The name of a job, the port of its rendezvous, variables, and options of the scheduler."""
+
+    name: str | None
+    port: int
+    environment: Environment
+    options: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +65,13 @@ class JobSpec:
 def job_spec(
     cluster: Cluster,
     argv: Sequence[str],
-    name: str | None,
-    environment: Environment,
-    options: Mapping[str, str],
+    settings: JobSettings,
     *,
     python: str,
     known: Sequence[str] | None = None,
 ) -> JobSpec:
     """Return the job of a cluster, whose nodes must share folder, interpreter and variables."""
+    options, environment = settings.get("options", {}), settings.get("environment", ())
     nodes = cluster.machines()
     starts = [node.start.over(cluster.start) for node in nodes]
     for node, start in zip(nodes, starts, strict=True):
@@ -89,7 +95,7 @@ def job_spec(
                 f"{option}={value!r} is not a valid option", hint="--option partition=gpu"
             )
     return JobSpec(
-        name=job_name(name or cluster.name),
+        name=job_name(settings.get("name") or cluster.name),
         groups=_groups([node.count for node in nodes]),
         is_cuda=kinds == {"cuda"},
         program=rank_program(argv),
@@ -161,28 +167,20 @@ steps+=($!)"""
 ANY_PORT = "$((20000 + SLURM_JOB_ID % 20000))  # distinct for jobs that share a node"
 
 
-def slurm_script(
-    cluster: Cluster,
-    argv: Sequence[str],
-    *,
-    name: str | None = None,
-    port: int = 0,
-    environment: Environment = (),
-    options: Mapping[str, str] = NO_OPTIONS,
-) -> str:
+def slurm_script(cluster: Cluster, argv: Sequence[str], **settings: Unpack[JobSettings]) -> str:
     """Return a script for `sbatch`, with its options, such as `{"partition": "gpu"}`.
 
     With port 0, the port follows from the job's number.
     """
-    job = job_spec(cluster, argv, name, environment, options, python="python3")
-    settings = [f"export {key}={shlex.quote(value)}" for key, value in job.environment]
-    settings += [f"cd {quoted_path(job.folder)}"] if job.folder else []
+    job = job_spec(cluster, argv, settings, python="python3")
+    commands = [f"export {key}={shlex.quote(value)}" for key, value in job.environment]
+    commands += [f"cd {quoted_path(job.folder)}"] if job.folder else []
     return SCRIPT.format(
         nodes=job.num_nodes,
         ranks=cluster.num_ranks,
         header=_header(job),
-        settings="\n".join(settings),
-        port=port or ANY_PORT,
+        settings="\n".join(commands),
+        port=settings.get("port") or ANY_PORT,
         python=quoted_path(job.python),
         program=shlex.join(job.program),
         steps="\n".join(
@@ -221,19 +219,9 @@ DEFAULT_IMAGE = "shardwise:latest"  # built from this repository's Dockerfile
 PORT_NAME = "pytorchjob-port"  # required by the operator
 
 
-def pytorch_job(
-    cluster: Cluster,
-    argv: Sequence[str],
-    *,
-    name: str | None = None,
-    port: int = 0,
-    environment: Environment = (),
-    options: Mapping[str, str] = NO_OPTIONS,
-) -> str:
+def pytorch_job(cluster: Cluster, argv: Sequence[str], **settings: Unpack[JobSettings]) -> str:
     """Return a PyTorchJob as YAML; `options`: image, namespace, gpu-resource, memory, …."""
-    job = job_spec(
-        cluster, argv, name, environment, options, python="python", known=KUBERNETES_OPTIONS
-    )
+    job = job_spec(cluster, argv, settings, python="python", known=KUBERNETES_OPTIONS)
     for path in (job.folder, job.python):
         if path.startswith("~"):
             raise ClusterError(f"{path}: a container has no home folder", hint="start: {…: /work}")
@@ -245,13 +233,13 @@ def pytorch_job(
             " for all others",
             hint="list the node that differs first; or --to slurm, --to ray",
         )
-    port = port or cluster.port
+    port = settings.get("port") or cluster.port
     replicas = {"Master": _replica(job, 1, groups[0].num_devices, port)}
     if job.num_nodes > 1:
         replicas["Worker"] = _replica(job, job.num_nodes - 1, groups[-1].num_devices, port)
     metadata = {"name": job.name}
-    if "namespace" in options:
-        metadata["namespace"] = options["namespace"]
+    if "namespace" in job.options:
+        metadata["namespace"] = job.options["namespace"]
     document = {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
@@ -308,31 +296,23 @@ RAY_OPTIONS = ("address", "timeout_s")
 PLACEHOLDER = '"JOB"'  # of the job in the driver's template
 
 
-def ray_driver(
-    cluster: Cluster,
-    argv: Sequence[str],
-    *,
-    name: str | None = None,
-    port: int = 0,
-    environment: Environment = (),
-    options: Mapping[str, str] = NO_OPTIONS,
-) -> str:
+def ray_driver(cluster: Cluster, argv: Sequence[str], **settings: Unpack[JobSettings]) -> str:
     """Return a driver script, which needs only `ray` and `torch`.
 
     `options`: `address` of the Ray cluster, `timeout_s` for its nodes. With port 0, the first node
     selects a free one.
     """
-    job = job_spec(cluster, argv, name, environment, options, python="", known=RAY_OPTIONS)
-    timeout_s = options.get("timeout_s", "600")
+    job = job_spec(cluster, argv, settings, python="", known=RAY_OPTIONS)
+    timeout_s = job.options.get("timeout_s", "600")
     if not timeout_s.isdigit():
         raise ClusterError(
             f"timeout_s={timeout_s!r} is not an integer", hint="--option timeout_s=600"
         )
-    settings = {
-        "address": options.get("address", "auto"),
+    driver = {
+        "address": job.options.get("address", "auto"),
         "resource": "GPU" if job.is_cuda else "CPU",
         "devices": [group.num_devices for group in job.groups for _ in range(group.num_nodes)],
-        "port": port,
+        "port": settings.get("port", 0),
         "program": list(job.program),
         "folder": job.folder,
         "python": job.python,
@@ -341,4 +321,4 @@ def ray_driver(
     }
     text = resources.files("shardwise.launch").joinpath("ray_driver.py.txt").read_text("utf-8")
     # JSON inside a Python string literal: no value of the job can become code.
-    return text.replace(PLACEHOLDER, repr(json.dumps(settings)), 1)
+    return text.replace(PLACEHOLDER, repr(json.dumps(driver)), 1)

@@ -35,13 +35,14 @@ class Clock:
     """Time calls on this rank while all ranks are busy, for `budget_s` each.
 
     A rank that should appear slow repeats every call. `gap_s` is the time between two kernels of a
-    GPU.
+    GPU, `overhead_s` that of a call on a CPU.
     """
 
     device: torch.device
     budget_s: float
     repeats: int = 1
     gap_s: float = 0.0
+    overhead_s: float = 0.0
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Return the seconds per call; all ranks start at the same time."""
@@ -75,6 +76,12 @@ class Clock:
             call()
         synchronize(self.device)
         return (time.perf_counter() - start) / number
+
+    def execution_s(self, call: Callable[[], object]) -> float:
+        """Return the seconds without the overhead of the call on a CPU, or of launches on a GPU."""
+        is_cuda = self.device.type == "cuda"
+        seconds = self.graph_seconds(call) if is_cuda else self.seconds(call)
+        return max(seconds - (self.gap_s if is_cuda else self.overhead_s), seconds / 2)
 
     def graph_seconds(self, call: Callable[[], object], number: int = 20) -> float:
         """Return the seconds per call on a GPU without launches, by a CUDA graph of many calls."""
@@ -134,21 +141,21 @@ def measure(clock: Clock, progress: Callable[[str], None], quick: bool) -> dict[
         keep_heap()
     selected = slice(None, None, 2) if quick else slice(None)
     progress("the cost of a call")
-    overhead_s = _overhead(clock)
+    clock = replace(clock, overhead_s=_overhead(clock))
     rates: dict[str, Any] = {"overhead_s": _training_overhead(clock), "matmul": {}, "attention": {}}
     paces = [_pace(clock, progress, 0)]
     for dtype in DTYPES[kind]:
         name = dtype_name(dtype)
         progress(f"products in {name}")
-        rates["matmul"][name] = _products(clock, dtype, SIZES[kind][selected], overhead_s)
+        rates["matmul"][name] = _products(clock, dtype, SIZES[kind][selected])
     paces.append(_pace(clock, progress, 1))
     for dtype in DTYPES[kind][:2]:
         name = dtype_name(dtype)
         progress(f"attention in {name}")
-        rates["attention"][name] = _attention(clock, dtype, SEQUENCES[kind][selected], overhead_s)
+        rates["attention"][name] = _attention(clock, dtype, SEQUENCES[kind][selected])
     paces.append(_pace(clock, progress, 2))
     progress("memory")
-    rates["memory"] = _traffic(clock, TRAFFIC[kind][selected], overhead_s)
+    rates["memory"] = _traffic(clock, TRAFFIC[kind][selected])
     progress("offload")
     rates["host_bytes_per_s"] = _offload(clock)
     paces += [_pace(clock, progress, turn) for turn in (3, 4, 5)]
@@ -190,15 +197,6 @@ def _on_core(clock: Clock, turn: int) -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def _execution_s(clock: Clock, call: Callable[[], object], overhead_s: float) -> float:
-    """Return the seconds without the overhead of the call on a CPU, or of launches on a GPU."""
-    if clock.device.type == "cuda":
-        seconds = clock.graph_seconds(call)
-        return max(seconds - clock.gap_s, seconds / 2)
-    seconds = clock.seconds(call)
-    return max(seconds - overhead_s, seconds / 2)
-
-
 def _overhead(clock: Clock) -> float:
     x = torch.ones(4, device=clock.device)
     out = torch.empty_like(x)
@@ -218,9 +216,7 @@ def _training_overhead(clock: Clock) -> float:
     return clock.seconds(chain) / (2 * CHAIN)
 
 
-def _products(
-    clock: Clock, dtype: torch.dtype, sizes: tuple[int, ...], overhead_s: float
-) -> Points:
+def _products(clock: Clock, dtype: torch.dtype, sizes: tuple[int, ...]) -> Points:
     """Return rates by size, up to sizes that would take too long."""
     points: Points = []
     slowest_s, previous = 0.0, sizes[0]
@@ -229,21 +225,19 @@ def _products(
             break
         a, b = (_random(clock, dtype, n, n) for _ in range(2))
         call = partial(torch.mm, a, b, out=torch.empty_like(a))
-        seconds = _execution_s(clock, call, overhead_s)
+        seconds = clock.execution_s(call)
         points.append([n, 2.0 * n**3 / seconds])
         slowest_s, previous = max_over_ranks(seconds, clock.device), n
     return points
 
 
-def _attention(
-    clock: Clock, dtype: torch.dtype, sequences: tuple[int, ...], overhead_s: float
-) -> Points:
+def _attention(clock: Clock, dtype: torch.dtype, sequences: tuple[int, ...]) -> Points:
     points: Points = []
     heads = HEADS[clock.device.type]
     for sequence in sequences:
         q = _random(clock, dtype, 1, heads, sequence, HEAD_DIM)
         call = partial(F.scaled_dot_product_attention, q, q, q)
-        seconds = _execution_s(clock, call, overhead_s)
+        seconds = clock.execution_s(call)
         points.append([sequence, 4.0 * heads * sequence**2 * HEAD_DIM / seconds])
     return points
 
@@ -253,14 +247,14 @@ def _random(clock: Clock, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, device=clock.device).to(dtype)
 
 
-def _traffic(clock: Clock, sizes: tuple[int, ...], overhead_s: float) -> Points:
+def _traffic(clock: Clock, sizes: tuple[int, ...]) -> Points:
     """Return the bytes read and written per second by adding two tensors into a third."""
     points: Points = []
     for num_bytes in sizes:
         x = torch.ones(max(1, num_bytes // 12), device=clock.device)
         call = partial(torch.add, x, x.clone(), out=x.clone())
         moved = 12.0 * x.numel()
-        points.append([moved, moved / _execution_s(clock, call, overhead_s)])
+        points.append([moved, moved / clock.execution_s(call)])
     return points
 
 

@@ -76,27 +76,18 @@ class _Partition:
         self.order = {node.name: i for i, node in enumerate(graph.nodes)}
         self.repeatable = self._repeatable()
         self.tables = constant_values(graph)
+        fetched = [self._fetch(stage) for stage in range(self.count)]
+        self.nodes, self.receives = [n for n, _ in fetched], [received for _, received in fetched]
+        self.leaves = self._leaves()
+        self.users = [
+            {name for node in nodes for name in node.inputs}
+            | {ref.name for i in leaves for ref in iter_refs(graph.outputs[i])}
+            for nodes, leaves in zip(self.nodes, self.leaves, strict=True)
+        ]
+        self.owners = self._owners()
 
     def run(self) -> tuple[Part, ...]:
-        fetched = [self._fetch(stage) for stage in range(self.count)]
-        nodes, receives = [nodes for nodes, _ in fetched], [received for _, received in fetched]
-        leaves = self._leaves()
-        users = [
-            {name for node in nodes[stage] for name in node.inputs}
-            | {ref.name for i in leaves[stage] for ref in iter_refs(self.graph.outputs[i])}
-            for stage in range(self.count)
-        ]
-        owners = self._owners(users)
-        parts = []
-        for stage in range(self.count):
-            sends = [v for v, s in self.stage_of.items() if s == stage]
-            sent = tuple(v for v in sends if any(v in r for r in receives[stage + 1 :]))
-            parts.append(
-                self._part(
-                    stage, nodes[stage], receives[stage], leaves[stage], users[stage], sent, owners
-                )
-            )
-        return tuple(parts)
+        return tuple(map(self._part, range(self.count)))
 
     def _repeatable(self) -> frozenset[str]:
         """Return the values that any later stage can recompute with the same result."""
@@ -155,12 +146,12 @@ class _Partition:
                 leaves[max(stages)].append(position)
         return leaves
 
-    def _owners(self, users: list[set[str]]) -> dict[str, int]:
+    def _owners(self) -> dict[str, int]:
         """Return the stage that owns each parameter and buffer: the first user, or stage 0."""
         owners: dict[str, int] = {}
         sources: list[Parameter | Buffer] = [*self.graph.parameters, *self.graph.buffers]
         for source in sources:
-            using = [stage for stage, names in enumerate(users) if source.value in names]
+            using = [stage for stage, names in enumerate(self.users) if source.value in names]
             owners[source.value] = using[0] if using else 0
             if isinstance(source, Buffer) and source.mutation:
                 owners[source.value] = self._changing(source, using)
@@ -177,41 +168,32 @@ class _Partition:
             )
         return owner
 
-    def _part(
-        self,
-        stage: int,
-        nodes: tuple[Node, ...],
-        receives: dict[str, int],
-        leaves: list[int],
-        used: set[str],
-        sent: tuple[str, ...],
-        owners: dict[str, int],
-    ) -> Part:
-        graph = self.graph
+    def _part(self, stage: int) -> Part:
+        graph, used, owners = self.graph, self.users[stage], self.owners
+        receives = {v: s for v, s in self.receives[stage].items() if v in used}
         local = used | {value for value, owner in owners.items() if owner == stage}
         parameters = tuple(p for p in graph.parameters if p.value in local)
         inputs = tuple(i for i in graph.inputs if i.value in used)
-        inputs += tuple(
-            Input(value=v, name=v, path=(v,), kind="received") for v in receives if v in used
-        )
+        inputs += tuple(Input(value=v, name=v, path=(v,), kind="received") for v in receives)
+        sends = [v for v, s in self.stage_of.items() if s == stage]
         part = dataclasses.replace(
             graph,
-            nodes=nodes,
+            nodes=self.nodes[stage],
             inputs=inputs,
             parameters=parameters,
             buffers=tuple(b for b in graph.buffers if b.value in local),
             constants=tuple(c for c in graph.constants if c.value in used),
             loss=graph.loss if self.stage_of.get(graph.loss or "") == stage else None,
-            outputs=tuple(graph.outputs[i] for i in leaves),
-            sends=sent,
+            outputs=tuple(graph.outputs[i] for i in self.leaves[stage]),
+            sends=tuple(v for v in sends if any(v in r for r in self.receives[stage + 1 :])),
         )
         part.verify()
         ranks = [s.ranks for s in self.plan.all_stages]
         return Part(
             index=stage,
             graph=part,
-            receives={v: s for v, s in receives.items() if v in used},
-            outputs=tuple(leaves),
+            receives=receives,
+            outputs=tuple(self.leaves[stage]),
             borrowed=frozenset(
                 p.value for p in parameters if ranks[owners[p.value]] != ranks[stage]
             ),

@@ -29,7 +29,6 @@ from shardwise.reports.document import (
     Cause,
     CollectiveRow,
     Compared,
-    Headroom,
     Machines,
     MemoryBar,
     Modules,
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from shardwise.reports.recorded import Recording
 
 STATE = ("parameters", "optimizer")  # parts of memory that persist between steps
+HEADROOM = ("group", "peak_bytes", "limit_bytes", "free_bytes")
 MAX_RANKS = 12  # listed for a device
 SIMULATE = "shardwise report plan.json MODULE.py:FUNCTION --cluster c.yaml"
 MISSING = {
@@ -170,12 +170,7 @@ def _verdict(plan: Plan, estimate: Estimate) -> Verdict:
         rows_per_s=estimate.rows / time if time else 0.0,
         tokens_per_s=batch.tokens / time if batch.tokens and time else None,
         fits=all(use.peak_bytes <= use.limit_bytes for use in search.memory),
-        memory=Headroom(
-            group=memory.group,
-            peak_bytes=memory.peak_bytes,
-            limit_bytes=memory.limit_bytes,
-            free_bytes=memory.free_bytes,
-        ),
+        memory={name: getattr(memory, name) for name in HEADROOM},
         limit={"what": search.binding.what, "text": search.binding.text},
         price=price,
         notes=(*filter(None, [idle_devices(search)]), *plan.notes, *estimate.notes),

@@ -1,6 +1,6 @@
 """Compare two plans: their decisions, and the cost of the differences."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
 from operator import attrgetter
@@ -11,7 +11,7 @@ from shardwise.collectives.messages.program import format_ranks
 from shardwise.plans import ParameterEntry, Plan
 from shardwise.plans.search_result import CAUSES
 from shardwise.plans.text import SHOWN
-from shardwise.reports.timeline import ranks_label
+from shardwise.reports.timeline import named_events
 from shardwise.sharding.placements import REPLICATED
 from shardwise.simulation import Estimate, stored_estimate
 
@@ -50,10 +50,10 @@ class Difference:
     """The differences of two plans; `notes` explain what could not be compared."""
 
     changes: tuple[Change, ...]
-    step_time_s: tuple[float, float] | None
-    samples_per_s: tuple[float, float] | None
-    memory_bytes: tuple[float, float] | None  # of the rank closest to its limit
-    costs: tuple[Cost, ...]
+    step_time_s: tuple[float, float] | None = None
+    samples_per_s: tuple[float, float] | None = None
+    memory_bytes: tuple[float, float] | None = None  # of the rank closest to its limit
+    costs: tuple[Cost, ...] = ()
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -84,19 +84,18 @@ def diff(before: Plan, after: Plan) -> Difference:
             f"different models: {before.model} ({before.fingerprint}) and {after.model} "
             f"({after.fingerprint}); each has its own times and bytes"
         )
+    changes = tuple(_changes(before, after))
     first, second = (_estimate(plan, notes) for plan in (before, after))
-    both = (first, second) if first is not None and second is not None else None
-    costs: tuple[Cost, ...] = ()
-    if both is not None:
-        if both[0].rows != both[1].rows:
-            notes.append(f"batches of {both[0].rows:,} and {both[1].rows:,} samples")
-        costs = tuple(_costs(before, after, *both))
+    if first is None or second is None:
+        return Difference(changes=changes, notes=tuple(notes))
+    if first.rows != second.rows:
+        notes.append(f"batches of {first.rows:,} and {second.rows:,} samples")
     return Difference(
-        changes=tuple(_changes(before, after)),
-        step_time_s=None if both is None else (both[0].step_time_s, both[1].step_time_s),
-        samples_per_s=None if both is None else (_rate(both[0]), _rate(both[1])),
-        memory_bytes=None if both is None else (both[0].peak.peak_bytes, both[1].peak.peak_bytes),
-        costs=costs,
+        changes=changes,
+        step_time_s=(first.step_time_s, second.step_time_s),
+        samples_per_s=(_rate(first), _rate(second)),
+        memory_bytes=(first.peak.peak_bytes, second.peak.peak_bytes),
+        costs=tuple(_costs(before, after, first, second)),
         notes=tuple(notes),
     )
 
@@ -141,32 +140,10 @@ def _changes(before: Plan, after: Plan) -> Iterator[Change]:
 
 def _single(before: Plan, after: Plan) -> dict[str, tuple[str, str]]:
     """Return the decisions that a plan makes only once, as texts of both plans."""
-    plans = (before, after)
-
-    def pair(text: Any) -> tuple[str, str]:
-        return str(text(plans[0])), str(text(plans[1]))
-
-    named = {
-        "model": pair(lambda p: p.model),
-        "cluster": pair(_cluster),
-        "ranks": pair(lambda p: p.num_ranks),
-        "mesh": pair(lambda p: _mesh(p.mesh)),
-        "roles": pair(lambda p: ", ".join(f"{a}: {r}" for a, r in p.roles.items())),
-        "groups of stages": pair(lambda p: len(p.groups)),
-        "stages": pair(lambda p: len(p.all_stages)),
-        "schedule": pair(_schedule),
-        "micro-batches": pair(lambda p: p.num_microbatches),
-        "per micro-batch": pair(lambda p: "yes" if p.per_microbatch else "no"),
-        "zero": pair(_zero),
-        "recompute": pair(lambda p: _listed(p.recompute)),
-        "offload": pair(lambda p: _listed(p.offload) or "none"),
-        "precision": pair(lambda p: _listed(f"{k} {v}" for k, v in p.precision.to_json().items())
-                          or "as in the model"),
-        "units": pair(lambda p: _listed(p.units) or "none"),
-        "random numbers": pair(lambda p: f"{p.rng}, seed {p.seed}"),
-    }  # fmt: skip
-    remaining = [f.name for f in fields(Plan) if f.name not in SHOWN]
-    return named | {name.replace("_", " "): pair(attrgetter(name)) for name in remaining}
+    texts = DECISIONS | {
+        f.name.replace("_", " "): attrgetter(f.name) for f in fields(Plan) if f.name not in SHOWN
+    }
+    return {name: (str(text(before)), str(text(after))) for name, text in texts.items()}
 
 
 def _cluster(plan: Plan) -> str:
@@ -185,12 +162,36 @@ def _zero(plan: Plan) -> str:
     return ", ".join(map(str, levels))
 
 
+def _precision(plan: Plan) -> str:
+    return _listed(f"{k} {v}" for k, v in plan.precision.to_json().items()) or "as in the model"
+
+
 def _listed(items: Any) -> str:
     return items if isinstance(items, str) else ", ".join(items)
 
 
 def _mesh(mesh: Any) -> str:
     return ", ".join(f"{axis}={size}" for axis, size in mesh.axes) or "one rank"
+
+
+DECISIONS: dict[str, Callable[[Plan], Any]] = {
+    "model": lambda p: p.model,
+    "cluster": _cluster,
+    "ranks": lambda p: p.num_ranks,
+    "mesh": lambda p: _mesh(p.mesh),
+    "roles": lambda p: ", ".join(f"{a}: {r}" for a, r in p.roles.items()),
+    "groups of stages": lambda p: len(p.groups),
+    "stages": lambda p: len(p.all_stages),
+    "schedule": _schedule,
+    "micro-batches": lambda p: p.num_microbatches,
+    "per micro-batch": lambda p: "yes" if p.per_microbatch else "no",
+    "zero": _zero,
+    "recompute": lambda p: _listed(p.recompute),
+    "offload": lambda p: _listed(p.offload) or "none",
+    "precision": _precision,
+    "units": lambda p: _listed(p.units) or "none",
+    "random numbers": lambda p: f"{p.rng}, seed {p.seed}",
+}
 
 
 def _stages(before: Plan, after: Plan) -> Iterator[Change]:
@@ -286,11 +287,6 @@ def side_by_side(plans: list[tuple[str, Plan, Estimate]]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     first = 0
     for name, plan, estimate in plans:
-        for event in estimate.timeline.trace()["traceEvents"]:  # type: ignore[attr-defined]
-            copy = {**event, "pid": first + event["pid"]}
-            if event["name"] == "process_name":
-                label = ranks_label(plan.groups[event["pid"]])
-                copy["args"] = {"name": f"{name}: {label}"}
-            events.append(copy)
+        events += named_events(plan, estimate, f"{name}: ", first=first)
         first += len(plan.groups)
     return {"traceEvents": events, "displayTimeUnit": "ms"}

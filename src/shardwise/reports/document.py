@@ -22,16 +22,6 @@ Columns = Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Headroom:
-    """Memory of the rank that is closest to its limit."""
-
-    group: int
-    peak_bytes: float
-    limit_bytes: float
-    free_bytes: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """The most important figures."""
 
@@ -44,7 +34,7 @@ class Verdict:
     rows_per_s: float
     tokens_per_s: float | None
     fits: bool
-    memory: Headroom
+    memory: Mapping[str, float]  # of the rank that is closest to its limit
     limit: Mapping[str, str]
     price: Mapping[str, float] | None
     notes: tuple[str, ...]
@@ -170,9 +160,7 @@ class Compared:
     peak_bytes: float
     limit_bytes: float
     changed: Mapping[str, Any]
-    words: Mapping[
-        str, tuple[str, ...]
-    ]  # texts of changed options, of the chosen plan and of this one
+    words: Mapping[str, tuple[str, ...]]  # texts of `changed`, of the chosen plan and of this one
     differences_s: Mapping[str, float]
     memory_difference_bytes: float
     text: str

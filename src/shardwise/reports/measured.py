@@ -16,6 +16,8 @@ from shardwise.plans import Plan
 from shardwise.plans.search_result import CAUSES as PREDICTED
 from shardwise.reports.recorded import Recording, read_trace
 from shardwise.reports.steps import (
+    COMMUNICATING,
+    COMPUTING,
     PASSES,
     RECORDED_PLAN,
     RankStep,
@@ -23,7 +25,7 @@ from shardwise.reports.steps import (
     Spans,
     recorded_step,
 )
-from shardwise.reports.timeline import ranks_label
+from shardwise.reports.timeline import named_events, ranks_label
 from shardwise.simulation import Estimate
 
 MAX_DISAGREEMENTS = 8
@@ -44,8 +46,6 @@ SUBJECTS = {
     "update": "gathering new parameters takes",
     "other": "work that the simulation does not include takes",
 }
-COMPUTING = ("forward", "backward", "weight", "recompute", "optimizer")
-COMMUNICATING = ("collectives", "parameters", "gradients", "update")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -501,12 +501,10 @@ def both_traces(plan: Plan, estimate: Estimate, measured: Measured | None) -> di
 
 
 def _predicted(plan: Plan, estimate: Estimate) -> Iterator[dict[str, Any]]:
-    for event in estimate.timeline.trace()["traceEvents"]:  # type: ignore[attr-defined]
+    for event in named_events(plan, estimate, "predicted, "):
+        yield event
         if event["name"] == "process_name":
-            ranks = ranks_label(plan.groups[event["pid"]])
-            yield from _process(event["pid"], f"predicted, {ranks}")
-        else:
-            yield event
+            yield _label("process_sort_index", event["pid"], 0, "sort_index", event["pid"])
 
 
 def _recorded(pid: int, rank: RankStep) -> Iterator[dict[str, Any]]:

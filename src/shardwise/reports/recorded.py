@@ -20,6 +20,7 @@ from shardwise.errors import TraceError
 from shardwise.runtime.tracing import FORMAT, VERSION
 
 LANES = ("step", "compute", "waiting", "communication", "groups")
+COLUMNS = {"rank": "i", "lane": "i", "name": "i", "start": "d", "end": "d", "step": "q"}
 MAX_BYTES = 4 << 30
 MAX_EVENTS = 5_000_000
 MAX_NAMES = 100_000
@@ -217,8 +218,7 @@ class _Columns:
         self._num_ranks, self._where = num_ranks, where
         self._names: dict[str, int] = {}
         self._lanes = {lane: number for number, lane in enumerate(LANES)}
-        self._rank, self._lane, self._name = array("i"), array("i"), array("i")
-        self._start, self._end, self._step = array("d"), array("d"), array("q")
+        self._columns: dict[str, Any] = {name: array(code) for name, code in COLUMNS.items()}
 
     def add(self, event: Any, number: int) -> None:
         """Add an event; store only spans of known lanes."""
@@ -239,18 +239,17 @@ class _Columns:
             raise self._wrong(number, f"has the name {name!r}")
         if lane is None:
             return
-        if len(self._rank) >= MAX_EVENTS:
+        if len(self._columns["rank"]) >= MAX_EVENTS:
             raise TraceError(
                 f"more than {MAX_EVENTS:,} events",
                 where=self._where,
                 hint="record fewer steps: two or three are enough",
             )
-        self._rank.append(rank)
-        self._lane.append(lane)
-        self._name.append(self._number_of(name, number))
-        self._start.append(start * 1e-6)
-        self._end.append((start + length) * 1e-6)
-        self._step.append(self._step_of(event, number) if lane == 0 else -1)
+        step = self._step_of(event, number) if lane == 0 else -1
+        place = self._number_of(name, number)
+        row = (rank, lane, place, start * 1e-6, (start + length) * 1e-6, step)
+        for column, value in zip(self._columns.values(), row, strict=True):
+            column.append(value)
 
     def _number_of(self, name: str, number: int) -> int:
         short = name if len(name) <= MAX_NAME else name[: MAX_NAME - 1] + "…"
@@ -273,7 +272,8 @@ class _Columns:
 
     def recording(self, where: str, about: Mapping[str, Any]) -> Recording:
         """Return the collected events; every rank must have recorded some."""
-        ranks = np.array(self._rank, dtype=np.int32)
+        columns = {name: np.asarray(column) for name, column in self._columns.items()}
+        ranks = columns["rank"]
         silent = np.flatnonzero(np.bincount(ranks, minlength=self._num_ranks) == 0)
         if silent.size:
             raise TraceError(
@@ -282,19 +282,13 @@ class _Columns:
                 where=where,
                 hint=HINT,
             )
-        lane, start = np.array(self._lane, dtype=np.int32), np.array(self._start)
-        order = np.lexsort((start, lane, ranks))
+        order = np.lexsort((columns["start"], columns["lane"], ranks))
         return Recording(
             file=Path(where).name,
             about={k: str(about.get(k, "")) for k in ("model", "fingerprint", "plan")},
             num_ranks=self._num_ranks,
             names=tuple(self._names),
-            rank=ranks[order],
-            lane=lane[order],
-            name=np.array(self._name, dtype=np.int32)[order],
-            start=start[order],
-            end=np.array(self._end)[order],
-            step=np.array(self._step, dtype=np.int64)[order],
+            **{name: column[order] for name, column in columns.items()},
         )
 
 

@@ -22,6 +22,8 @@ from shardwise.reports.recorded import Recording
 
 ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 PASSES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
+COMPUTING = ("forward", "backward", "weight", "recompute", "optimizer")  # causes
+COMMUNICATING = ("collectives", "parameters", "gradients", "update")
 TAIL = ("optimizer", "clipping")
 TICK_S = 2e-6  # resolution of a GPU's events
 RECORDED_PLAN = "the plan of the recorded run, which a trainer writes to its folder as plan.json"
@@ -94,10 +96,7 @@ class RankStep:
     def causes(self) -> dict[str, float]:
         """Seconds by cause, which sum to the step of the rank."""
         actions, waiting = self.actions, _Cover(self.waiting)
-        waits = {
-            cause: _Cover(self.waiting.named(cause))
-            for cause in ("collectives", "parameters", "gradients", "update")
-        }
+        waits = {cause: _Cover(self.waiting.named(cause)) for cause in COMMUNICATING}
         causes = dict.fromkeys(("forward", "backward", "weight"), 0.0)
         for kind in causes:
             passes = actions.of_pass(kind)
@@ -116,14 +115,12 @@ class RankStep:
     @property
     def work(self) -> float:
         """Seconds in which the rank did not wait for others."""
-        causes = self.causes
-        return sum(causes[c] for c in ("forward", "backward", "weight", "recompute", "optimizer"))
+        return sum(self.causes[cause] for cause in COMPUTING)
 
     @property
     def exposed(self) -> float:
         """Seconds in which the rank waited for communication."""
-        causes = self.causes
-        return sum(causes[c] for c in ("collectives", "parameters", "gradients", "update"))
+        return sum(self.causes[cause] for cause in COMMUNICATING)
 
     def by_stage(self, cause: str) -> dict[int, float]:
         """Return the seconds of a pass by stage, without waits."""
@@ -156,11 +153,8 @@ def _letter(name: str) -> str:
 
 def _outermost(spans: Spans) -> Spans:
     """Return the spans that are not inside others."""
-    keep, reached = [], -np.inf
-    for start, end in zip(spans.start, spans.end, strict=True):
-        keep.append(bool(start >= reached))
-        reached = max(reached, float(end))
-    return spans.only(keep)
+    reached = np.maximum.accumulate(np.concatenate([[-np.inf], spans.end]))
+    return spans.only(spans.start >= reached[:-1])
 
 
 @dataclass(frozen=True, kw_only=True)

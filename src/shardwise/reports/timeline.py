@@ -5,7 +5,8 @@ Of a step with many actions, only the first and last are shown; the others becom
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from shardwise.reports.document import (
 from shardwise.schedules.levels import KINDS as LETTERS
 from shardwise.schedules.levels import Levels, levels_of
 from shardwise.shares import num_ranks
-from shardwise.simulation import Estimate
+from shardwise.simulation import Estimate, MemoryUse
 from shardwise.simulation.step import KINDS
 
 MAX_CLASSES = 32
@@ -82,6 +83,22 @@ def _class(at: int, groups: tuple[int, ...], shown: int, plan: Plan) -> RankClas
 def ranks_label(ranks: tuple[int, ...]) -> str:
     """Return `ranks 0-7`, or `rank 3`."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"
+
+
+def named_events(
+    plan: Plan,
+    estimate: Estimate,
+    prefix: str = "",
+    *,
+    first: int = 0,
+    memory: Sequence[MemoryUse] = (),
+) -> Iterator[dict[str, Any]]:
+    """Yield the events of the predicted step, with the ranks of groups, numbered from `first`."""
+    for event in estimate.timeline.trace(memory)["traceEvents"]:  # type: ignore[attr-defined]
+        named = {**event, "pid": first + event["pid"]}
+        if event["name"] == "process_name":
+            named["args"] = {"name": f"{prefix}{ranks_label(plan.groups[event['pid']])}"}
+        yield named
 
 
 def groups_of(plan: Plan, classes: tuple[RankClass, ...]) -> tuple[RankGroup, ...]:
@@ -289,13 +306,9 @@ class Step:
     def _with_gaps(self, actions: Sequence[int]) -> list[int | list[int]]:
         """Return the displayed actions of a group, with lists of the others between them."""
         parts: list[int | list[int]] = []
-        for at in actions:
-            if self.shown[at]:
-                parts.append(at)
-            elif parts and isinstance(parts[-1], list):
-                parts[-1].append(at)
-            else:
-                parts.append([at])
+        for is_shown, group in groupby(actions, key=self.shown.__getitem__):
+            run = list(group)
+            parts += run if is_shown else [run]
         return parts
 
     def _add_send(self, at: int, lane: _Spans) -> None:

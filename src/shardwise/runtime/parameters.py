@@ -49,20 +49,20 @@ class ParameterSpec:
     splits: tuple[Split, ...] = ()
     sync: tuple[str, ...] = ()
     zero: int = 0
-    unit: str = ""
-    requires_grad: bool = True
-    master: str = ""
-    gradient: str = ""
-    reduce: str = ""
-    borrowed: bool = False
-    offload: tuple[str, ...] = ()
     owners: tuple[int, ...] = ()
     dim: int | None = None
     bucket: int = 0
     chunk: int = 0
     node_ranks: int = 0
-    sparse: bool = False
     factors: bool = False
+    sparse: bool = False
+    unit: str = ""
+    requires_grad: bool = True
+    master: str = ""
+    gradient: str = ""
+    reduce: str = ""
+    offload: tuple[str, ...] = ()
+    borrowed: bool = False
     inexact: Inexact | None = None  # how its synchronization differs from synchronous training
 
     @property

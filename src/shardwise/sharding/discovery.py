@@ -180,12 +180,21 @@ def _trial(
     call: Call, run: Run, shapes: tuple[tuple[int, ...], ...], wide: torch.dtype | None, seed: int
 ) -> Trial:
     generator = torch.Generator().manual_seed(seed)
+
+    def random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return random numbers; the last trials use large ones, which cross thresholds."""
+        if dtype == torch.bool:
+            return torch.rand(shape, generator=generator) < 0.5
+        if dtype.is_complex:
+            return torch.randn(shape, dtype=dtype, generator=generator)
+        if dtype.is_floating_point:
+            numbers = torch.randn(shape, dtype=torch.float64, generator=generator)
+            return (numbers * (30.0 if seed == 2 else 1.0)).to(wide or dtype)
+        return torch.randint(0, high, shape, dtype=dtype, generator=generator)
+
     types = [call.types[name] for name in call.node.inputs]
     high = max(2, min((size for shape in shapes for size in shape), default=2))
-    inputs = tuple(
-        _random(shape, type_.dtype, wide, high, seed, generator)
-        for shape, type_ in zip(shapes, types, strict=True)
-    )
+    inputs = tuple(random(s, kind.dtype) for s, kind in zip(shapes, types, strict=True))
     leaves = [_leaf(t) for t in inputs]
     results = execute(run, call, leaves)
     unchanged = [leaf.detach() for leaf in leaves]
@@ -217,25 +226,6 @@ def _trial(
         gradients=gradients,
         tolerance=1e-9 if exact else 1e-4,
     )
-
-
-def _random(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    wide: torch.dtype | None,
-    high: int,
-    seed: int,
-    generator: torch.Generator,
-) -> Tensor:
-    """Return random numbers; the last trials use large ones, which cross thresholds."""
-    if dtype == torch.bool:
-        return torch.rand(shape, generator=generator) < 0.5
-    if dtype.is_complex:
-        return torch.randn(shape, dtype=dtype, generator=generator)
-    if dtype.is_floating_point:
-        numbers = torch.randn(shape, dtype=torch.float64, generator=generator)
-        return (numbers * (30.0 if seed == 2 else 1.0)).to(wide or dtype)
-    return torch.randint(0, high, shape, dtype=dtype, generator=generator)
 
 
 MAX_HYPOTHESES = 400

@@ -13,7 +13,7 @@ operands in which it is linear together: partial sums may pass through them.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from math import prod
 from typing import overload
 
@@ -97,40 +97,83 @@ def _tensor(part: str, text: str) -> Tensor:
 
 def from_notation(text: str) -> RuleFunction:
     """Return a rule function that applies the notation to a call."""
-    return partial(apply, parse(text))
+    pattern = parse(text)
+    return lambda call: _Match(pattern, call).rule()
 
 
-def apply(pattern: Pattern, call: Call) -> NodeRule:
-    """Match the pattern with a call's shapes."""
-    shapes = call.operands
-    if len(shapes) > len(pattern.operands):
-        raise RuleError(
-            f"rule {pattern.text!r} has {len(pattern.operands)} operands, "
-            f"{call.node.op} was called with {len(shapes)} tensors",
-            where=call.node.origin,
+class _Match:
+    """Match a pattern with a call's shapes."""
+
+    def __init__(self, pattern: Pattern, call: Call) -> None:
+        self.pattern, self.call = pattern, call
+        self.sizes: dict[str, int] = {}
+        self.marks: dict[str, str] = {}
+
+    def rule(self) -> NodeRule:
+        """Return the rule of the call."""
+        pattern, call, shapes = self.pattern, self.call, self.call.operands
+        if len(shapes) > len(pattern.operands):
+            raise self._error(
+                f" has {len(pattern.operands)} operands, {call.node.op} was called with "
+                f"{len(shapes)} tensors"
+            )
+        operands = [self._dims(*pair) for pair in zip(pattern.operands, shapes, strict=False)]
+        results = [self._dims(*pair) for pair in zip(pattern.results, call.results, strict=True)]
+        axes: dict[str, Axis] = {}
+        for name, size in self.sizes.items():
+            summed = not all(any(name in dim for dim in dims) for dims in results)
+            marks = self.marks[name]
+            axes[name] = Axis(name, size, frozen="^" in marks or (summed and "+" not in marks))
+        dims = zip(operands, shapes, strict=True)
+        return NodeRule(
+            axes,
+            tuple(_drop_broadcast(operand, shape, axes) for operand, shape in dims),
+            tuple(results),
+            linear=_linear(pattern, len(shapes)),
+            additive=frozenset(i for i, t in enumerate(pattern.operands) if "+" in t.marks),
         )
-    marks: dict[str, str] = {}
-    sizes: dict[str, int] = {}
-    operands = [
-        _match(tensor, shape, sizes, marks, pattern, call)
-        for tensor, shape in zip(pattern.operands, shapes, strict=False)
-    ]
-    results = [
-        _match(tensor, shape, sizes, marks, pattern, call)
-        for tensor, shape in zip(pattern.results, call.results, strict=True)
-    ]
-    axes: dict[str, Axis] = {}
-    for name, size in sizes.items():
-        summed = not all(any(name in dim for dim in dims) for dims in results)
-        frozen = "^" in marks[name] or (summed and "+" not in marks[name])
-        axes[name] = Axis(name, size, frozen=frozen)
-    return NodeRule(
-        axes=axes,
-        operands=tuple(_drop_broadcast(o, s, axes) for o, s in zip(operands, shapes, strict=True)),
-        results=tuple(results),
-        linear=_linear(pattern, len(shapes)),
-        additive=frozenset(i for i, t in enumerate(pattern.operands) if "+" in t.marks),
-    )
+
+    def _error(self, problem: str) -> RuleError:
+        return RuleError(f"rule {self.pattern.text!r}{problem}", where=self.call.node.origin)
+
+    def _dims(self, tensor: Tensor, shape: tuple[int, ...]) -> AxisNames:
+        """Return the tensor's dims by axis name, filling in sizes."""
+        expanded: list[tuple[str, ...]] = []
+        for dim in tensor.dims:
+            if len(dim) == 1 and "..." in dim[0]:
+                stem = _name(dim[0]).removesuffix("...") or "_"
+                flags = dim[0][len(_name(dim[0])) :]
+                count = len(shape) - len(tensor.dims) + 1
+                aligned = range(count, 0, -1)  # named from the right, as broadcasting aligns
+                expanded += [(f"{stem}{number}{flags}",) for number in aligned]
+            else:
+                expanded.append(dim)
+        if len(expanded) != len(shape):
+            raise self._error(
+                f": an operand has {len(expanded)} dims, the tensor's shape is {shape}"
+            )
+        result: list[tuple[str, ...]] = []
+        for dim, size in zip(expanded, shape, strict=True):
+            names = tuple(_name(token) for token in dim)
+            for name, token in zip(names, dim, strict=True):
+                self.marks[name] = self.marks.get(name, "") + token[len(name) :]
+            self._solve(names, size)
+            result.append(names)
+        return tuple(result)
+
+    def _solve(self, names: tuple[str, ...], size: int) -> None:
+        sizes = self.sizes
+        unknown = [name for name in names if name not in sizes]
+        known_size = prod(sizes[name] for name in names if name in sizes)
+        if len(unknown) == 1 and known_size and size % known_size == 0:
+            sizes[unknown[0]] = size // known_size
+        elif len(names) == 1 and sizes.get(names[0]) == 1:
+            sizes[names[0]] = size  # an earlier operand was broadcast
+        elif unknown or (known_size != size and size != 1):
+            missing = f" with {', '.join(unknown)} unknown" if unknown else ""
+            raise self._error(
+                f": dim {' '.join(names) or '1'} has size {size}, expected {known_size}{missing}"
+            )
 
 
 def _linear(pattern: Pattern, count: int) -> tuple[frozenset[int], ...]:
@@ -147,58 +190,6 @@ def _drop_broadcast(dims: AxisNames, shape: tuple[int, ...], axes: dict[str, Axi
         () if size == 1 and prod(axes[a].size for a in dim) != 1 else dim
         for dim, size in zip(dims, shape, strict=True)
     )
-
-
-def _match(
-    tensor: Tensor,
-    shape: tuple[int, ...],
-    sizes: dict[str, int],
-    marks: dict[str, str],
-    pattern: Pattern,
-    call: Call,
-) -> AxisNames:
-    """Return the tensor's dims by axis name, filling in sizes."""
-    expanded: list[tuple[str, ...]] = []
-    for dim in tensor.dims:
-        if len(dim) == 1 and "..." in dim[0]:
-            stem = _name(dim[0]).removesuffix("...") or "_"
-            flags = dim[0][len(_name(dim[0])) :]
-            count = len(shape) - len(tensor.dims) + 1
-            aligned = range(count, 0, -1)  # named from the right, as broadcasting aligns
-            expanded += [(f"{stem}{number}{flags}",) for number in aligned]
-        else:
-            expanded.append(dim)
-    if len(expanded) != len(shape):
-        raise RuleError(
-            f"rule {pattern.text!r}: an operand has {len(expanded)} dims, the tensor's shape is "
-            f"{shape}",
-            where=call.node.origin,
-        )
-    result: list[tuple[str, ...]] = []
-    for dim, size in zip(expanded, shape, strict=True):
-        names = tuple(_name(token) for token in dim)
-        for name, token in zip(names, dim, strict=True):
-            marks[name] = marks.get(name, "") + token[len(name) :]
-        _solve(names, size, sizes, pattern, call)
-        result.append(names)
-    return tuple(result)
-
-
-def _solve(
-    names: tuple[str, ...], size: int, sizes: dict[str, int], pattern: Pattern, call: Call
-) -> None:
-    unknown = [name for name in names if name not in sizes]
-    known_size = prod(sizes[name] for name in names if name in sizes)
-    if len(unknown) == 1 and known_size and size % known_size == 0:
-        sizes[unknown[0]] = size // known_size
-    elif len(names) == 1 and sizes.get(names[0]) == 1:
-        sizes[names[0]] = size  # an earlier operand was broadcast
-    elif unknown or (known_size != size and size != 1):
-        raise RuleError(
-            f"rule {pattern.text!r}: dim {' '.join(names) or '1'} has size {size}, "
-            f"expected {known_size}" + (f" with {', '.join(unknown)} unknown" if unknown else ""),
-            where=call.node.origin,
-        )
 
 
 # ---------------------------------------------------------------- the registry

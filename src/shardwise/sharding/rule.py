@@ -9,7 +9,7 @@ operands that lack it are used for different work on every rank (R~).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from shardwise.errors import RuleError
@@ -93,7 +93,7 @@ class Local:
 Localize = Callable[["Call", Local], LocalCall]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class NodeRule:
     """A rule applied to one node.
 
@@ -108,6 +108,7 @@ class NodeRule:
     axes: Mapping[str, Axis]
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
+    _: KW_ONLY
     linear: tuple[frozenset[int], ...] = ()
     additive: frozenset[int] = frozenset()
     localize: Localize | None = None
@@ -197,4 +198,4 @@ def replicated_rule(call: Call, reason: str) -> NodeRule:
 
     operands = tuple(freeze(f"o{i}_", s) for i, s in enumerate(call.operands))
     results = tuple(freeze(f"r{i}_", s) for i, s in enumerate(call.results))
-    return NodeRule(axes=axes, operands=operands, results=results, replicated_because=reason)
+    return NodeRule(axes, operands, results, replicated_because=reason)

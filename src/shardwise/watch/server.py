@@ -17,6 +17,7 @@ from importlib.resources import files
 from urllib.parse import parse_qs, urlsplit
 
 from shardwise.errors import WatchError
+from shardwise.listening import is_loopback
 from shardwise.watch.run import Run
 
 PAGES = {
@@ -32,18 +33,6 @@ POLICY = (
 )
 FRESH_S = 0.5  # seconds between reads of a run's files
 TIMEOUT_S = 10.0
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether an address is on the loopback interface.
-
-    >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0")
-    (True, True, False)
-    """
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class WatchServer:

@@ -5,7 +5,7 @@ All ranks run the trainer's own loop over the same global batches, as one device
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -250,17 +250,16 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
     # ------------------------------------------------------------ evaluation
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Return the loader; its batch size depends on the plan."""
-        self._data = eval_dataset
-        _ = self.plan
-        loader: DataLoader[Any] = super().get_eval_dataloader(eval_dataset)
-        return loader
+        return self._loader(super().get_eval_dataloader, eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         """Return the loader; its batch size depends on the plan."""
-        self._data = test_dataset
+        return self._loader(super().get_test_dataloader, test_dataset)
+
+    def _loader(self, make: Callable[[Any], DataLoader[Any]], data: Any) -> DataLoader[Any]:
+        self._data = data
         _ = self.plan
-        loader: DataLoader[Any] = super().get_test_dataloader(test_dataset)
-        return loader
+        return make(data)
 
     def prediction_step(
         self,

@@ -187,8 +187,15 @@ for _name, _one in _UNARY.items():
 PRIMITIVES |= {  # those of one expression
     "broadcast_to": lambda eqn, x: eqn.run.tensor(x).expand(eqn.shape),
     "cbrt": lambda eqn, x: torch.sign(x) * torch.pow(torch.abs(x), 1 / 3),
+    "clamp": lambda eqn, low, x, high: torch.minimum(
+        torch.maximum(*eqn.tensors(x, low)), eqn.run.tensor(high)
+    ),
     "concatenate": lambda eqn, *values: torch.cat(eqn.tensors(*values), eqn["dimension"]),
     "convert_element_type": lambda eqn, x: eqn.run.tensor(x).to(eqn.run.dtype(eqn["new_dtype"])),
+    **dict.fromkeys(
+        ("expand_dims", "reshape", "squeeze"),
+        lambda eqn, x, *dynamic: eqn.run.tensor(x).reshape(eqn.shape),
+    ),
     "integer_pow": lambda eqn, x: torch.pow(x, eqn["y"]),
     "pow": lambda eqn, a, b: torch.pow(*eqn.operands(a, b)),
     "rev": lambda eqn, x: eqn.run.tensor(x).flip(list(eqn["dimensions"])),
@@ -200,10 +207,11 @@ PRIMITIVES |= {  # those of one expression
 }
 
 
-@primitive("copy", "copy_p", "device_put", "layout_constraint", "name", "optimization_barrier",
-           "random_clone", "reduce_precision", "sharding_constraint")  # fmt: skip
-def same(eqn: Equation, *values: Value) -> Value:
-    return values
+PRIMITIVES |= dict.fromkeys(
+    ("copy", "copy_p", "device_put", "layout_constraint", "name", "optimization_barrier",
+     "random_clone", "reduce_precision", "sharding_constraint"),
+    lambda eqn, *values: values,
+)  # fmt: skip
 
 
 @primitive(*_BINARY)
@@ -214,15 +222,13 @@ def binary(eqn: Equation, a: Value, b: Value) -> Value:
     return _BINARY[eqn.name](a, b)
 
 
-_OF_TENSORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # not of a tensor and a number
-    "atan2": torch.atan2, "complex": torch.complex, "max": torch.maximum, "min": torch.minimum,
-    "nextafter": torch.nextafter, "rem": torch.fmod,
+_OF_TENSORS: dict[str, Callable[..., Tensor]] = {  # not of a tensor and a number
+    "and": torch.bitwise_and, "atan2": torch.atan2, "complex": torch.complex, "max": torch.maximum,
+    "min": torch.minimum, "nextafter": torch.nextafter, "not": torch.bitwise_not,
+    "or": torch.bitwise_or, "rem": torch.fmod, "xor": torch.bitwise_xor,
 }  # fmt: skip
-
-
-@primitive(*_OF_TENSORS)
-def binary_of_tensors(eqn: Equation, a: Value, b: Value) -> Value:
-    return _OF_TENSORS[eqn.name](*eqn.tensors(a, b))
+for _name, _function in _OF_TENSORS.items():
+    PRIMITIVES[_name] = lambda eqn, *values, f=_function: f(*eqn.tensors(*values))
 
 
 @primitive("div")
@@ -231,11 +237,6 @@ def divide(eqn: Equation, a: Value, b: Value) -> Value:
     tensor = a if isinstance(a, Tensor) else b
     is_integer = not (tensor.is_floating_point() or tensor.is_complex())
     return torch.div(torch.as_tensor(a), b, rounding_mode="trunc" if is_integer else None)
-
-
-@primitive("and", "or", "xor", "not")
-def logical(eqn: Equation, *values: Value) -> Value:
-    return getattr(torch, f"bitwise_{eqn.name}")(*eqn.tensors(*values))
 
 
 @primitive("shift_left", "shift_right_arithmetic", "shift_right_logical")
@@ -265,12 +266,6 @@ def select(eqn: Equation, which: Value, *cases: Value) -> Value:
     return result
 
 
-@primitive("clamp")
-def clamp(eqn: Equation, low: Value, x: Value, high: Value) -> Value:
-    low, x, high = eqn.tensors(low, x, high)
-    return torch.minimum(torch.maximum(x, low), high)
-
-
 @primitive("bitcast_convert_type")
 def bitcast(eqn: Equation, x: Tensor) -> Value:
     new = np.dtype(eqn["new_dtype"])
@@ -296,11 +291,6 @@ def broadcast_in_dim(eqn: Equation, x: Value, *dynamic: Value) -> Value:
     for dim, n in zip(dims, x.shape, strict=True):
         sizes[dim] = n
     return x.reshape(sizes).expand(eqn.shape)
-
-
-@primitive("reshape", "squeeze", "expand_dims")
-def reshape(eqn: Equation, x: Value, *dynamic: Value) -> Value:
-    return eqn.run.tensor(x).reshape(eqn.shape)
 
 
 @primitive("slice")
@@ -340,15 +330,16 @@ def counters(eqn: Equation) -> Value:
 
 
 # ------------------------------------------------------------ reductions and sorting
-@primitive("reduce_sum")
-def reduce_sum(eqn: Equation, x: Tensor) -> Value:
-    return x.sum(list(eqn["axes"]), dtype=x.dtype) if eqn["axes"] else x
+_REDUCTIONS: Mapping[str, Any] = {
+    "reduce_max": torch.amax,
+    "reduce_min": torch.amin,
+    "reduce_sum": lambda x, axes: x.sum(axes, dtype=x.dtype),
+}
 
 
-@primitive("reduce_max", "reduce_min")
-def reduce_extreme(eqn: Equation, x: Tensor) -> Value:
-    function = torch.amax if eqn.name == "reduce_max" else torch.amin
-    return function(x, list(eqn["axes"])) if eqn["axes"] else x
+@primitive(*_REDUCTIONS)
+def reduce(eqn: Equation, x: Tensor) -> Value:
+    return _REDUCTIONS[eqn.name](x, list(eqn["axes"])) if eqn["axes"] else x
 
 
 @primitive("reduce_prod", "reduce_and", "reduce_or")

@@ -278,18 +278,6 @@ class ShardwiseStrategy(Processes):
         self._running.clip_by_value(limit)
 
     # ------------------------------------------------------------ evaluation
-    def validation_step(self, *args: Any) -> Any:
-        """Run a compiled step during training, otherwise the module's own."""
-        return self._evaluation("validation", *args)
-
-    def test_step(self, *args: Any) -> Any:
-        """Run as `validation_step`."""
-        return self._evaluation("test", *args)
-
-    def predict_step(self, *args: Any) -> Any:
-        """Run as `validation_step`."""
-        return self._evaluation("predict", *args)
-
     def _evaluation(self, step: str, batch: Any, *arguments: Any) -> Any:
         if self._training is None or self._evaluate == "whole":
             with self._step_precision.forward_context():
@@ -297,6 +285,11 @@ class ShardwiseStrategy(Processes):
         dataloader = arguments[1] if len(arguments) > 1 else 0
         with self._step_precision.compiling_context():
             return self._training.evaluate(step_batch(step, batch, len(arguments), dataloader))
+
+    # A compiled step during training, otherwise the module's own.
+    validation_step = functools.partialmethod(_evaluation, "validation")
+    test_step = functools.partialmethod(_evaluation, "test")
+    predict_step = functools.partialmethod(_evaluation, "predict")
 
     def on_validation_start(self) -> None:
         """Gather the weights for validation as plain Python."""

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from shardwise import runtime as rt
 from shardwise.api.parallelize import parallelize
-from shardwise.api.weights import Init
 from shardwise.errors import BatchError, CaptureError, ProgramError
 from shardwise.frontend.hooks import share_hooks
 from shardwise.integrations.lightning.library import LightningModule, seed_worker
@@ -43,23 +42,15 @@ class Training:
         batch: Any,
         make_plan: Callable[[nn.Module], Plan],
         optimized: frozenset[str],
-        *,
-        seed: int,
-        init: Init | None,
-        timeout_s: float,
+        **options: Any,
     ) -> Plan:
-        """Make the plan and take the weights; parameters without an optimizer are not trained."""
+        """Make the plan and take the weights; parameters without an optimizer are not trained.
+
+        `options` are those of `parallelize`.
+        """
         with _frozen(self.module, optimized):
             plan = make_plan(self.model)
-            self.pm = parallelize(
-                self.model,
-                batch,
-                plan,
-                device=self.device,
-                seed=seed,
-                init=init,
-                timeout_s=timeout_s,
-            )
+            self.pm = parallelize(self.model, batch, plan, device=self.device, **options)
             self.pm.flags.ignore_originals()  # the module's own flags are restored after this
         self._store_recording(self._key(batch, training=True))
         self.weights.release()

@@ -4,7 +4,7 @@ Axes and dims of a shape, operands in the node's order, linear operands, local p
 lengths, and the shard patterns that local calls take as arguments.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -89,30 +89,10 @@ def aligned(shape: Sequence[int], full: Sequence[int], names: Dims) -> Dims:
     )
 
 
-def broadcast_dims(shape: Sequence[int], result: Sequence[int]) -> Dims:
-    """Return the dims of an operand that is broadcast to a result with the axes `d0, d1, …`.
-
-    >>> broadcast_dims((4, 1), (2, 4, 8))
-    (('d1',), ())
-    """
-    return aligned(shape, result, each(f"d{i}" for i in range(len(result))))
-
-
 def broadcastable(shape: Sequence[int], result: Sequence[int]) -> bool:
     """Return whether the shape broadcasts to the result's."""
     offset = len(result) - len(shape)
     return offset >= 0 and all(s in (1, result[i + offset]) for i, s in enumerate(shape))
-
-
-def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape that these shapes are broadcast to.
-
-    >>> broadcast((4, 1), (2, 1, 8))
-    (2, 4, 8)
-    """
-    rank = max(map(len, shapes))
-    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
-    return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))
 
 
 # ---------------------------------------------------------------- operands
@@ -121,7 +101,7 @@ def op_name(call: Call) -> str:
     return call.node.op.split(".")[1]
 
 
-def operand_dims(call: Call, dims: Mapping[str, Dims | Sequence[Dims]]) -> tuple[Dims, ...]:
+def operand_dims(call: Call, **dims: Dims | Sequence[Dims]) -> tuple[Dims, ...]:
     """Return dims by argument name as the rule's operands; a list argument has a list of dims."""
     schema = signature(call.node.op)
     names = [name for name, _ in schema] if schema else list(map(str, range(len(call.node.args))))
@@ -153,9 +133,7 @@ def linear_rule(
     localize: Localize | None = None,
 ) -> NodeRule:
     """Return the rule of a call that is linear in its only tensor operand."""
-    return NodeRule(
-        axes=axes, operands=(operand,), results=results, linear=passes(call, 0), localize=localize
-    )
+    return NodeRule(axes, (operand,), results, linear=passes(call, 0), localize=localize)
 
 
 def is_float(call: Call) -> bool:
@@ -225,6 +203,19 @@ def dtype_change(call: Call) -> tuple[tuple[str, Any], ...]:
     """Return `dtype=` if the first result's dtype is not the first operand's (autocast)."""
     dtype = call.types[call.node.outputs[0]].dtype
     return () if dtype == call.types[call.node.inputs[0]].dtype else (("dtype", dtype),)
+
+
+def communicating(
+    names: Iterable[str], make: Callable[[Call, Local, MeshAxis], LocalCall]
+) -> Localize:
+    """Return the plain call unless one of the axes is sharded; `make` gets their mesh axes."""
+    names = tuple(names)
+
+    def localize(call: Call, local: Local) -> LocalCall:
+        axis = over(local, names)
+        return call.replace() if axis is None else make(call, local, axis)
+
+    return localize
 
 
 def guard_empty(call: Call, local: Local) -> LocalCall | None:

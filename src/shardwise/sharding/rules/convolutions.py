@@ -55,16 +55,12 @@ def convolution(call: Call) -> NodeRule:
     lead: Dims = (("n",),) if batched else ()
     inner, outer = (("g", name) if groups > 1 else (name,) for name in "io")
     channels: Dims = (inner, ("o",)) if transposed else (outer, ("i",))
-    dims: dict[str, Dims] = {
-        "input": (*lead, inner, *spaces[0]),
-        "weight": (*channels, *spaces[1]),
-        "bias": (outer,),
-    }
+    source_dims: Dims = (*lead, inner, *spaces[0])
     added = frozenset(positions(call, "bias"))
     return NodeRule(
-        axes=axes,
-        operands=operand_dims(call, dims),
-        results=((*lead, outer, *spaces[2]),),
+        axes,
+        operand_dims(call, input=source_dims, weight=(*channels, *spaces[1]), bias=(outer,)),
+        ((*lead, outer, *spaces[2]),),
         linear=tuple(frozenset({call.position(n)}) | added for n in ("input", "weight")),
         additive=added,
         localize=_local_convolution,
@@ -116,9 +112,9 @@ def trailing(count: int, *, linear: bool) -> RuleFunction:
         source, before = axes_of(shape[free:], "x", frozen=range(count))
         target, after = axes_of(call.results[0][free:], "y", frozen=range(count))
         return NodeRule(
-            axes=axes | source | target,
-            operands=((*lead, *before),),
-            results=tuple((*lead, *after) for _ in call.results),
+            axes | source | target,
+            ((*lead, *before),),
+            tuple((*lead, *after) for _ in call.results),
             linear=(frozenset({0}),) if linear and is_float(call) else (),
             localize=guarded(),
         )
@@ -150,11 +146,10 @@ def grid_sampler(call: Call) -> NodeRule:
     samples, points = axes_of(grid[1:-1], "p")
     axes = {"n": Axis("n", source[0]), "c": Axis("c", source[1]), **space, **samples}
     axes["q"] = Axis("q", grid[-1], frozen=True)
-    dims: dict[str, Dims] = {"input": (("n",), ("c",), *plane), "grid": (("n",), *points, ("q",))}
     return NodeRule(
-        axes=axes,
-        operands=operand_dims(call, dims),
-        results=((("n",), ("c",), *points),),
+        axes,
+        operand_dims(call, input=(("n",), ("c",), *plane), grid=(("n",), *points, ("q",))),
+        ((("n",), ("c",), *points),),
         linear=(frozenset({call.position("input")}),),
         localize=guarded(),
     )
@@ -233,15 +228,11 @@ def recurrent(call: Call) -> NodeRule:
     states = [frozen(f"h{i}_", call.shape(r), 1) for i, r in enumerate(iter_refs(call.get("hx")))]
     params = list(iter_refs(call.get("params")))
     weights = [frozen(f"p{i}_", call.shape(ref), None) for i, ref in enumerate(params)]
-    dims = {
-        "input": frozen("x", source, batch_dim),
-        "hx": states if isinstance(call.get("hx"), tuple | list) else states[0],
-        "params": weights,
-    }
+    hidden = states if isinstance(call.get("hx"), tuple | list) else states[0]
     return NodeRule(
-        axes=axes,
-        operands=operand_dims(call, dims),
-        results=tuple(
+        axes,
+        operand_dims(call, input=frozen("x", source, batch_dim), hx=hidden, params=weights),
+        tuple(
             frozen(f"y{i}_", shape, 1 if i else batch_dim) for i, shape in enumerate(call.results)
         ),
     )

@@ -50,9 +50,9 @@ def elementwise_rule(call: Call, linear: tuple[frozenset[int], ...] = ()) -> Nod
         return replicated_rule(call, f"operands do not broadcast to {result}")
     axes, dims = axes_of(result)
     return NodeRule(
-        axes=axes,
-        operands=tuple(aligned(shape, result, dims) for shape in call.operands),
-        results=tuple(aligned(shape, result, dims) for shape in call.results),
+        axes,
+        tuple(aligned(shape, result, dims) for shape in call.operands),
+        tuple(aligned(shape, result, dims) for shape in call.results),
         linear=linear,
     )
 
@@ -135,12 +135,7 @@ def type_as(call: Call) -> NodeRule:
     else:
         more, dims = axes_of(other, "o", frozen=range(len(other)))
         axes |= more
-    return NodeRule(
-        axes=axes,
-        operands=(own, dims),
-        results=(own,),
-        linear=() if _narrows(call) else passes(call, 0),
-    )
+    return NodeRule(axes, (own, dims), (own,), linear=() if _narrows(call) else passes(call, 0))
 
 
 @rule("aten.prelu", "aten._prelu_kernel")
@@ -152,4 +147,4 @@ def prelu(call: Call) -> NodeRule:
         dims: Dims = aligned(slope, shape, own)
     else:
         dims = tuple(("d1",) if size != 1 and len(shape) > 1 else () for size in slope)
-    return NodeRule(axes=axes, operands=(own, dims), results=(own,))
+    return NodeRule(axes, (own, dims), (own,))

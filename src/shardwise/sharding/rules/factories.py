@@ -29,7 +29,7 @@ def constant(call: Call) -> NodeRule:
     axes, dims = axes_of(call.results[0])
     operands: tuple[Dims, ...] = tuple(() for _ in call.operands)  # a fill value
     size = "size" if "size" in call.arguments else None
-    return NodeRule(axes=axes, operands=operands, results=(dims,), size_arg=size)
+    return NodeRule(axes, operands, (dims,), size_arg=size)
 
 
 @rule("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like")
@@ -38,9 +38,9 @@ def constant_like(call: Call) -> NodeRule:
     axes, dims = axes_of(call.results[0])
     zeros = call.node.op.startswith("aten.zeros_like")
     return NodeRule(
-        axes=axes,
-        operands=(dims, *(() for _ in call.operands[1:])),
-        results=(dims,),
+        axes,
+        (dims, *(() for _ in call.operands[1:])),
+        (dims,),
         linear=passes(call, 0) if zeros else (),
     )
 
@@ -64,9 +64,7 @@ def constant_new(call: Call) -> NodeRule:
     strided = "strided" in call.node.op or "permuted" in call.node.op
     if strided:
         axes = frozen_axes({name: axis.size for name, axis in axes.items()})
-    return NodeRule(
-        axes=axes, operands=tuple(operands), results=(dims,), size_arg=None if strided else "size"
-    )
+    return NodeRule(axes, tuple(operands), (dims,), size_arg=None if strided else "size")
 
 
 def placed(call: Call) -> tuple[tuple[str, Any], ...]:
@@ -84,7 +82,7 @@ def vector_rule(call: Call, fn: str, *args: Any) -> NodeRule:
         return call.replace() if shard is None else LocalCall(fn, (*args, *shard), placed(call))
 
     operands: tuple[Dims, ...] = tuple(() for _ in call.operands)
-    return NodeRule(axes=axes, operands=operands, results=(dims,), localize=localize)
+    return NodeRule(axes, operands, (dims,), localize=localize)
 
 
 @rule("aten.arange")
@@ -128,7 +126,7 @@ def eye(call: Call) -> NodeRule:
             return call.replace()
         return LocalCall("rt.eye", call.results[0], (*shards, *placed(call)))
 
-    return NodeRule(axes=axes, operands=(), results=(dims,), localize=localize)
+    return NodeRule(axes, (), (dims,), localize=localize)
 
 
 @rule("aten.tril", "aten.triu")
@@ -258,4 +256,4 @@ def randperm(call: Call) -> NodeRule:
     def localize(call: Call, local: Local) -> LocalCall:
         return LocalCall("rt.draw", ("randperm",), (*draw_options(call, local), *placed(call)))
 
-    return NodeRule(axes=axes, operands=(), results=(dims,), localize=localize)
+    return NodeRule(axes, (), (dims,), localize=localize)

@@ -66,9 +66,9 @@ def embedding(call: Call) -> NodeRule:
         )
 
     return NodeRule(
-        axes=axes,
-        operands=operand_dims(call, {"weight": (("v",), ("e",)), "indices": batch}),
-        results=((*batch, ("e",)),),
+        axes,
+        operand_dims(call, weight=each("ve"), indices=batch),
+        ((*batch, ("e",)),),
         linear=(frozenset({call.position("weight")}),),
         localize=guarded(localize),  # CUDA's backward of a table without columns is out of bounds
     )
@@ -88,12 +88,12 @@ def embedding_bag(call: Call) -> NodeRule:
         more, names = axes_of(own, f"r{index}_", frozen=range(len(own)))
         axes |= more
         results.append((*names, ("e",)) if last else names)
-    dims: dict[str, Dims] = {"weight": (("v",), ("e",))}
+    dims: dict[str, Dims] = {"weight": each("ve")}
     for name in ("indices", "offsets", "per_sample_weights"):
         if call.has(name):
             more, dims[name] = axes_of(call.shape(name), name, frozen=range(2))
             axes |= more
-    return NodeRule(axes=axes, operands=operand_dims(call, dims), results=tuple(results))
+    return NodeRule(axes, operand_dims(call, **dims), tuple(results))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,12 +180,7 @@ def index(call: Call) -> NodeRule:
     read = indexing(call, indices, mask_length=length)
     if read is None or read.shape != call.results[0]:
         return replicated_rule(call, "a mask among several index tensors")
-    return NodeRule(
-        axes=read.axes,
-        operands=(read.source, *read.indices),
-        results=(read.result,),
-        linear=passes(call, 0),
-    )
+    return NodeRule(read.axes, (read.source, *read.indices), (read.result,), linear=passes(call, 0))
 
 
 @rule("aten.index_put", "aten._unsafe_index_put", "aten._index_put_impl")
@@ -205,9 +200,9 @@ def index_put(call: Call) -> NodeRule:
         for name, axis in write.axes.items()
     }
     return NodeRule(
-        axes=axes,
-        operands=(write.source, *write.indices, aligned(values, write.shape, write.result)),
-        results=(write.source,),
+        axes,
+        (write.source, *write.indices, aligned(values, write.shape, write.result)),
+        (write.source,),
         linear=passes(call, 0, len(slots) + 1),
         additive=frozenset({0}) if adds else frozenset(),
     )
@@ -230,9 +225,9 @@ def _masked_put(
     shape = (*(1 for _ in range(leading)), *source[start + width :])
     filled: Dims = (*(() for _ in range(leading)), *after)
     return NodeRule(
-        axes=axes,
-        operands=(dims, dims[start : start + width], aligned(values, shape, filled)),
-        results=(dims,),
+        axes,
+        (dims, dims[start : start + width], aligned(values, shape, filled)),
+        (dims,),
         linear=passes(call, 0, 2),
     )
 
@@ -256,9 +251,9 @@ def index_select(call: Call) -> NodeRule:
     axes, dims = axes_of(source, frozen=(dim,))
     axes["i"] = Axis("i", call.results[0][dim] if source else 1)
     return NodeRule(
-        axes=axes,
-        operands=(dims, each("i" for _ in call.shape("index"))),
-        results=(with_dim(dims, dim, ("i",)) if source else (),),
+        axes,
+        (dims, each("i" for _ in call.shape("index"))),
+        (with_dim(dims, dim, ("i",)) if source else (),),
         linear=passes(call, 0),
     )
 
@@ -287,7 +282,7 @@ def gather(call: Call) -> NodeRule:
     index = matched(axes, target, dim, ("i",), source)
     if index is None or not source:
         return replicated_rule(call, "a scalar, or an index larger than the tensor")
-    return NodeRule(axes=axes, operands=(dims, index), results=(index,), linear=passes(call, 0))
+    return NodeRule(axes, (dims, index), (index,), linear=passes(call, 0))
 
 
 @rule("aten.take_along_dim")
@@ -301,7 +296,7 @@ def take_along_dim(call: Call) -> NodeRule:
     axes["full"] = Axis("full", source[dim], frozen=True)
     table = with_dim(aligned(source, target, dims), dim, ("full",))
     lookup = with_dim(aligned(index, target, dims), dim, dims[dim])
-    return NodeRule(axes=axes, operands=(table, lookup), results=(dims,), linear=passes(call, 0))
+    return NodeRule(axes, (table, lookup), (dims,), linear=passes(call, 0))
 
 
 @rule("aten.take")
@@ -309,9 +304,7 @@ def take(call: Call) -> NodeRule:
     """Freeze all dims of the tensor, which is read as if flattened."""
     axes, dims = axes_of(call.results[0], prefix="i")
     more, source = axes_of(call.operands[0], frozen=range(len(call.operands[0])))
-    return NodeRule(
-        axes=axes | more, operands=(source, dims), results=(dims,), linear=passes(call, 0)
-    )
+    return NodeRule(axes | more, (source, dims), (dims,), linear=passes(call, 0))
 
 
 @rule("aten.scatter", "aten.scatter_add", "aten.scatter_reduce")
@@ -339,9 +332,9 @@ def scatter(call: Call) -> NodeRule:
     if None in operands:
         return replicated_rule(call, "an index or source larger than the tensor")
     return NodeRule(
-        axes=axes,
-        operands=tuple(o for o in operands if o is not None),
-        results=(dims,),
+        axes,
+        tuple(o for o in operands if o is not None),
+        (dims,),
         linear=linear if mode is None or adds else (),
         additive=frozenset({0}) if adds else frozenset(),
     )
@@ -371,9 +364,9 @@ def index_add(call: Call) -> NodeRule:
         operands.append(())
         linear = passes(call, 0, call.position("value"))
     return NodeRule(
-        axes=axes,
-        operands=tuple(operands),
-        results=(dims,),
+        axes,
+        tuple(operands),
+        (dims,),
         linear=linear,
         additive=frozenset({0}) if adds else frozenset(),
     )
@@ -393,7 +386,7 @@ def one_hot(call: Call) -> NodeRule:
             return call.replace(num_classes=target[last])
         return LocalCall("rt.one_hot", (call.get("self"), *shard))
 
-    return NodeRule(axes=axes, operands=(dims[:-1],), results=(dims,), localize=localize)
+    return NodeRule(axes, (dims[:-1],), (dims,), localize=localize)
 
 
 keep_replicated("the length of the result depends on data", "aten.bincount")

@@ -10,6 +10,8 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+import torch
+
 from shardwise.sharding.registry import keep_replicated, rule
 from shardwise.sharding.rule import (
     Axis,
@@ -18,13 +20,14 @@ from shardwise.sharding.rule import (
     Local,
     LocalCall,
     Localize,
+    MeshAxis,
     NodeRule,
     replicated_rule,
 )
 from shardwise.sharding.rules.building_blocks import (
     aligned,
     axes_of,
-    broadcast,
+    communicating,
     dtype_change,
     each,
     guarded,
@@ -51,20 +54,15 @@ def layer_norm(call: Call) -> NodeRule:
     name = op_name(call)
     _communicating(axes, inner, 3 if name == "layer_norm" else 2)
 
-    def localize(call: Call, local: Local) -> LocalCall:
-        axis = over(local, inner)
-        if axis is None:
-            return call.replace()
+    def localize(call: Call, local: Local, axis: MeshAxis) -> LocalCall:
         args = [call.get("input"), axis, len(inner), call.get("weight")]
         if name == "layer_norm":
             args.append(call.get("bias"))
         options = (("eps", call.get("eps")), ("count", prod(shape[free:])))
         return LocalCall(f"rt.{name}", tuple(args), (*options, *dtype_change(call)))
 
-    dims: dict[str, Dims] = {"input": full, "weight": full[free:], "bias": full[free:]}
-    return NodeRule(
-        axes=axes, operands=operand_dims(call, dims), results=(full,), localize=localize
-    )
+    operands = operand_dims(call, input=full, weight=full[free:], bias=full[free:])
+    return NodeRule(axes, operands, (full,), localize=communicating(inner, localize))
 
 
 @rule("aten.native_layer_norm", "aten._fused_rms_norm")
@@ -74,12 +72,8 @@ def native_layer_norm(call: Call) -> NodeRule:
     free = len(shape) - len(call.get("normalized_shape"))
     axes, full = axes_of(shape, frozen=range(free, len(shape)))
     statistics: Dims = (*full[:free], *(() for _ in full[free:]))
-    dims: dict[str, Dims] = {"input": full, "weight": full[free:], "bias": full[free:]}
-    return NodeRule(
-        axes=axes,
-        operands=operand_dims(call, dims),
-        results=(full, *(statistics for _ in call.results[1:])),
-    )
+    operands = operand_dims(call, input=full, weight=full[free:], bias=full[free:])
+    return NodeRule(axes, operands, (full, *(statistics for _ in call.results[1:])))
 
 
 @rule("aten.group_norm")
@@ -124,10 +118,8 @@ def _grouped(call: Call, groups: int, channels: int, localize: Localize) -> Node
         **space,
     }
     full: Dims = (("n",), ("g", "c"), *plane)
-    dims: dict[str, Dims] = {"input": full, "weight": (("g", "c"),), "bias": (("g", "c"),)}
-    return NodeRule(
-        axes=axes, operands=operand_dims(call, dims), results=(full,), localize=localize
-    )
+    operands = operand_dims(call, input=full, weight=full[1:2], bias=full[1:2])
+    return NodeRule(axes, operands, (full,), localize=localize)
 
 
 @rule("aten.instance_norm")
@@ -137,10 +129,8 @@ def instance_norm(call: Call) -> NodeRule:
         return replicated_rule(call, "running statistics over the full batch")
     shape = call.shape("input")
     axes, full = axes_of(shape, frozen=range(2, len(shape)))
-    dims: dict[str, Dims] = {"input": full, "weight": (("d1",),), "bias": (("d1",),)}
-    return NodeRule(
-        axes=axes, operands=operand_dims(call, dims), results=(full,), localize=guarded()
-    )
+    operands = operand_dims(call, input=full, weight=full[1:2], bias=full[1:2])
+    return NodeRule(axes, operands, (full,), localize=guarded())
 
 
 STATISTICS = ("weight", "bias", "running_mean", "running_var")
@@ -155,14 +145,12 @@ def batch_norm(call: Call) -> NodeRule:
         return replicated_rule(call, "changes its running statistics in place")
     axes, full = axes_of(shape, frozen=[i for i in range(len(shape)) if training and i != 1])
     channel: Dims = (("d1",),)
-    dims: dict[str, Dims] = {"input": full, **dict.fromkeys(STATISTICS, channel)}
     empty: Dims = ((),)
     saved = [channel if s and s[0] == shape[1] != 1 else empty for s in call.results[1:]]
     if any(s == (0,) for s in call.results[1:]):
         return replicated_rule(call, "has empty results")
-    return NodeRule(
-        axes=axes, operands=operand_dims(call, dims), results=(full, *saved), localize=guarded()
-    )
+    operands = operand_dims(call, input=full, **dict.fromkeys(STATISTICS, channel))
+    return NodeRule(axes, operands, (full, *saved), localize=guarded())
 
 
 @rule("shardwise.batch_norm")
@@ -188,9 +176,9 @@ def batch_norm_training(call: Call) -> NodeRule:
 
     statistics = tuple((("d1",),) for _ in call.node.inputs[1:])
     return NodeRule(
-        axes=axes,
-        operands=(each(axes), *statistics),
-        results=(each(axes), *((("d1",),) for _ in call.results[1:])),
+        axes,
+        (each(axes), *statistics),
+        (each(axes), *((("d1",),) for _ in call.results[1:])),
         localize=localize,
     )
 
@@ -213,8 +201,8 @@ def weight_norm(call: Call) -> NodeRule:
         return LocalCall("rt.weight_norm", (call.get("v"), axis, call.get("g"), dim))
 
     norms: Dims = tuple((name,) if name == f"d{dim}" else () for name in axes)
-    operands = operand_dims(call, {"v": full, "g": norms})
-    return NodeRule(axes=axes, operands=operands, results=(full,), localize=localize)
+    operands = operand_dims(call, v=full, g=norms)
+    return NodeRule(axes, operands, (full,), localize=localize)
 
 
 @rule("aten.softmax", "aten.log_softmax", "aten._softmax", "aten._log_softmax")
@@ -229,14 +217,11 @@ def softmax(call: Call) -> NodeRule:
     axes, full = axes_of(shape, frozen=(dim,) if name == "_safe_softmax" else ())
     _communicating(axes, [f"d{dim}"], 3)
 
-    def localize(call: Call, local: Local) -> LocalCall:
-        axis = local.axis(f"d{dim}")
-        if axis is None:
-            return call.replace()
+    def localize(call: Call, local: Local, axis: MeshAxis) -> LocalCall:
         fn = "rt.log_softmax" if "log" in name else "rt.softmax"
         return LocalCall(fn, (call.node.args[0], axis, dim), dtype_change(call))
 
-    return NodeRule(axes=axes, operands=(full,), results=(full,), localize=localize)
+    return NodeRule(axes, (full,), (full,), localize=communicating([f"d{dim}"], localize))
 
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -252,12 +237,12 @@ keep_replicated(
 @rule("aten.margin_ranking_loss")
 def elementwise_loss(call: Call) -> NodeRule:
     """Leave every dim free: there is a term for each element of the broadcast operands."""
-    full = broadcast(*call.operands)
+    full = tuple(torch.broadcast_shapes(*call.operands))  # type: ignore[no-untyped-call]
     axes, dims = axes_of(full)
     return NodeRule(
-        axes=axes,
-        operands=tuple(aligned(shape, full, dims) for shape in call.operands),
-        results=((() if call.get("reduction") in (MEAN, SUM) else dims),),
+        axes,
+        tuple(aligned(shape, full, dims) for shape in call.operands),
+        ((() if call.get("reduction") in (MEAN, SUM) else dims),),
         localize=mean_over(tuple(axes), prod(full)),
     )
 
@@ -265,14 +250,14 @@ def elementwise_loss(call: Call) -> NodeRule:
 def mean_over(names: tuple[str, ...], count: int) -> Localize:
     """Divide the local sum by the full count for a mean over a sharded axis."""
 
-    def localize(call: Call, local: Local) -> LocalCall:
-        if call.get("reduction") != MEAN or over(local, names) is None:
+    def localize(call: Call, local: Local, axis: MeshAxis) -> LocalCall:
+        if call.get("reduction") != MEAN:
             return call.replace()
         terms = call.replace(reduction=NONE)
         op = call.node.op.removesuffix(".default").removeprefix("aten.")
         return LocalCall("rt.partial_loss", (op, *terms.args), (*terms.kwargs, ("count", count)))
 
-    return localize
+    return communicating(names, localize)
 
 
 @rule("aten.cosine_embedding_loss", "aten.triplet_margin_loss", "aten.triplet_margin_with_distance")
@@ -284,9 +269,9 @@ def row_loss(call: Call) -> NodeRule:
         return replicated_rule(call, "broadcast rows")
     axes, dims = axes_of(full, frozen=(len(full) - 1,))
     return NodeRule(
-        axes=axes,
-        operands=tuple(dims if s == full else dims[:-1] for s in call.operands),
-        results=((() if call.get("reduction") in (MEAN, SUM) else dims[:-1]),),
+        axes,
+        tuple(dims if s == full else dims[:-1] for s in call.operands),
+        ((() if call.get("reduction") in (MEAN, SUM) else dims[:-1]),),
         localize=mean_over(tuple(axes), prod(full[:-1])),
     )
 
@@ -308,15 +293,11 @@ def class_loss(call: Call) -> NodeRule:
     _communicating(axes, ["c"], 1 if nll else 4)
     batch = each(n for n in names if n != "c")
     probabilities = call.shape("target") == shape and _is_floating(call, "target")
-    dims: dict[str, Dims] = {
-        "self": each(names),
-        "target": each(names) if probabilities else batch,
-        "weight": (("c",),),
-    }
+    target = each(names) if probabilities else batch
     return NodeRule(
-        axes=axes,
-        operands=operand_dims(call, dims),
-        results=(() if call.get("reduction") in (MEAN, SUM) else batch,),
+        axes,
+        operand_dims(call, self=each(names), target=target, weight=(("c",),)),
+        (() if call.get("reduction") in (MEAN, SUM) else batch,),
         linear=(frozenset({call.position("self")}),) if nll else (),
         localize=_local_class_loss,
     )

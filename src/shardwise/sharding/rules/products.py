@@ -58,9 +58,9 @@ def contraction(
         dims[position] = aligned(call.operands[position], call.results[0], each(result))
     passing = tuple(frozenset({i, *added}) for i in factors) if is_float(call) else ()
     return NodeRule(
-        axes={name: Axis(name, size) for name, size in sizes.items()},
-        operands=tuple(dims[i] for i in range(len(call.operands))),
-        results=(each(result),),
+        {name: Axis(name, size) for name, size in sizes.items()},
+        tuple(dims[i] for i in range(len(call.operands))),
+        (each(result),),
         linear=passing,
         additive=frozenset(added),
     )
@@ -181,9 +181,9 @@ def kron(call: Call) -> NodeRule:
     axes, first = axes_of(left, prefix="a")
     more, second = axes_of(right, prefix="b")
     return NodeRule(
-        axes=axes | more,
-        operands=(first, second),
-        results=(tuple((f"a{i}", f"b{i}") for i in range(len(left))),),
+        axes | more,
+        (first, second),
+        (tuple((f"a{i}", f"b{i}") for i in range(len(left))),),
         linear=(frozenset({0}), frozenset({1})),
     )
 
@@ -253,9 +253,9 @@ def attention(call: Call) -> NodeRule:
             return replicated_rule(call, "a mask of more dims than the attention weights")
         dims["attn_mask"] = aligned(mask, (*result[:-1], key[-2]), (*rows, ("s",)))
     return NodeRule(
-        axes=axes,
-        operands=operand_dims(call, dims),
-        results=((*rows, ("v",)),),
+        axes,
+        operand_dims(call, **dims),
+        ((*rows, ("v",)),),
         linear=(frozenset({call.position("value")}),),
         localize=_localize_attention,
     )

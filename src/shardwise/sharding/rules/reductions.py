@@ -20,14 +20,14 @@ from shardwise.sharding.rule import (
     Local,
     LocalCall,
     Localize,
+    MeshAxis,
     NodeRule,
     replicated_rule,
 )
 from shardwise.sharding.rules.building_blocks import (
     aligned,
     axes_of,
-    broadcast,
-    broadcast_dims,
+    communicating,
     dtype_change,
     each,
     frozen_axes,
@@ -36,7 +36,6 @@ from shardwise.sharding.rules.building_blocks import (
     linear_rule,
     normalize,
     op_name,
-    over,
     passes,
     with_dim,
 )
@@ -107,9 +106,9 @@ def reduction_rule(
         size = axes[name].size
         axes[name] = Axis(name, size, reduce=reduce, frozen=frozen, num_collectives=num_collectives)
     return NodeRule(
-        axes=axes,
-        operands=(dims,),
-        results=tuple(reduction.result for _ in call.results),
+        axes,
+        (dims,),
+        tuple(reduction.result for _ in call.results),
         linear=(frozenset({0}),) if linear and is_float(call) else (),
         localize=localize,
     )
@@ -121,10 +120,7 @@ def combined(
     """Return the rule that calls `fn(x, axis, dims, keepdim, …)` if a reduced axis is sharded."""
     reduction = reduction_of(call)
 
-    def localize(call: Call, local: Local) -> LocalCall:
-        axis = over(local, reduction.names)
-        if axis is None:
-            return call.replace()
+    def localize(call: Call, local: Local, axis: MeshAxis) -> LocalCall:
         options = dtype_change(call) if is_float(call) else ()
         full_args = (call.node.args[0], axis, reduction.dims, reduction.keepdim, *args)
         return LocalCall(fn, full_args, options)
@@ -134,7 +130,7 @@ def combined(
         reduction,
         reduce="same",
         frozen=frozen,
-        localize=localize,
+        localize=communicating(reduction.names, localize),
         num_collectives=num_collectives,
     )
 
@@ -152,7 +148,7 @@ def histc(call: Call) -> NodeRule:
         return replicated_rule(call, "the range of the bins follows from the full tensor")
     axes, dims = axes_of(call.operands[0])
     axes["bins"] = Axis("bins", call.results[0][0], frozen=True)
-    return NodeRule(axes=axes, operands=(dims,), results=(each(["bins"]),))
+    return NodeRule(axes, (dims,), (each(["bins"]),))
 
 
 @rule("aten.mean")
@@ -160,14 +156,13 @@ def mean(call: Call) -> NodeRule:
     """Divide the local sum by the full count, so that empty shards add nothing."""
     reduction = reduction_of(call)
 
-    def localize(call: Call, local: Local) -> LocalCall:
-        if over(local, reduction.names) is None:
-            return call.replace()
+    def localize(call: Call, local: Local, axis: MeshAxis) -> LocalCall:
         args = (call.node.args[0], reduction.dims, reduction.keepdim)
         options = (("count", reduction.count), *dtype_change(call))
         return LocalCall("rt.partial_mean", args, options)
 
-    return reduction_rule(call, reduction, localize=localize, linear=True)
+    partial = communicating(reduction.names, localize)
+    return reduction_rule(call, reduction, localize=partial, linear=True)
 
 
 @rule("aten.var", "aten.std", "aten.var_mean", "aten.std_mean")
@@ -230,7 +225,7 @@ def ranked(call: Call) -> NodeRule:
     axes, dims = axes_of(source, frozen=(dim,))
     remaining: tuple[Dim, ...] = ((),) if call.get("keepdim") else ()
     result = with_dim(dims, dim, *remaining)
-    return NodeRule(axes=axes, operands=(dims,), results=tuple(result for _ in call.results))
+    return NodeRule(axes, (dims,), tuple(result for _ in call.results))
 
 
 @rule("aten.cosine_similarity", "aten.pairwise_distance")
@@ -240,14 +235,14 @@ def similarity(call: Call) -> NodeRule:
     rank = max(len(first), len(second))
     if not rank:
         return replicated_rule(call, "compares scalars")
-    full = broadcast(first, second)
+    full = tuple(torch.broadcast_shapes(first, second))  # type: ignore[no-untyped-call]
     dim = call.get("dim", -1) % rank
     axes, dims = axes_of(full, frozen=(dim,))
     remaining: tuple[Dim, ...] = ((),) if call.get("keepdim", False) else ()
     return NodeRule(
-        axes=axes,
-        operands=(aligned(first, full, dims), aligned(second, full, dims)),
-        results=(with_dim(dims, dim, *remaining),),
+        axes,
+        (aligned(first, full, dims), aligned(second, full, dims)),
+        (with_dim(dims, dim, *remaining),),
     )
 
 
@@ -273,9 +268,9 @@ def along(call: Call, dims: set[int], *, linear: bool = False) -> NodeRule:
     operands = tuple(match(f"o{i}_", shape) for i, shape in enumerate(call.operands[1:]))
     results = tuple(match(f"r{i}_", shape) for i, shape in enumerate(call.results))
     return NodeRule(
-        axes=axes,
-        operands=(own, *operands),
-        results=results,
+        axes,
+        (own, *operands),
+        results,
         linear=passes(call, *range(len(call.operands))) if linear else (),
     )
 
@@ -335,12 +330,12 @@ def bucketize(call: Call) -> NodeRule:
         if len(call.operands) != 2 or len(call.operands[1]) != len(target):
             return replicated_rule(call, "a sorter, or one value for each row")
         axes["sorted"] = Axis("sorted", shape[-1], frozen=True)
-        return NodeRule(axes=axes, operands=((*dims[:-1], ("sorted",)), dims), results=(dims,))
+        return NodeRule(axes, ((*dims[:-1], ("sorted",)), dims), (dims,))
     more, listed = axes_of(shape, prefix="s", frozen=range(len(shape)))
     at = call.position(name)
     compared = [s for i, s in enumerate(call.operands) if i != at]
     if any(len(s) > len(target) for s in compared):
         return replicated_rule(call, "a sorter, or operands that do not match")
-    operands = [broadcast_dims(s, target) for s in compared]
+    operands = [aligned(s, target, dims) for s in compared]
     operands.insert(at, listed)
-    return NodeRule(axes=axes | more, operands=tuple(operands), results=(dims,))
+    return NodeRule(axes | more, tuple(operands), (dims,))

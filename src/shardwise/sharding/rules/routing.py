@@ -32,9 +32,7 @@ def route(call: Call) -> NodeRule:
     tokens, top_k = call.shape("ids")
     axes = _axes(call.get("num_experts"), tokens, top_k)
     axes["e"] = Axis("e", call.get("num_experts"), frozen=True)
-    return NodeRule(
-        axes=axes, operands=(each("tk"),), results=((ROWS,), each("e")), localize=_local
-    )
+    return NodeRule(axes, (each("tk"),), ((ROWS,), each("e")), localize=_local)
 
 
 @rule(DISPATCH)
@@ -44,9 +42,9 @@ def dispatch(call: Call) -> NodeRule:
     experts = call.shape("order")[0] // max(tokens * top_k, 1)
     more, features = axes_of(call.shape("x")[1:], "h")
     return NodeRule(
-        axes=_axes(experts, tokens, top_k) | more,
-        operands=((("t",), *features), (ROWS,)),
-        results=((ROWS, *features),),
+        _axes(experts, tokens, top_k) | more,
+        ((("t",), *features), (ROWS,)),
+        ((ROWS, *features),),
         linear=(frozenset({0}),),
         localize=_local,
     )
@@ -60,17 +58,18 @@ def grouped_linear(call: Call) -> NodeRule:
     axes = _axes(weight[0], rows // max(weight[0], 1), 1, counts=call.position("counts"))
     axes |= {"n": Axis("n", size), "m": Axis("m", weight[2 if transposed else 1])}
     row: Dim = ("e", "t")  # tokens and their choices
-    dims = {
-        "rows": (row, ("n",)),
-        "weight": each("enm" if transposed else "emn"),
-        "counts": each("e"),
-        "bias": each("em"),
-    }
+    operands = operand_dims(
+        call,
+        rows=(row, ("n",)),
+        weight=each("enm" if transposed else "emn"),
+        counts=each("e"),
+        bias=each("em"),
+    )
     additive = frozenset(positions(call, "bias"))
     return NodeRule(
-        axes=axes,
-        operands=operand_dims(call, dims),
-        results=((row, ("m",)),),
+        axes,
+        operands,
+        ((row, ("m",)),),
         linear=() if additive else (frozenset({0}),),
         additive=additive,
         localize=_local,
@@ -83,9 +82,9 @@ def collect(call: Call) -> NodeRule:
     (tokens, top_k), rows = call.shape("ids"), call.shape("rows")
     more, features = axes_of(rows[1:], "h")
     return NodeRule(
-        axes=_axes(rows[0] // max(tokens * top_k, 1), tokens, top_k) | more,
-        operands=((ROWS, *features), (ROWS,), each("tk")),
-        results=((("t",), ("k",), *features),),
+        _axes(rows[0] // max(tokens * top_k, 1), tokens, top_k) | more,
+        ((ROWS, *features), (ROWS,), each("tk")),
+        ((("t",), ("k",), *features),),
         linear=(frozenset({0}),),
         localize=_local,
     )

@@ -45,9 +45,7 @@ def cat(call: Call) -> NodeRule:
         with_dim(dims, dim, piece) if len(shape) == len(target) else (piece,)
         for shape, piece in zip(call.operands, segments(axes, f"d{dim}", sizes), strict=True)
     )
-    return NodeRule(
-        axes=axes, operands=operands, results=(dims,), linear=passes(call, *range(len(operands)))
-    )
+    return NodeRule(axes, operands, (dims,), linear=passes(call, *range(len(operands))))
 
 
 @rule("aten.stack")
@@ -57,9 +55,9 @@ def stack(call: Call) -> NodeRule:
     dim = normalize(call.get("dim", 0), len(target))
     axes, dims = axes_of(target, frozen=(dim,))
     return NodeRule(
-        axes=axes,
-        operands=tuple(with_dim(dims, dim) for _ in call.operands),
-        results=(dims,),
+        axes,
+        tuple(with_dim(dims, dim) for _ in call.operands),
+        (dims,),
         linear=passes(call, *range(len(call.operands))),
     )
 
@@ -127,9 +125,9 @@ def pad(call: Call) -> NodeRule:
             result.append((f"p{d}",))
     zero = not constant or not call.get("value")
     return NodeRule(
-        axes=axes,
-        operands=(tuple(operand),),
-        results=(tuple(result),),
+        axes,
+        (tuple(operand),),
+        (tuple(result),),
         linear=passes(call, 0) if zero else (),
         localize=_local_pad,
     )
@@ -226,9 +224,9 @@ def slice_scatter(call: Call) -> NodeRule:
         return call.replace(start=first, end=last)
 
     return NodeRule(
-        axes=axes,
-        operands=(dims, with_dim(dims, dim, piece)),
-        results=(dims,),
+        axes,
+        (dims, with_dim(dims, dim, piece)),
+        (dims,),
         linear=passes(call, 0, 1),
         localize=localize,
     )
@@ -243,9 +241,9 @@ def select(call: Call) -> NodeRule:
     row: Dims = with_dim(dims, dim)
     writes = call.has("src")
     return NodeRule(
-        axes=axes,
-        operands=(dims, row) if writes else (dims,),
-        results=(dims if writes else row,),
+        axes,
+        (dims, row) if writes else (dims,),
+        (dims if writes else row,),
         linear=passes(call, *range(1 + writes)),
     )
 

@@ -23,9 +23,9 @@ from shardwise.sharding.rule import (
     replicated_rule,
 )
 from shardwise.sharding.rules.building_blocks import (
+    aligned,
     axes_of,
     axis_length,
-    broadcast_dims,
     each,
     linear_rule,
     normalize,
@@ -86,9 +86,9 @@ def factor_view(call: Call, *, localize: bool = True) -> NodeRule:
                     axes[names[-1]] = Axis(names[-1], factor)
                 dims[d] = tuple(names)
     return NodeRule(
-        axes=axes,
-        operands=(tuple(operand), *((tuple(result),) * (len(call.operands) - 1))),
-        results=(tuple(result),),
+        axes,
+        (tuple(operand), *((tuple(result),) * (len(call.operands) - 1))),
+        (tuple(result),),
         linear=passes(call, 0),
         localize=_reshape if localize else None,
         by_size=True,
@@ -153,7 +153,7 @@ def view_dtype(call: Call) -> NodeRule:
         return elementwise_rule(call)
     axes, dims = axes_of(call.operands[0], frozen=(len(call.operands[0]) - 1,))
     axes["last"] = Axis("last", call.results[0][-1], frozen=True)
-    return NodeRule(axes=axes, operands=(dims,), results=((*dims[:-1], ("last",)),))
+    return NodeRule(axes, (dims,), ((*dims[:-1], ("last",)),))
 
 
 @rule("aten.view_as_complex", "aten.view_as_real")
@@ -207,7 +207,7 @@ def diag_embed(call: Call) -> NodeRule:
 def diagonal_scatter(call: Call) -> NodeRule:
     """Freeze the two dims whose diagonal is overwritten."""
     axes, dims, written = _diagonal(call, call.operands[0], 0, 1, call.shape("src")[-1])
-    return NodeRule(axes=axes, operands=(dims, written), results=(dims,), linear=passes(call, 0, 1))
+    return NodeRule(axes, (dims, written), (dims,), linear=passes(call, 0, 1))
 
 
 keep_replicated("a diagonal matrix of a vector has no dim to shard", "aten.diag", "aten.trace")
@@ -220,7 +220,7 @@ def glu(call: Call) -> NodeRule:
     axes, dims = axes_of(call.results[0])
     axes["halves"] = Axis("halves", 2, frozen=True)
     operand = with_dim(dims, dim, ("halves", f"d{dim}"))
-    return NodeRule(axes=axes, operands=(operand,), results=(dims,))
+    return NodeRule(axes, (operand,), (dims,))
 
 
 # ---------------------------------------------------------------- expansions
@@ -228,13 +228,8 @@ def glu(call: Call) -> NodeRule:
 def expand(call: Call) -> NodeRule:
     """Pass the local result's shape as the size; new axes are in the result only."""
     axes, dims = axes_of(call.results[0])
-    return NodeRule(
-        axes=axes,
-        operands=(broadcast_dims(call.operands[0], call.results[0]),),
-        results=(dims,),
-        linear=passes(call, 0),
-        size_arg="size",
-    )
+    operand = aligned(call.operands[0], call.results[0], dims)
+    return NodeRule(axes, (operand,), (dims,), linear=passes(call, 0), size_arg="size")
 
 
 @rule("aten.broadcast_tensors")
@@ -242,9 +237,9 @@ def broadcast_tensors(call: Call) -> NodeRule:
     """Broadcast all operands to one common shape."""
     axes, dims = axes_of(call.results[0])
     return NodeRule(
-        axes=axes,
-        operands=tuple(broadcast_dims(shape, call.results[0]) for shape in call.operands),
-        results=tuple(dims for _ in call.results),
+        axes,
+        tuple(aligned(shape, call.results[0], dims) for shape in call.operands),
+        tuple(dims for _ in call.results),
         linear=passes(call, *range(len(call.operands))),
     )
 
@@ -256,9 +251,9 @@ def meshgrid(call: Call) -> NodeRule:
     if call.get("indexing") == "xy" and len(dims) > 1:
         dims = (dims[1], dims[0], *dims[2:])
     return NodeRule(
-        axes=axes,
-        operands=tuple(((f"d{i}",),) if s else () for i, s in enumerate(call.operands)),
-        results=tuple(dims for _ in call.results),
+        axes,
+        tuple(((f"d{i}",),) if s else () for i, s in enumerate(call.operands)),
+        tuple(dims for _ in call.results),
         linear=passes(call, *range(len(call.operands))),
     )
 
@@ -318,8 +313,8 @@ def repeat_interleave_tensor(call: Call) -> NodeRule:
     axes["long"] = Axis("long", call.results[0][dim], frozen=True)
     axes["counts"] = Axis("counts", prod(call.shape("repeats")), frozen=True)
     return NodeRule(
-        axes=axes,
-        operands=(dims, each("counts" for _ in call.shape("repeats"))),
-        results=(with_dim(dims, dim, ("long",)),),
+        axes,
+        (dims, each("counts" for _ in call.shape("repeats"))),
+        (with_dim(dims, dim, ("long",)),),
         linear=passes(call, 0),
     )
