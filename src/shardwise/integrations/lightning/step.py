@@ -9,6 +9,8 @@ trainer) are refused, because a captured step would keep their first value.
 from __future__ import annotations
 
 import contextlib
+import linecache
+import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,6 +24,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError, OptimizerError
+from shardwise.frontend.errors import Frame, is_user_code
 from shardwise.integrations.lightning.library import (
     LightningModule,
     is_overridden,
@@ -54,14 +57,14 @@ def growth(before: Mapping[Path, Any], module: nn.Module) -> Iterator[tuple[Path
         if isinstance(new, _List) and isinstance(old, _List):
             same = all(a is b for a, b in zip(old.items, new.items, strict=False))
             if not same or len(new.items) < len(old.items):
-                raise _changed(path)
+                raise _changed(path, type(module))
             if len(new.items) > len(old.items):
                 yield path, list(new.items[len(old.items) :])
         elif path not in before or not _same(old, new):
-            raise _changed(path)
+            raise _changed(path, type(module))
     for path in before:
         if path not in after:
-            raise _changed(path)
+            raise _changed(path, type(module))
 
 
 class _List:
@@ -88,12 +91,29 @@ def _same(old: Any, new: Any) -> bool:
     return old is new
 
 
-def _changed(path: Path) -> CaptureError:
+def _changed(path: Path, cls: type[Any]) -> CaptureError:
     attribute = f"self.{path[0]}" + "".join(f"[{key!r}]" for key in path[1:])
     return CaptureError(
         f"the step changes {attribute}; a captured step would not change it again",
+        where=_line_of(cls, path[0]),
         hint="change it in on_train_batch_end, append to a list, or use register_buffer",
     )
+
+
+def _line_of(cls: type[Any], attribute: str) -> str | None:
+    """Return the first line of a method that assigns an attribute, or else one that uses it."""
+    frames = []
+    for member in (m for base in cls.__mro__ for m in vars(base).values()):
+        code = getattr(member, "__code__", None)
+        if code is None or code.co_name == "__init__" or not is_user_code(code.co_filename):
+            continue
+        for line in sorted({line for *_, line in code.co_lines() if line}):
+            text = linecache.getline(code.co_filename, line).strip()
+            if re.search(rf"\bself\.{attribute}\b", text):
+                frames.append(Frame(code.co_filename, line, code.co_name, text))
+    assigns = re.compile(rf"\bself\.{attribute}\b[^=]*[^=!<>]=[^=]")
+    frames.sort(key=lambda frame: assigns.search(frame.text) is None)
+    return str(frames[0]) if frames else None
 
 
 # ------------------------------------------------------------ the tape: logging and metrics
