@@ -380,11 +380,11 @@ def run_graph(
             targets = [*trained.values(), *named.values()]
             grads = torch.autograd.grad(loss, targets, allow_unused=True)
         for name, gradient in zip(trained, grads, strict=False):
-            gradients[name] = _sum(gradients[name], dense(gradient))
+            gradients[name] = _sum(gradients[name], _dense(gradient))
         by_value = zip(named, grads[len(trained) :], strict=True)
         truth = truth or Truth(
             values={n: v.detach() for n, v in values.items()},
-            gradients={n: g for n, gradient in by_value if (g := dense(gradient)) is not None},
+            gradients={n: g for n, gradient in by_value if (g := _dense(gradient)) is not None},
         )
         losses.append(loss.detach())
         outputs.append([values[x.name] if isinstance(x, Ref) else x for x in graph.outputs])
@@ -412,8 +412,7 @@ def run_graph(
     return reference, truth
 
 
-def dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a gradient without sparse rows."""
+def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.equivalence.certificate import TOLERANCE, Jitter, distance, farthest
-from shardwise.equivalence.reference import Reference, Truth, dense, double_functions, run_graph
+from shardwise.equivalence.certificate import Jitter, distance, farthest
+from shardwise.equivalence.reference import Reference, Truth, run_graph
 from shardwise.errors import VerifyError
 from shardwise.ir import Graph
-from shardwise.ir.operators import is_random, run_node
 from shardwise.plans import Plan
 
 Tensors = Mapping[str, torch.Tensor]
@@ -46,7 +45,6 @@ class Trial:
     reference: Reference
     truth: Truth
     noise: Noise
-    hidden: frozenset[tuple[str, str]]  # nodes and operands whose gradient is negligible
 
 
 def make_trial(
@@ -81,39 +79,7 @@ def make_trial(
             values=of("value"),
             value_gradients=of("value gradient"),
         ),
-        hidden=frozenset(_hidden_operands(graph, truth)),
     )
-
-
-def _hidden_operands(graph: Graph, truth: Truth) -> Iterator[tuple[str, str]]:
-    """Yield nodes and operands for which an error in the node's backward would not be seen.
-
-    Behind a saturated function, a node adds nothing to the gradient of an operand with other uses,
-    or an operand has no effect on the node, so that gradients are equal that usually differ.
-    """
-    computed = {name for node in graph.nodes for name in node.outputs}
-    for node in graph.nodes:
-        leaves = {
-            n: truth.values[n].clone().requires_grad_() for n in node.inputs if n in truth.gradients
-        }
-        gradients = [truth.gradients.get(name) for name in node.outputs]
-        if is_random(node) or not leaves or not any(g is not None and g.any() for g in gradients):
-            continue
-        with double_functions(graph):
-            run = dict(run_node(graph, node, {**truth.values, **leaves}, torch.device("cpu")))
-        pairs = [(run[n], g) for n, g in zip(node.outputs, gradients, strict=True) if g is not None]
-        outputs, arriving = zip(*pairs, strict=True)
-        parts = torch.autograd.grad(outputs, tuple(leaves.values()), arriving, allow_unused=True)
-        effect = sum(float((value.detach() * g).abs().sum()) for value, g in pairs)
-        for (name, leaf), part in zip(leaves.items(), map(dense, parts), strict=True):
-            total = truth.gradients[name]
-            if part is None or not (total.any() and leaf.any()):
-                continue
-            has_effect = float((part * leaf.detach()).abs().sum()) > TOLERANCE * effect
-            if bool((part.abs() <= TOLERANCE * total.abs()).all()) or (
-                name in computed and not has_effect
-            ):
-                yield node.name, name
 
 
 def _numbers(reference: Reference, truth: Truth) -> Iterator[tuple[tuple[str, Any], Any]]:

@@ -302,10 +302,9 @@ class Converter:
         if node.target is operator.getitem and isinstance(args[0], tuple):
             return args[0][args[1]]
         recompute = node.meta.get(RECOMPUTE, self.builder.region.recompute)
-        is_refused = isinstance(node.target, torch._ops.HigherOrderOperator) or bool(
-            free_unbacked_symbols(node.meta.get("val"))
-        )  # unless it is dead code or a region that becomes part of the graph
-        origin = origin_of(node.meta, innermost=is_refused)
+        may_be_refused = isinstance(node.target, torch._ops.HigherOrderOperator)
+        may_be_refused |= bool(free_unbacked_symbols(node.meta.get("val")))
+        origin = origin_of(node.meta, innermost=may_be_refused)
         with self.builder.inside(**origin, recompute=recompute):
             return self._dispatch(node, args, _lookup(environment, node.kwargs))
 

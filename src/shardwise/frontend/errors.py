@@ -45,10 +45,7 @@ class Frame:
 
 
 def origin_of(meta: dict[str, Any], *, innermost: bool = False) -> dict[str, str]:
-    """Return the fields of a `Node` that say where it came from, from its fx meta.
-
-    Its line is that of the user's innermost `forward`, or the `innermost` line of any function.
-    """
+    """Return a `Node`'s place, in the innermost `forward` or function, from its fx meta."""
     origin = dict.fromkeys(("module", "module_class", "source", "source_text"), "")
     stack = meta.get("nn_module_stack")
     if stack:

@@ -106,33 +106,22 @@ def run_nodes(
     values |= {constant.value: constant.data.to(device) for constant in graph.constants}
     yield values
     for node in graph.nodes:
-        values.update(run_node(graph, node, values, device, random))
+        args = map_refs(node.args, lambda ref: values[ref.name])
+        kwargs = {key: map_refs(arg, lambda ref: values[ref.name]) for key, arg in node.kwargs}
+        if not node.inputs and takes_device(node.op):
+            kwargs["device"] = device
+        function = resolve(graph, node.op)
+        with contextlib.ExitStack() as region:
+            if not node.grad_enabled:
+                region.enter_context(torch.no_grad())
+            if node.autocast is not None:
+                region.enter_context(torch.autocast(*node.autocast, cache_enabled=False))
+            if random is not None and is_random(node):
+                result = random(node, function, args, kwargs)
+            else:
+                result = function(*args, **kwargs)
+        values.update(_results(node, result))
         yield values
-
-
-def run_node(
-    graph: Graph,
-    node: Node,
-    values: Mapping[str, torch.Tensor],
-    device: torch.device,
-    random: RandomOp | None = None,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the names and values of a node's outputs."""
-    args = map_refs(node.args, lambda ref: values[ref.name])
-    kwargs = {key: map_refs(arg, lambda ref: values[ref.name]) for key, arg in node.kwargs}
-    if not node.inputs and takes_device(node.op):
-        kwargs["device"] = device
-    function = resolve(graph, node.op)
-    with contextlib.ExitStack() as region:
-        if not node.grad_enabled:
-            region.enter_context(torch.no_grad())
-        if node.autocast is not None:
-            region.enter_context(torch.autocast(*node.autocast, cache_enabled=False))
-        if random is not None and is_random(node):
-            result = random(node, function, args, kwargs)
-        else:
-            result = function(*args, **kwargs)
-    return _results(node, result)
 
 
 def resolve(graph: Graph, op: str) -> Callable[..., Any]:

@@ -101,19 +101,16 @@ def _changed(path: Path, cls: type[Any]) -> CaptureError:
 
 
 def _line_of(cls: type[Any], attribute: str) -> str | None:
-    """Return the first line of a method that assigns an attribute, or else one that uses it."""
-    frames = []
+    """Return the user's first line outside of `__init__` that seems to change an attribute."""
+    changes = re.compile(rf"\bself\.{attribute}\b(?:[^=]*[^=!<>]=[^=]|.*\.\w+\()")
     for member in (m for base in cls.__mro__ for m in vars(base).values()):
         code = getattr(member, "__code__", None)
-        if code is None or code.co_name == "__init__" or not is_user_code(code.co_filename):
-            continue
-        for line in sorted({line for *_, line in code.co_lines() if line}):
-            text = linecache.getline(code.co_filename, line).strip()
-            if re.search(rf"\bself\.{attribute}\b", text):
-                frames.append(Frame(code.co_filename, line, code.co_name, text))
-    assigns = re.compile(rf"\bself\.{attribute}\b[^=]*[^=!<>]=[^=]")
-    frames.sort(key=lambda frame: assigns.search(frame.text) is None)
-    return str(frames[0]) if frames else None
+        if code is not None and code.co_name != "__init__" and is_user_code(code.co_filename):
+            for line in sorted({line for *_, line in code.co_lines() if line}):
+                text = linecache.getline(code.co_filename, line).strip()
+                if changes.search(text):
+                    return str(Frame(code.co_filename, line, code.co_name, text))
+    return None
 
 
 # ------------------------------------------------------------ the tape: logging and metrics
