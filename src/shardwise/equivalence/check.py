@@ -6,7 +6,7 @@ The second also compares every intermediate value and its gradient.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,8 +48,7 @@ def not_exercised(graph: Graph, trials: Sequence[Trial]) -> tuple[str, ...]:
         gradients = [trial.reference.gradients.get(parameter.name) for trial in trials]
         if parameter.requires_grad and all(map(_is_zero, gradients)):
             lines.append(f"parameter {parameter.name}: its gradient is zero")
-    last = trials[-1].inputs
-    same = {n for n, tensor in trials[0].inputs.items() if torch.equal(tensor, last[n])}
+    same = {n for n, t in trials[0].inputs.items() if torch.equal(t, trials[-1].inputs[n])}
     used = {name for node in graph.nodes for name in node.inputs}
     for source in graph.inputs:
         if source.value not in used:
@@ -60,7 +59,7 @@ def not_exercised(graph: Graph, trials: Sequence[Trial]) -> tuple[str, ...]:
         lines.append(
             f"batches in which Python sees another value than {guard.answer}: {guard.source}"
         )
-    hidden = set.intersection(*(_hidden_uses(graph, trial.truth) for trial in trials))
+    hidden = set.intersection(*(set(_hidden_uses(graph, trial.truth)) for trial in trials))
     for node in graph.nodes:
         for name in node.outputs:
             if name not in trials[0].truth.gradients:
@@ -79,8 +78,8 @@ def not_exercised(graph: Graph, trials: Sequence[Trial]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _hidden_uses(graph: Graph, truth: Truth) -> set[tuple[str, str]]:
-    """Return nodes and operands whose part of a gradient is too small for an error to be seen.
+def _hidden_uses(graph: Graph, truth: Truth) -> Iterator[tuple[str, str]]:
+    """Yield nodes and operands whose part of a gradient is too small for an error to be seen.
 
     Behind a saturated function, a node adds next to nothing to the gradient of an operand with
     other uses, or an operand hardly changes a node, so that all rows get equal gradients.
@@ -88,14 +87,12 @@ def _hidden_uses(graph: Graph, truth: Truth) -> set[tuple[str, str]]:
     sizes = {n: float((truth.values[n] * g).abs().sum()) for n, g in truth.gradients.items()}
     uses = Counter(name for node in graph.nodes for name in set(node.inputs))
     sources = {parameter.value for parameter in graph.parameters}
-    hidden = set()
     for node in graph.nodes:
         effect = sum(sizes.get(name, 0.0) for name in node.outputs)
         for name in sizes.keys() & set(node.inputs):
             small, large = (effect, sizes[name]) if uses[name] > 1 else (sizes[name], effect)
             if 0 < small <= TOLERANCE * large and (uses[name] > 1 or name not in sources):
-                hidden.add((node.name, name))
-    return hidden
+                yield node.name, name
 
 
 def unused_choices(subject: Subject) -> tuple[str, ...]:

@@ -302,10 +302,9 @@ class Converter:
         if node.target is operator.getitem and isinstance(args[0], tuple):
             return args[0][args[1]]
         recompute = node.meta.get(RECOMPUTE, self.builder.region.recompute)
-        may_be_refused = isinstance(node.target, torch._ops.HigherOrderOperator)
-        may_be_refused |= bool(free_unbacked_symbols(node.meta.get("val")))
-        origin = origin_of(node.meta, innermost=may_be_refused)
-        with self.builder.inside(**origin, recompute=recompute):
+        is_refused = bool(free_unbacked_symbols(node.meta.get("val")))  # if a result needs it
+        is_refused |= isinstance(node.target, torch._ops.HigherOrderOperator)
+        with self.builder.inside(**origin_of(node.meta, innermost=is_refused), recompute=recompute):
             return self._dispatch(node, args, _lookup(environment, node.kwargs))
 
     def _dispatch(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

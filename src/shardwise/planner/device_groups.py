@@ -116,8 +116,7 @@ class Subset:
 
 
 def subsets(cluster: Cluster, rates: Sequence[float]) -> Iterator[Subset]:
-    """Yield the cluster without its slowest devices, without the next slowest, …; then its nodes,
-    and ever fewer devices of the fastest class.
+    """Yield the cluster without its slowest devices, …; its nodes; ever fewer fastest devices.
 
     Of equal nodes, only the first is yielded.
     """

@@ -217,25 +217,21 @@ def _faster_graph(
 def _without_slow_devices(
     full: _Searched, cluster: Cluster, fastest: Callable[[Cluster, float], _Searched]
 ) -> tuple[_Searched, LeftOutDevices | None]:
-    """Search on fewer devices; all are used only if that saves `SIMPLER_SLACK` of the step.
-
-    A lower bound of the step avoids most searches: the time to compute and, for several equal
-    devices of a node, a part of the rest: communication grows at most with their number.
-    """
+    """Search on fewer devices; all are used only if that saves `SIMPLER_SLACK` of the step."""
     best, used, shortest = full, None, full.outcome.step_time_s
     layouts, evaluator = full.search.cache, full.search.evaluator
-    is_equal = len(evaluator.devices) == 1
-    if is_equal and not full.outcome.feasible:
+    if len(evaluator.devices) == 1 and not full.outcome.feasible:
         return full, None
     rates = _rates(layouts, evaluator)
     one_device_s = min(_seconds(layouts, evaluator, layouts.rows))
-    is_one_node = is_equal and cluster.nodes[0].count == cluster.num_ranks
-    rest_s = (shortest - one_device_s / sum(rates)) / cluster.num_ranks if is_one_node else 0.0
+    rest_s = 0.0  # in a node of equal devices, communication grows at most with their number
+    if len(evaluator.devices) == 1 and cluster.nodes[0].count == cluster.num_ranks:
+        rest_s = (shortest - one_device_s / sum(rates)) / cluster.num_ranks
     for smaller in subsets(cluster, rates):
         limit = shortest * (1 + SIMPLER_SLACK)
         count = len(smaller.ranks)
-        computing_s = one_device_s / sum(rates[rank] for rank in smaller.ranks)
-        if computing_s + (rest_s * count if count > 1 else 0.0) > limit:
+        bound_s = one_device_s / sum(rates[rank] for rank in smaller.ranks)
+        if bound_s + rest_s * (count if count > 1 else 0) > limit:
             continue
         try:
             other = fastest(smaller.cluster, limit)

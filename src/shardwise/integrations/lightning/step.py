@@ -62,9 +62,8 @@ def growth(before: Mapping[Path, Any], module: nn.Module) -> Iterator[tuple[Path
                 yield path, list(new.items[len(old.items) :])
         elif path not in before or not _same(old, new):
             raise _changed(path, type(module))
-    for path in before:
-        if path not in after:
-            raise _changed(path, type(module))
+    for path in before.keys() - after.keys():
+        raise _changed(path, type(module))
 
 
 class _List:
