@@ -79,7 +79,7 @@ def not_exercised(graph: Graph, trials: Sequence[Trial]) -> tuple[str, ...]:
 
 
 def _hidden_uses(graph: Graph, truth: Truth) -> Iterator[tuple[str, str]]:
-    """Yield nodes and operands whose part of a gradient is too small for an error to be seen.
+    """Yield nodes and operands whose part of a gradient is too small to show an error.
 
     Behind a saturated function, a node adds next to nothing to the gradient of an operand with
     other uses, or an operand hardly changes a node, so that all rows get equal gradients.
