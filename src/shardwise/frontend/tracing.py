@@ -96,7 +96,7 @@ def cuda_uninitialized() -> Iterator[None]:
 def keeping_user_frames() -> Iterator[None]:
     """Keep the user's frames that are not named `forward` while a step is traced.
 
-    torch records only frames of that name, and none of a loss function, a step function or a
+    torch records only frames of that name: no function that `forward` calls, no loss function, no
     `training_step`.
     """
     tracer: Any = fx.proxy.TracerBase
@@ -108,7 +108,8 @@ def keeping_user_frames() -> Iterator[None]:
     def with_user_frames(self: Any, summary: traceback.StackSummary) -> traceback.StackSummary:
         forwards: traceback.StackSummary = original(self, summary)
         if any(frame.name == "forward" and is_user_file(frame.filename) for frame in forwards):
-            return forwards
+            last = next(frame for frame in reversed(summary) if is_user_code(frame.filename))
+            return traceback.StackSummary.from_list([*forwards, last])
         captured = itertools.dropwhile(lambda frame: not in_package(frame.filename), summary)
         users = [frame for frame in captured if is_user_code(frame.filename)]
         return traceback.StackSummary.from_list([*forwards, *users])

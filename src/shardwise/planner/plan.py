@@ -220,12 +220,19 @@ def _without_slow_devices(
     """Search on fewer devices; all are used only if that saves `SIMPLER_SLACK` of the step."""
     best, used, shortest = full, None, full.outcome.step_time_s
     layouts, evaluator = full.search.cache, full.search.evaluator
+    if len(evaluator.devices) == 1 and not full.outcome.feasible:
+        return full, None
     rates = _rates(layouts, evaluator)
     one_device_s = min(_seconds(layouts, evaluator, layouts.rows))
+    rest_s = 0.0  # in a node of equal devices, communication grows at most with their number
+    if len(evaluator.devices) == 1 and cluster.nodes[0].count == cluster.num_ranks:
+        rest_s = (shortest - one_device_s / sum(rates)) / cluster.num_ranks
     for smaller in subsets(cluster, rates):
         limit = shortest * (1 + SIMPLER_SLACK)
-        if one_device_s / sum(rates[rank] for rank in smaller.ranks) > limit:
-            continue  # too slow even if all of them compute all the time
+        count = len(smaller.ranks)
+        bound_s = one_device_s / sum(rates[rank] for rank in smaller.ranks)
+        if bound_s + rest_s * (count if count > 1 else 0) > limit:
+            continue
         try:
             other = fastest(smaller.cluster, limit)
         except InfeasiblePlan:  # the user's options require more ranks
@@ -368,7 +375,7 @@ def _seconds(layouts: LayoutCache, evaluator: Evaluator, rows: int) -> list[floa
         evaluator.costs.node_times(work, device, Group(mesh=Mesh(), ranks=(0,)))
         for device in evaluator.devices
     ]
-    return [float((t.forward + t.backward).sum()) for t in times]
+    return [float(((t.forward + t.backward) * evaluator.fold.copies).sum()) for t in times]
 
 
 def _constraint_key(path: str, fixed: Mapping[str, Mapping[str, Placement]], graph: Graph) -> str:
