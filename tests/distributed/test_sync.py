@@ -181,12 +181,29 @@ class Table(nn.Module):
         return nn.functional.cross_entropy(self.out(self.table(x).mean(1)), y)
 
 
-def train_rows(strategy: str) -> tuple[float, int]:
+class Bags(Table):
+    """Bags of several lengths, the second of them empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(101, 6, sparse=True)  # type: ignore[assignment]
+
+    def forward(
+        self, x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.out(self.table(x, offsets)), y)
+
+
+def train_rows(strategy: str, ranges: bool = False) -> tuple[float, int]:
     """Train with SparseAdam next to one process; return the difference and the rows of a rank."""
     torch.manual_seed(0)
-    model, single = Table().double(), Table().double()
+    kind = Bags if ranges else Table
+    model, single = kind().double(), kind().double()
     single.load_state_dict(model.state_dict())
     batch = {"x": torch.randint(0, 101, (12, 3)), "y": torch.randint(0, 4, (12,))}
+    if ranges:
+        offsets = torch.tensor([0, 2, 2, 7, 9, 10, 16])
+        batch = {"x": batch["x"].view(-1), "y": batch["y"][:7], "offsets": offsets}
     graph, cluster = sw.capture(model, batch), sw.Cluster.local(torch.distributed.get_world_size())
     entry = ParameterEntry(layout={"tp": "0"}, sync=sw.Sync(sparse="gather"))
     if strategy == "parallax":
@@ -213,7 +230,8 @@ def train_rows(strategy: str) -> tuple[float, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["parallax", "tensor"])
-def test_rows_of_tables_with_sparse_adam(pool: Any, strategy: str) -> None:
-    for apart, rows in pool(3).run(train_rows, strategy):
+@pytest.mark.parametrize("ranges", [False, True])
+def test_rows_of_tables_with_sparse_adam(pool: Any, strategy: str, ranges: bool) -> None:
+    for apart, rows in pool(3).run(train_rows, strategy, ranges):
         assert apart < 1e-12
         assert rows in (33, 34)

@@ -52,7 +52,7 @@ from shardwise.sharding.rule import Local, LocalCall, MeshAxis, replace_argument
 from shardwise.shares import lengths, num_ranks, part
 
 # Calls with a gradient of rows.
-SPARSE_CALLS = ("aten.embedding.default", "aten.embedding_bag.padding_idx", "rt.embedding_rows")
+SPARSE_CALLS = ("aten.embedding.default", "rt.embedding_rows", "rt.embedding_bag")
 
 
 # ---------------------------------------------------------------- layouts of sources

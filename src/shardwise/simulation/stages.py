@@ -103,7 +103,7 @@ def special_messages(
     rows, syncs = step_rows(fold.graph), execution.syncs
     values = {p.name: p.value for p in fold.graph.parameters}
     special = [p for p in work.parameters if p.name in syncs and p.sync and p.requires_grad]
-    joined: Counter[Sync] = Counter()  # parameters that are synchronized alike
+    joined: Counter[Sync] = Counter()  # parameters with the same synchronization
     for parameter in special:
         joined[syncs[parameter.name]] += int(fold.copies[parameter.node])
     for parameter in special:
