@@ -110,7 +110,7 @@ def sync_messages(
     the two factors. An updated row is sent once by its owner; here each is counted as distinct.
     """
     numel, width = math.prod(shape), math.prod(shape[1:])
-    if form.inexact:
+    if form.inexact and not form.has_owners:
         return tuple(_inexact_messages(form, shape, item_bytes, reduced_bytes, num_ranks))
     busiest = _busiest(form, num_ranks, rates) if form.has_owners else 1.0
     counts = _reduce("all_gather", num_ranks * COUNT_BYTES)
@@ -139,7 +139,7 @@ def sync_messages(
         )
     if form.has_owners:
         updated = _update("all_gather", numel * item_bytes, busiest)
-        return _reduce("reduce_scatter", total, busiest), updated
+        return _reduce("reduce_scatter", total, busiest, slack=form.stale), updated
     return (_reduce("all_reduce", total),)
 
 
@@ -190,9 +190,7 @@ def sync_seconds(
     messages: Sequence[SyncMessage], groups: Ints, seconds: Callable[[str, Ints, float], float]
 ) -> float:
     """Return the time of messages, of collectives that take `seconds(op, groups, bytes)`."""
-    return sum(
-        seconds(m.op, level_groups(groups, m.level), m.busy_bytes) / m.steps for m in messages
-    )
+    return sum(seconds(m.op, level_groups(groups, m.level), m.busy_bytes) for m in messages)
 
 
 def level_groups(groups: Ints, level: int) -> Ints:

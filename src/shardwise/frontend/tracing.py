@@ -64,7 +64,8 @@ def bags_of_rows() -> contextlib.AbstractContextManager[None]:
         indices, scales, weight = call.input, call.per_sample_weights, call.weight
         other = call.max_norm is not None or call.scale_grad_by_freq or call.mode == "max"
         fits = scales is None or (scales.shape == indices.shape and call.mode == "sum")
-        if indices.dim() != 2 or call.offsets is not None or other or not fits:
+        fits &= indices.dim() == 2 and indices.numel() > 0
+        if call.offsets is not None or other or not fits:
             return embedding_bag(*args, **kwargs)
         rows = functional.embedding(indices, weight, call.padding_idx, sparse=call.sparse)
         used = None

@@ -5,7 +5,7 @@ A unit is a run of positions in one block: what is gathered, recomputed and sync
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -110,18 +110,14 @@ def special_messages(
         form, item = syncs[parameter.name], parameter.itemsize
         num = execution.num_along(parameter.sync)
         reduced = itemsize_of(form.dtype, execution.reduced_item_bytes(item))
-        if form.inexact:
+        if form.compression is not None:
             item = itemsize_of(execution.precision.master, item)
         used = rows.get(values[parameter.name], 0)
         rates = execution.link_rates if len(execution.link_rates) == num else ()
         count = 1.0
-        if form.every > 1:
-            count = form.fragments / max(joined[form], form.fragments)
-        elif form.inexact:
-            filled = parameter.numel * reduced / BUCKET_BYTES
-            count = min(1.0, max(filled, 1 / joined[form]))
-        elif form.has_owners and form.dim is None and not form.sparse:
-            count = 1 / joined[form]
+        if form.inexact or (form.has_owners and form.dim is None and not form.sparse):
+            filled = 0.0 if form.every > 1 else parameter.numel * reduced / BUCKET_BYTES
+            count = min(1.0, max(filled, form.fragments / joined[form]))
         for message in sync_messages(form, parameter.shape, item, reduced, used, num, rates):
             yield parameter, form, message, count / message.steps
 
@@ -148,15 +144,14 @@ def sync_traffic(
     fold: FoldedGraph, work: Workload, execution: ExecutionConfig
 ) -> tuple[SyncTraffic, ...]:
     """Return what each synchronization other than by buckets and ZeRO sends in a step."""
-    totals: dict[Sync, list[float]] = {}
+    sizes, messages = defaultdict[Sync, float](float), defaultdict[Sync, float](float)
     for parameter, form, message, number in special_messages(fold, work, execution):
         copies, num = int(fold.copies[parameter.node]), execution.num_along(parameter.sync)
-        total = totals.setdefault(form, [0.0, 0.0])
-        total[0] += copies * message.sent_bytes(num)
-        total[1] += copies * number
+        sizes[form] += copies * message.sent_bytes(num)
+        messages[form] += copies * number
     return tuple(
-        SyncTraffic(form=str(form), num_bytes=num_bytes, messages=messages)
-        for form, (num_bytes, messages) in totals.items()
+        SyncTraffic(form=str(form), num_bytes=sizes[form], messages=messages[form])
+        for form in sizes
     )
 
 
