@@ -100,6 +100,9 @@ class Inexact:
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError, where="sync")
+        for name, kind in (("compression", Compression), ("outer", OuterOptimizer)):
+            if not isinstance(value := getattr(self, name), kind | None):
+                raise PlanError(f"sync {name}={value!r}", hint=f"{name}=sw.{kind.__name__}(…)")
         if self.every == 1 and (self.outer or self.fragments > 1 or self.overlap):
             values = {name: getattr(self, name) for name in ("outer", "fragments", "overlap")}
             given = ", ".join(f"{name}={v}" for name, v in values.items() if v not in (1, 0))
