@@ -40,8 +40,8 @@ FORMS: dict[str, tuple[dict[str, Any], float]] = {
     "local_sgd": ({"every": 10}, 0.05),
     "diloco": ({"every": 10, "outer": OUTER}, 0.1),
     "streaming": ({"every": 10, "outer": OUTER, "fragments": 2, "overlap": 2}, 0.1),
-    "stale": ({"stale": 1}, 0.05),
-    "stale_owner": ({"kind": "owner", "owner": 0, "stale": 1}, 0.05),
+    "stale": ({"stale": 1}, 0.15),
+    "stale_owner": ({"kind": "owner", "owner": 0, "stale": 1}, 0.15),
     "int8": ({"compression": sw.Compression(kind="int8")}, 0.02),
     "onebit": ({"compression": sw.Compression(kind="onebit", warmup=20)}, 0.1),
     "topk": ({"compression": sw.Compression(kind="topk", ratio=0.05)}, 0.1),
@@ -104,6 +104,7 @@ def measure(form: str, steps: int) -> dict[str, float]:
 
 
 def final(losses: Mapping[str, float]) -> float:
+    """Return the loss after the last step."""
     return losses[max(losses, key=int)]
 
 

@@ -278,7 +278,7 @@ class SyncTraffic:
     def __str__(self) -> str:
         return (
             f"{self.form}: each rank sends {size(self.num_bytes)} in a step, "
-            f"{self.messages:.3g} messages"
+            f"{self.messages:.3g} message{'' if self.messages == 1 else 's'}"
         )
 
 
