@@ -43,8 +43,8 @@ FORMS: dict[str, tuple[dict[str, Any], float]] = {
     "stale": ({"stale": 1}, 0.15),
     "stale_owner": ({"kind": "owner", "owner": 0, "stale": 1}, 0.15),
     "int8": ({"compression": sw.Compression(kind="int8")}, 0.02),
-    "onebit": ({"compression": sw.Compression(kind="onebit", warmup=20)}, 0.1),
-    "topk": ({"compression": sw.Compression(kind="topk", ratio=0.05)}, 0.1),
+    "onebit": ({"compression": sw.Compression(kind="onebit", warmup=20)}, 0.25),
+    "topk": ({"compression": sw.Compression(kind="topk", ratio=0.05)}, 0.15),
     "powersgd": ({"compression": sw.Compression(kind="powersgd", rank=4)}, 0.1),
 }
 
