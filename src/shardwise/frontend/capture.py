@@ -256,6 +256,7 @@ def _export(
             tracing.controlled_random(),
             known_values(inquiry),
             routed_experts(),
+            tracing.bags_of_rows(),
             tracing.refusing_derivatives(),
             tracing.keeping_user_frames(),
             torch.enable_grad(),
