@@ -114,6 +114,30 @@ def test_the_planner_divides_the_sequence_as_asked(
     assert plan.sequence == {"input_ids": 1, "labels": 1}
 
 
+def test_a_plan_with_a_divided_sequence_is_explained() -> None:
+    plan = sw.plan(gpt(), sw.Cluster.local(4), cp=2, tp=1, memory_gib=2, progress=False)
+    assert not plan.is_edited
+    assert plan.figures.fixed == {"cp": 2, "tp": 1, "memory_gib": 2}
+    assert [other.what for other in plan.figures.runners_up]
+    assert plan.figures.details is not None
+    text = sw.explain(plan)
+    assert "dp=2, cp=2" in str(text)
+    assert "why not dp=2, cp=2" in str(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dp": 4, "cp": 2}, r"dp=4 x cp=2 = 8 ranks.*has 4"),
+        ({"dp": 4, "cp": 1}, "dp=4, the batch has 2 rows"),
+        ({"cp": 3}, "cp=3 does not divide the 4 ranks"),
+    ],
+)
+def test_the_planner_refuses_sizes_that_do_not_fit(options: dict[str, int], message: str) -> None:
+    with pytest.raises(InfeasiblePlan, match=message):
+        sw.plan(gpt(), sw.Cluster.local(4), progress=False, **options)
+
+
 def test_the_planner_refuses_more_ranks_than_positions() -> None:
     with pytest.raises(InfeasiblePlan, match=r"cp=4.*3 positions"):
         sw.plan(gpt(length=3), sw.Cluster.local(4), cp=4, progress=False)
