@@ -85,6 +85,9 @@ def make(name: str, batch: int = 7) -> tuple[nn.Module, Any]:
     if name == "experts":
         model, inputs = experts.make(5, batch)
         return model.double(), {k: v.double() for k, v in inputs.items()}
+    if name == "language_of_experts":
+        model, inputs = experts.make_language(batch)
+        return model.double(), inputs
     if name.startswith("packed_"):
         model, inputs = packed.make(name.removeprefix("packed_"), min(batch, 3))
         return model.double(), inputs
