@@ -65,7 +65,7 @@ class Block(nn.Module):
 
 
 class Language(nn.Module):
-    """Blocks with experts between an embedding and a head: sizes that no number of ranks divides."""
+    """Blocks with experts between an embedding and a head, of sizes that do not divide."""
 
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
