@@ -325,7 +325,11 @@ def plan_of(graph: sw.Graph, strategy: str) -> sw.Plan:
     """Return a plan of two or four ranks."""
     if strategy == "hybrid":
         return sw.strategies.hybrid(graph, sw.Cluster.local(4), dp=2, tp=2)
-    options: dict[str, Any] = {"num_microbatches": 2} if strategy == "pipeline" else {}
+    extra: dict[str, dict[str, Any]] = {
+        "pipeline": {"num_microbatches": 2},
+        "context": {"attention": "ring"},
+    }
+    options = extra.get(strategy, {})
     plan: sw.Plan = getattr(sw.strategies, strategy)(graph, sw.Cluster.local(2), **options)
     return plan
 

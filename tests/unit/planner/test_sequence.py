@@ -54,6 +54,16 @@ def test_attention_over_a_sharded_sequence(attention: str, ranks: int, used: str
     assert sw.Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["ring", "heads"])
+def test_activations_are_divided_with_the_sequence(attention: str) -> None:
+    graph = gpt(length=4096)
+    one = sw.strategies.ddp(graph, sw.Cluster.local(1))
+    plan = sw.strategies.context(graph, sw.Cluster.local(4), attention=attention)
+    full, part = (sw.compile(graph, p).memory(rank=0).parts["activations"] for p in (one, plan))
+    assert part <= 1.1 / 4 * full
+
+
 def test_too_few_heads_are_exchanged_within_groups_of_ranks() -> None:
     graph = gpt(heads=2)
     plan = sw.strategies.context(graph, sw.Cluster.local(4), attention="heads")
