@@ -546,7 +546,8 @@ def with_offload(cost: StageCost, seconds: float) -> StageCost:
 
 def _messages(stage: LocalStage, costs: ClusterCosts) -> dict[str, list[float]]:
     """Return the seconds of every unit's messages, by purpose."""
-    num_units = len(stage.layers.fold.runs(stage.first, stage.end))
+    layers, execution = stage.layers, stage.execution
+    num_units = len(layers.fold.runs(stage.first, stage.end))
     seconds = {purpose: [0.0] * num_units for purpose in PURPOSES}
     for kind in stage.sent:
         rows = kind.groups(stage.group.along(kind.axes))
@@ -554,7 +555,7 @@ def _messages(stage: LocalStage, costs: ClusterCosts) -> dict[str, list[float]]:
             continue
         spent = kind.seconds(costs.collective(kind.op, rows).seconds)
         if kind.slack:
-            computing = layers.total("forward", first, end) + layers.total("backward", first, end)
+            computing = stage.total("forward") + stage.total("backward")
             hidden = kind.slack * execution.num_microbatches * computing
             spent = [max(0.0, sum(spent) - hidden), *(0.0 for _ in spent[1:])]
         seconds[kind.purpose] = [a + b for a, b in zip(seconds[kind.purpose], spent, strict=True)]
