@@ -15,9 +15,9 @@ from shardwise.cost import OpTable
 from shardwise.cost.selection import chooser
 from shardwise.errors import InfeasiblePlan
 from shardwise.ir import Graph
-from shardwise.planner.figures import RUNNERS_UP, described, with_figures
+from shardwise.planner.figures import described, with_figures
 from shardwise.planner.options import Constraints
-from shardwise.planner.search import SIMPLER_SLACK, SearchOutcome
+from shardwise.planner.search import RUNNERS_UP, SIMPLER_SLACK, SearchOutcome
 from shardwise.planner.search_space import (
     RECOMPUTES,
     ZERO_LEVELS,
