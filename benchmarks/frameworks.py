@@ -6,7 +6,8 @@
 The reference is the Keras model called directly, with a torch optimizer over the values of its
 variables. A row has the largest relative error of the loss and the gradients of each step, of the
 weights and running statistics after three steps, and of the output after the trained weights have
-been copied back into the Keras model.
+been copied back into the Keras model. Biases before a norm, and those of attention's keys, have no
+gradient but rounding; Adam would scale that to full steps, so the optimizer is SGD with momentum.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from tests.support.pool import Pool
 
 ROWS, CLASSES, STEPS, LIMIT = 6, 5, 3, 1e-7
 APPLICATIONS = {  # of keras.applications, with the smallest images they take
-    "ConvNeXtTiny": 32, "DenseNet121": 32, "EfficientNetB0": 32, "EfficientNetV2B0": 32,
-    "InceptionV3": 75, "MobileNet": 32, "MobileNetV2": 32, "MobileNetV3Small": 32,
-    "NASNetMobile": 32, "ResNet50": 32, "ResNet50V2": 32, "VGG16": 32, "Xception": 71,
+    "ResNet50": 32, "MobileNet": 32, "VGG16": 32, "EfficientNetB0": 32, "MobileNetV3Small": 32,
+    "MobileNetV2": 32, "Xception": 71, "ResNet50V2": 32, "ConvNeXtTiny": 32, "DenseNet121": 32,
+    "EfficientNetV2B0": 32, "InceptionV3": 75, "NASNetMobile": 32,
 }  # fmt: skip
 
 
 def application(name: str) -> tuple[Any, torch.Tensor]:
+    """Return a model of keras.applications and images."""
     import keras
 
     size = APPLICATIONS[name]
@@ -44,6 +46,7 @@ def application(name: str) -> tuple[Any, torch.Tensor]:
 
 
 def transformer(*, causal: bool) -> tuple[Any, torch.Tensor]:
+    """Return an encoder or decoder whose padding is masked, and tokens."""
     import keras
     from keras import layers
 
@@ -58,6 +61,7 @@ def transformer(*, causal: bool) -> tuple[Any, torch.Tensor]:
 
 
 def grouped_attention() -> tuple[Any, torch.Tensor]:
+    """Return a model with grouped queries and RMS norms."""
     import keras
     from keras import layers
 
@@ -68,6 +72,7 @@ def grouped_attention() -> tuple[Any, torch.Tensor]:
 
 
 def recurrent(kind: str) -> tuple[Any, torch.Tensor]:
+    """Return a stack of two recurrent layers."""
     import keras
     from keras import layers
 
@@ -80,21 +85,23 @@ def recurrent(kind: str) -> tuple[Any, torch.Tensor]:
 
 
 CASES: dict[str, Callable[[], tuple[Any, torch.Tensor]]] = {
-    **{name: lambda name=name: application(name) for name in APPLICATIONS},  # type: ignore[misc]
     "encoder": lambda: transformer(causal=False),
     "decoder": lambda: transformer(causal=True),
     "grouped attention": grouped_attention,
     "LSTM": lambda: recurrent("LSTM"),
     "GRU": lambda: recurrent("GRU"),
+    **{name: lambda name=name: application(name) for name in APPLICATIONS},  # type: ignore[misc]
 }
 
 
 def relative(value: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the relative error in the norm."""
     difference = (value.detach().double() - expected.detach().double()).norm()
     return (difference / expected.detach().double().norm().clamp_min(1e-30)).item()
 
 
 def without_dropout(model: Any) -> None:
+    """Set the rates of dropout and stochastic depth to zero."""
     for layer in model._flatten_layers():
         for name in ("rate", "drop_path_rate"):
             if name in vars(layer):
@@ -119,14 +126,17 @@ def train(name: str, strategy: str, ranks: int) -> dict[str, float]:
 
 
 def compare(model: Any, reference: Any, batch: Any, strategy: str, ranks: int) -> dict[str, float]:
+    """Train three steps beside the reference; return the largest relative errors."""
+
     def loss_fn(output: torch.Tensor, batch: Any) -> torch.Tensor:
         return F.cross_entropy(output, batch[1])
 
+    def plan(graph: sw.Graph) -> sw.Plan:
+        return getattr(sw.strategies, strategy)(graph, sw.Cluster.local(ranks))
+
     start = time.perf_counter()
-    graph = sw.capture(model, batch, loss_fn)
-    capture_s = time.perf_counter() - start
-    plan = getattr(sw.strategies, strategy)(graph, sw.Cluster.local(ranks))
     pm = sw.parallelize(model, batch, plan, loss_fn=loss_fn)
+    parallelize_s = time.perf_counter() - start
     adapter = sw.keras_model.without_keras(model)
     names = {"/".join(v.path.split("/")): v for v in reference.variables}
     own = {v.path: adapter._paths.get(id(v)) for v in model.variables}
@@ -157,10 +167,11 @@ def compare(model: Any, reference: Any, batch: Any, strategy: str, ranks: int) -
     pm.copy_to(model)
     with torch.no_grad():
         output, expected = (m(batch[0], training=False) for m in (model, reference))
-    return {**errors, "output": relative(output, expected), "capture_s": capture_s}
+    return {**errors, "output": relative(output, expected), "parallelize_s": parallelize_s}
 
 
 def main() -> None:
+    """Compare all models and print a row for each."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--strategies", default="fsdp")
@@ -174,9 +185,9 @@ def main() -> None:
         for strategy in arguments.strategies.split(","):
             pool = Pool(arguments.ranks)
             try:
-                results = pool.run(train, name, strategy, arguments.ranks, timeout=540)
+                results = pool.run(train, name, strategy, arguments.ranks, timeout=1500)
                 row = {key: max(r[key] for r in results) for key in results[0]}
-                equal = all(value < LIMIT for key, value in row.items() if key != "capture_s")
+                equal = all(value < LIMIT for key, value in row.items() if key != "parallelize_s")
             except Exception as error:
                 row, equal = {"error": f"{type(error).__name__}: {error}".split("\n")[0]}, False
             finally:

@@ -120,7 +120,7 @@ class KerasModule(nn.Module):
             self._folder(folders)
         for variable in _variables(model):
             self._register(variable, _path(variable, model.name))
-        # Tensors of layers that are no variables, such as those of Normalization.
+        # Tensors of layers besides variables, such as those of Normalization.
         self._keras.constants = [
             (layer, attribute, self._register_constant(layer, attribute), value)
             for layer in model._flatten_layers(include_self=False)

@@ -45,6 +45,7 @@ from shardwise.frontend.objective import (
     check_objective,
     objective,
 )
+from shardwise.frontend.packed_sequences import padded_sequences
 from shardwise.frontend.python_state import Change, Place, Reads, Watch
 from shardwise.ir import GradientHook, Graph
 
@@ -256,6 +257,7 @@ def _export(
             tracing.controlled_random(),
             known_values(inquiry),
             routed_experts(),
+            padded_sequences(),
             tracing.refusing_derivatives(),
             tracing.keeping_user_frames(),
             torch.enable_grad(),

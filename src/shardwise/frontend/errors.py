@@ -176,12 +176,6 @@ _NESTED = Cure(
 _CAUSES = (
     _NESTED._replace(pattern="GuardOnDataDependent", line=r"torch\.nested"),
     Cure(
-        r"argument 'size' failed to unpack|_pack_padded_sequence",
-        "a packed sequence has a layout that depends on the data",
-        "run the recurrent layer on the padded batch, and take the last output of each row: "
-        "output[torch.arange(rows), lengths - 1]",
-    ),
-    Cure(
         r"data-dependent|DataDependentOutput|is_nonzero|aten\.equal|_local_scalar_dense",
         "an assertion depends on a tensor's value",
         "check the batch before the step, or only outside of capture: "

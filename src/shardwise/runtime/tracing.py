@@ -425,8 +425,9 @@ def probe(name: str, value: Tensor) -> None:
     records._probed[id(value)] = value
     if value.requires_grad:
 
-        def record(gradient: Tensor) -> None:
-            records.gradients[name] = gradient.detach().clone()
+        def record(gradient: Tensor | None) -> None:
+            if gradient is not None:  # of an unused result of a custom function
+                records.gradients[name] = gradient.detach().clone()
 
         value.register_hook(record)  # type: ignore[no-untyped-call]
 

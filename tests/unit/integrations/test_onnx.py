@@ -198,7 +198,7 @@ def test_parameters_have_the_names_of_initializers(tmp_path: Path) -> None:
 
 
 class Constants(nn.Module):
-    """A model whose files have constants that are no weights."""
+    """A model whose files have constants besides its weights."""
 
     def __init__(self) -> None:
         super().__init__()
