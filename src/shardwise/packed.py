@@ -54,7 +54,7 @@ class PackedLayer(torch.autograd.Function):
         return tuple(result.detach() for result in ctx.results)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         trained = [leaf for leaf in ctx.leaves if leaf.requires_grad]
         if ctx.results is None:

@@ -334,5 +334,6 @@ def _device_of(model: nn.Module) -> torch.device:
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             return tensor.device
-    backend = dist.get_backend() if dist.is_initialized() else ""
-    return torch.device("cuda" if "nccl" in backend else "cpu")
+    is_host = not dist.is_initialized() or str(dist.get_backend()) == "gloo"
+    accelerator = None if is_host else torch.accelerator.current_accelerator()
+    return accelerator or torch.device("cpu")

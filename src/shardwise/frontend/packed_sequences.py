@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import _VF, Tensor
 from torch.nn.utils import rnn
 
 from shardwise.errors import CaptureError
@@ -72,7 +72,7 @@ class Rows:
         kwargs = kwargs or {}
         rows = [arg for arg in args if isinstance(arg, cls)]
         if function is F.cross_entropy and len(rows) == 2:
-            return _cross_entropy(*rows, *args[2:], **kwargs)
+            return _cross_entropy(rows[0], rows[1], *args[2:], **kwargs)
         others = [arg for arg in args if isinstance(arg, Tensor) and arg.dim() > 1]
         by_row = function in _BY_ROW and not (others and function in _BY_ROW[-4:])
         if not by_row or any(row.lengths is not rows[0].lengths for row in rows):
@@ -110,10 +110,9 @@ def _cross_entropy(
 def pack(input: Tensor, lengths: Any, batch_first: bool) -> rnn.PackedSequence:
     """Return a packed sequence that holds the padded batch."""
     lengths = torch.as_tensor(lengths, dtype=torch.int64)
-    rows = Rows(input if batch_first else input.transpose(0, 1), lengths)
-    return rnn.PackedSequence(  # type: ignore[arg-type, return-value]
-        rows, _Sizes(rows=rows.padded.shape[0], device=torch.device("cpu"))
-    )
+    rows: Any = Rows(input if batch_first else input.transpose(0, 1), lengths)
+    sizes: Any = _Sizes(rows=rows.padded.shape[0], device=torch.device("cpu"))
+    return rnn.PackedSequence(rows, sizes)
 
 
 def pad(
@@ -190,7 +189,7 @@ def padded_sequences() -> Iterator[None]:
         (rnn.pack_padded_sequence, _pack_padded_sequence),
         (rnn.pad_packed_sequence, _pad_packed_sequence),
     ]
-    vf = rnn._VF
+    vf: Any = _VF
     layers = [(vf, kind, _layer(kind, getattr(vf, kind))) for kind in _KINDS]
     codes = [function.__code__ for function, _ in functions]
     with patched(*layers):

@@ -96,7 +96,7 @@ class WithSlope(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         (slope,) = ctx.saved_tensors
         return gradient, gradient * slope, None
 
