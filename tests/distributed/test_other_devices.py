@@ -41,7 +41,9 @@ def parallel(library: Path, name: str, strategy: str, options: dict[str, Any]) -
     model, batch = to_device(*make(name), device)
     plan = plan_for(model, batch, strategy, dist.get_world_size(), **options)
     pm = sw.parallelize(model, batch, plan=plan)
-    assert {parameter.device.type for parameter in pm.parameters()} == {dummy_device.NAME}
+    kinds = {parameter.device.type for parameter in pm.parameters()} - {"meta"}  # of other stages
+    expected = {"cpu" if "parameters" in options.get("offload", ()) else dummy_device.NAME}
+    assert kinds == expected, str(kinds)
     return trained(pm, batch)
 
 
@@ -61,7 +63,6 @@ def refused_by_gloo(library: Path) -> bool:
         ("odd", "zero1", {}),
         ("fused_gpt", "tensor", {}),
         ("odd", "pipeline", {"pp": 3, "num_microbatches": 3}),
-        ("resnet", "ddp", {}),
         ("odd", "fsdp", {"offload": ("parameters",)}),
         ("fused_gpt", "ddp", {"offload": ("activations",)}),
     ],
