@@ -174,7 +174,7 @@ _NESTED = Cure(
     "a padded tensor and a mask: torch.nn.utils.rnn.pad_sequence",
 )
 _CAUSES = (
-    _NESTED._replace(pattern="GuardOnDataDependent", line=r"torch\.nested"),
+    _NESTED._replace(pattern="GuardOnDataDependent|not tracked with proxy", line=r"torch\.nested"),
     Cure(
         r"data-dependent|DataDependentOutput|is_nonzero|aten\.equal|_local_scalar_dense",
         "an assertion depends on a tensor's value",

@@ -25,8 +25,7 @@ from shardwise.packed import PackedLayer
 _KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _BY_ROW = (  # functions of single rows, which commute with packing
     *(F.dropout, F.linear, F.relu, F.gelu, F.silu, F.embedding, F.layer_norm, F.leaky_relu),
-    *(torch.tanh, torch.sigmoid, torch.relu, Tensor.tanh, Tensor.sigmoid, Tensor.relu),
-    *(Tensor.add, Tensor.mul, Tensor.__add__, Tensor.__mul__),
+    *(torch.tanh, torch.sigmoid, torch.relu),
 )
 _PADDED = "pad_packed_sequence(packed, batch_first=True), and a mask of the positions"
 
@@ -52,18 +51,7 @@ class Rows:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        method = getattr(Tensor, name, None)
-        if method in _BY_ROW:
-            return lambda *args, **kwargs: torch.overrides.handle_torch_function(
-                method, (self,), self, *args, **kwargs
-            )
         return _refuse(name)
-
-    def __add__(self, other: Any) -> Any:
-        return self.__torch_function__(Tensor.add, (), (self, other))
-
-    def __mul__(self, other: Any) -> Any:
-        return self.__torch_function__(Tensor.mul, (), (self, other))
 
     @classmethod
     def __torch_function__(
@@ -73,9 +61,7 @@ class Rows:
         rows = [arg for arg in args if isinstance(arg, cls)]
         if function is F.cross_entropy and len(rows) == 2:
             return _cross_entropy(rows[0], rows[1], *args[2:], **kwargs)
-        others = [arg for arg in args if isinstance(arg, Tensor) and arg.dim() > 1]
-        by_row = function in _BY_ROW and not (others and function in _BY_ROW[-4:])
-        if not by_row or any(row.lengths is not rows[0].lengths for row in rows):
+        if function not in _BY_ROW or any(row.lengths is not rows[0].lengths for row in rows):
             _refuse(getattr(function, "__name__", str(function)))
         result = function(*(a.padded if isinstance(a, cls) else a for a in args), **kwargs)
         return cls(result, rows[0].lengths)

@@ -30,24 +30,13 @@ _SETTINGS: Positions = {
 }
 # Weights that exporters transpose or merge, and then give a name of their own.
 _LAYERS: Positions = {
-    "Conv": (1, 2),
-    "ConvTranspose": (1, 2),
-    "Einsum": (0, 1),
-    "GRU": (1, 2, 3),
-    "Gather": (0,),
-    "Gemm": (0, 1, 2),
-    "LSTM": (1, 2, 3),
-    "MatMul": (0, 1),
-    "PRelu": (1,),
-    "RNN": (1, 2, 3),
-}
+    "Conv": (1, 2), "ConvTranspose": (1, 2), "Einsum": (0, 1), "GRU": (1, 2, 3), "Gather": (0,),
+    "Gemm": (0, 1, 2), "LSTM": (1, 2, 3), "MatMul": (0, 1), "PRelu": (1,), "RNN": (1, 2, 3),
+}  # fmt: skip
 _NORMS: Positions = {
-    "BatchNormalization": (1, 2),
-    "GroupNormalization": (1, 2),
-    "InstanceNormalization": (1, 2),
-    "LayerNormalization": (1, 2),
-    "RMSNormalization": (1,),
-}
+    "BatchNormalization": (1, 2), "GroupNormalization": (1, 2), "InstanceNormalization": (1, 2),
+    "LayerNormalization": (1, 2), "RMSNormalization": (1,),
+}  # fmt: skip
 _MADE_UP = re.compile(
     r"\d+|val_\d+|_?(c_)?lifted_tensor_\d+|onnx::\w+|/.*|.*[Cc]onst(ant)?(_fold_opt_)?(_+\d+)?(:0)?"
 )
