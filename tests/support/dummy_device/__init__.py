@@ -1,4 +1,4 @@
-"""A registered accelerator that is none: `register()` adds the device `dummy` to this process.
+"""A registered accelerator for tests: `register()` adds the device `dummy` to this process.
 
 Its tensors are of torch's `PrivateUse1` kind with an allocator of their own. Kernels copy to the
 CPU and back. gloo refuses its memory, as it refuses that of other accelerators.
