@@ -52,11 +52,12 @@ class KerasSettings(Mapping[str, str]):
     Copies of the module share the Keras model: they only call it statelessly.
     """
 
-    __slots__ = ("losses", "model")
+    __slots__ = ("constants", "losses", "model")
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.losses: list[Any] | None = []  # of the last call; None once a step has read them
+        self.constants: list[tuple[Any, str, str, torch.Tensor]] = []
 
     def __getitem__(self, name: str) -> str:
         if name != "layers":
@@ -119,6 +120,13 @@ class KerasModule(nn.Module):
             self._folder(folders)
         for variable in _variables(model):
             self._register(variable, _path(variable, model.name))
+        # Tensors of layers besides variables, such as those of Normalization.
+        self._keras.constants = [
+            (layer, attribute, self._register_constant(layer, attribute), value)
+            for layer in model._flatten_layers(include_self=False)
+            for attribute, value in vars(layer).items()
+            if isinstance(value, torch.Tensor)
+        ]
 
     @property
     def losses(self) -> Sequence[torch.Tensor]:
@@ -131,6 +139,10 @@ class KerasModule(nn.Module):
         variables, layers = _variables(model), model._flatten_layers(include_self=False)
         known = {id(item) for item in (*variables, *layers)}
         if self._keras.model is not model or known != self._paths.keys():
+            return False
+        if any(
+            vars(layer).get(name) is not value for layer, name, _, value in self._keras.constants
+        ):
             return False
         return all(
             self._tensor(variable).data_ptr() == variable.value.data_ptr()
@@ -204,11 +216,15 @@ class KerasModule(nn.Module):
         for layer in layers:
             place = self.get_submodule(".".join(self._paths[id(layer)]))
             vars(layer)["call"] = functools.partial(place, layer.call)
+        for layer, attribute, buffer, _ in self._keras.constants:
+            vars(layer)[attribute] = self.get_buffer(buffer)
         try:
             yield
         finally:
             for layer in layers:
                 del vars(layer)["call"]
+            for layer, attribute, _, value in self._keras.constants:
+                vars(layer)[attribute] = value
 
     def _folder(self, path: Sequence[str]) -> nn.Module:
         owner: nn.Module = self
@@ -229,6 +245,13 @@ class KerasModule(nn.Module):
         else:
             # The buffer shares its memory with the variable, which is a parameter in Keras.
             owner.register_buffer(name, variable.value.detach())
+
+    def _register_constant(self, layer: Any, attribute: str) -> str:
+        owner, name = self._folder(self._paths[id(layer)]), attribute
+        while hasattr(owner, name):
+            name += "_"
+        owner.register_buffer(name, vars(layer)[attribute].detach())
+        return ".".join((*self._paths[id(layer)], name))
 
     def _tensor(self, variable: Any) -> torch.Tensor:
         path = self._paths.get(id(variable))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.equivalence.reference import KeepDouble
-from tests.support import experts, packed, zoo
+from tests.support import experts, packed, packed_sequences, zoo
 from tests.support.pool import Pool
 
 STEPS = 3
@@ -82,6 +82,8 @@ def make(name: str, batch: int = 7) -> tuple[nn.Module, Any]:
         images = torch.randn(batch, 3, 6, 6, dtype=torch.float64)
         labels = torch.arange(batch) % 5
         return zoo.ResNet(width=6).double(), {"pixel_values": images, "labels": labels}
+    if name.startswith("rnn_"):
+        return packed_sequences.make(name, batch)
     if name == "experts":
         model, inputs = experts.make(5, batch)
         return model.double(), {k: v.double() for k, v in inputs.items()}

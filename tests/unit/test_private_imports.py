@@ -21,6 +21,7 @@ ALLOWED = {
     "torch.ops.aten._scaled_dot_product_flash_attention_backward": "a ring needs the logs",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "a ring needs the logs",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "a ring needs the logs",
+    "torch._VF": "recurrent layers call their kernels through it; packed ones are replaced",
     "torch._C": "DisableTorchFunctionSubclass, to detach a subclass, has no public name",
     "torch._ops": "OpOverload, the type of what a graph calls, has no public name",
     "torch._subclasses": "FakeTensorMode, which capture traces under, has no public name",

@@ -336,4 +336,6 @@ def _device_of(model: nn.Module) -> torch.device:
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta and (tensor.device.type != "cpu" or "cpu:" in backends):
             return tensor.device
-    return torch.device("cuda" if "nccl" in backends else "cpu")
+    is_host = not dist.is_initialized() or str(dist.get_backend()) == "gloo"
+    accelerator = None if is_host else torch.accelerator.current_accelerator(check_available=True)
+    return accelerator or torch.device("cpu")

@@ -46,6 +46,7 @@ from shardwise.frontend.objective import (
     check_objective,
     objective,
 )
+from shardwise.frontend.packed_sequences import padded_sequences
 from shardwise.frontend.python_state import Change, Place, Reads, Watch
 from shardwise.ir import GradientHook, Graph
 
@@ -259,6 +260,7 @@ def _export(
             routed_experts(),
             tracing.bags_of_rows(),
             masked_attention(),
+            padded_sequences(),
             tracing.refusing_derivatives(),
             tracing.keeping_user_frames(),
             torch.enable_grad(),

@@ -174,13 +174,7 @@ _NESTED = Cure(
     "a padded tensor and a mask: torch.nn.utils.rnn.pad_sequence",
 )
 _CAUSES = (
-    _NESTED._replace(pattern="GuardOnDataDependent", line=r"torch\.nested"),
-    Cure(
-        r"argument 'size' failed to unpack|_pack_padded_sequence",
-        "a packed sequence has a layout that depends on the data",
-        "run the recurrent layer on the padded batch, and take the last output of each row: "
-        "output[torch.arange(rows), lengths - 1]",
-    ),
+    _NESTED._replace(pattern="GuardOnDataDependent|not tracked with proxy", line=r"torch\.nested"),
     Cure(
         r"data-dependent|DataDependentOutput|is_nonzero|aten\.equal|_local_scalar_dense",
         "an assertion depends on a tensor's value",

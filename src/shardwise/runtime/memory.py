@@ -19,30 +19,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import ProgramError
+from shardwise.runtime.devices import has_streams, is_remote, module_of, synchronize
 from shardwise.runtime.transport import Pending
 
 
 def host_empty(shape: Sequence[int], dtype: torch.dtype, near: torch.device) -> Tensor:
-    """Return uninitialized host memory, pinned if `near` is a GPU."""
-    return torch.empty(tuple(shape), dtype=dtype, pin_memory=near.type == "cuda")
+    """Return uninitialized host memory, pinned if `near` is an accelerator with streams."""
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=has_streams(near))
 
 
 def settle(device: torch.device) -> None:
     """Wait until copies from and to the host are done, before the host reads or writes."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+    if has_streams(device):
+        module_of(device).current_stream(device).synchronize()
+    else:
+        synchronize(device)
 
 
 @functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _copy_stream(device: torch.device) -> Any:
+    return module_of(device).Stream(device)
 
 
 class CopyStream:
     """Copies to a device that run beside its computation."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = _copy_stream(device) if device.type == "cuda" else None
+        self.stream = _copy_stream(device) if has_streams(device) else None
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
@@ -50,8 +53,9 @@ class CopyStream:
         if self.stream is None:
             yield
             return
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with torch.cuda.stream(self.stream):
+        module = module_of(self.stream.device)
+        self.stream.wait_stream(module.current_stream(self.stream.device))
+        with module.stream(self.stream):
             yield
 
     def join(self, pending: Pending) -> Pending:
@@ -61,31 +65,33 @@ class CopyStream:
             return pending
 
         def wait(tensor: Tensor) -> Tensor:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
+            module_of(stream.device).current_stream(stream.device).wait_stream(stream)
             return tensor
 
         return pending.then(wait)
 
 
-_Saved = tuple[Tensor, torch.device, torch.cuda.Event]  # in host memory, once it is copied
+_Saved = tuple[Tensor, torch.device, Any]  # in host memory, once it is copied
 
 
 @contextlib.contextmanager
 def offload_activations(min_bytes: int = 1 << 20) -> Iterator[None]:
     """Move tensors that autograd saves in the body to host memory until backward needs them.
 
-    This applies to tensors on a GPU of `min_bytes` or more that are not parameters.
+    This applies to tensors on an accelerator of `min_bytes` or more that are not parameters.
     """
 
     def pack(tensor: Tensor) -> Tensor | _Saved:
-        if not tensor.is_cuda or tensor.nbytes < min_bytes or _is_parameter(tensor):
+        if not is_remote(tensor) or tensor.nbytes < min_bytes or _is_parameter(tensor):
             return tensor
+        if not has_streams(tensor.device):
+            return tensor.cpu(), tensor.device, None
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        stream = _copy_stream(tensor.device)
-        stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(stream):
+        module, stream = module_of(tensor.device), _copy_stream(tensor.device)
+        stream.wait_stream(module.current_stream(tensor.device))
+        with module.stream(stream):
             host.copy_(tensor, non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied = module.Event()
             copied.record(stream)
         tensor.record_stream(stream)
         return host, tensor.device, copied
@@ -94,7 +100,8 @@ def offload_activations(min_bytes: int = 1 << 20) -> Iterator[None]:
         if isinstance(saved, Tensor):
             return saved
         host, device, copied = saved
-        torch.cuda.current_stream(device).wait_event(copied)
+        if copied is not None:
+            module_of(device).current_stream(device).wait_event(copied)
         return host.to(device, non_blocking=True)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

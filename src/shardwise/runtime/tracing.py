@@ -13,6 +13,7 @@ after its cause).
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import TraceError
 from shardwise.files import write_text
+from shardwise.runtime.devices import has_streams, module_of, synchronize
 
 if TYPE_CHECKING:
     from shardwise.runtime.mesh import Axis
@@ -58,8 +60,9 @@ class Recorder:
         self._watched: list[_Watch] = []
         self._events: list[Event] = []
         self._spans: list[_Span] = []
-        self._cuda = torch.device(device) if torch.device(device).type == "cuda" else None
-        self._origin: tuple[torch.cuda.Event, int] | None = None  # one moment, by both clocks
+        device = torch.device(device)
+        self._device = device if has_streams(device) else None
+        self._origin: tuple[Any, int] | None = None  # one moment, by both clocks
 
     def start(self, *, blocks: bool = True) -> None:
         """Record from now on, or continue after `pause`; `blocks=False` leaves modules alone."""
@@ -90,10 +93,10 @@ class Recorder:
         """Return the events since the last call, by start. All spans must have ended."""
         events, self._events = self._events, []
         spans, self._spans = self._spans, []
-        if self._cuda is None:
+        if self._device is None:
             events += [span.event(int) for span in spans]
         elif spans and self._origin is not None:  # a span may end after the recording it began in
-            torch.cuda.synchronize(self._cuda)
+            synchronize(self._device)
             origin, origin_ns = self._origin
             events += [
                 span.event(lambda mark: origin_ns + int(origin.elapsed_time(mark) * 1e6))
@@ -122,12 +125,14 @@ class Recorder:
         return stop
 
     def _new_span(self, lane: str, name: str, details: Mapping[str, Any]) -> _Span:
-        if self._cuda is not None and self._origin is None:
-            torch.cuda.synchronize(self._cuda)
-            event = _cuda_event()
+        if self._device is not None and self._origin is None:
+            synchronize(self._device)
+            event = _event(self._device)
             event.synchronize()
             self._origin = event, time.perf_counter_ns()
-        clock = time.perf_counter_ns if self._cuda is None else _cuda_event
+        clock: Callable[[], Any] = time.perf_counter_ns
+        if self._device is not None:
+            clock = functools.partial(_event, self._device)
         return _Span(self._spans, clock, lane, name, details)
 
 
@@ -144,7 +149,7 @@ def called_submodules(module: nn.Module) -> list[str]:
 
 
 class _Span:
-    """The time between two marks of a clock: nanoseconds of the host, or CUDA events."""
+    """The time between two marks of a clock: nanoseconds of the host, or events of the device."""
 
     __slots__ = ("_clock", "_details", "_end", "_lane", "_name", "_spans", "_start")
 
@@ -177,8 +182,8 @@ class _Span:
         )
 
 
-def _cuda_event() -> torch.cuda.Event:
-    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def _event(device: torch.device) -> Any:
+    event = module_of(device).Event(enable_timing=True)
     event.record()
     return event
 
@@ -425,8 +430,9 @@ def probe(name: str, value: Tensor) -> None:
     records._probed[id(value)] = value
     if value.requires_grad:
 
-        def record(gradient: Tensor) -> None:
-            records.gradients[name] = gradient.detach().clone()
+        def record(gradient: Tensor | None) -> None:
+            if gradient is not None:  # of an unused result of a custom function
+                records.gradients[name] = gradient.detach().clone()
 
         value.register_hook(record)  # type: ignore[no-untyped-call]
 

@@ -89,7 +89,7 @@ def jagged(self: Any, x: Tensor, n: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "line", "hint"),
     [
-        (packed, "self.recurrent(packed)", "lengths - 1"),
+        (packed, "self.recurrent(packed)", "pad_packed_sequence"),
         (jagged, "torch.nested", "pad_sequence"),
         (penalty, "torch.autograd.grad(", "on differences"),
         (own_backward, "loss.backward()", "write the derivative out"),

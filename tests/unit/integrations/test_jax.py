@@ -144,6 +144,27 @@ def custom(params: Any, batch: Any) -> Any:
     return (straight_through(3 * h) * h + clipped(h)).mean()
 
 
+def with_softplus(params: Any, batch: Any) -> Any:
+    hidden = jax.vmap(lambda row: jax.nn.softplus(row @ params["up"]))(batch["x"])
+    return jax.nn.softplus(hidden @ params["down"]).mean()
+
+
+@jax.custom_vjp
+def damped_softmax(x: Any) -> Any:
+    return jax.nn.softmax(x)
+
+
+def damped(y: Any, gradient: Any) -> Any:
+    return (0.5 * y * (gradient - (gradient * y).sum(-1, keepdims=True)),)
+
+
+damped_softmax.defvjp(lambda x: (jax.nn.softmax(x),) * 2, damped)
+
+
+def by_rows(params: Any, batch: Any) -> Any:
+    return (damped_softmax(batch["x"] @ params["w"]) ** 2).mean()
+
+
 CASES: dict[str, tuple[Any, Any, Any]] = {
     "mlp": (mlp, MLP, BATCH),
     "gpt": (gpt, GPT, {"ids": (jnp.arange(28) % 11).reshape(4, 7)}),
@@ -159,6 +180,8 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
         {"x": normal(8, 6), "key": np.array([3, 7], np.uint32)},
     ),
     "custom derivatives": (custom, {"w": normal(6, 4)}, {"x": normal(8, 6)}),
+    "softplus": (with_softplus, {"up": normal(6, 16), "down": normal(16, 3)}, {"x": normal(7, 6)}),
+    "custom derivative of rows": (by_rows, {"w": normal(6, 4)}, {"x": normal(7, 6)}),
 }
 
 
@@ -172,6 +195,8 @@ def test_losses_and_gradients_are_those_of_jax(name: str) -> None:
     [
         ("mlp", "hybrid"),
         ("custom derivatives", "ddp"),
+        ("softplus", "hybrid"),
+        ("custom derivative of rows", "hybrid"),
         pytest.param("gpt", "tensor", marks=pytest.mark.slow),
         pytest.param("random", "ddp", marks=pytest.mark.slow),
     ],
@@ -186,6 +211,17 @@ def test_parallel_programs_equal_the_module(name: str, plan: str) -> None:
         chosen = getattr(sw.strategies, plan)(graph, sw.Cluster.local(2))
     certificate = sw.verify(module, tensors, chosen)
     assert certificate.ok, certificate
+
+
+def test_elementwise_functions_with_custom_derivatives_are_sharded() -> None:
+    loss_fn, params, batch = CASES["softplus"]
+    module, tensors = sw.from_jax(loss_fn, params, batch), to_torch(batch)
+    graph = sw.capture(module, tensors)
+    program = sw.compile(graph, sw.strategies.tensor(graph, sw.Cluster.local(2)))
+    source = program.source(0)
+    assert source.count("WithSlope.apply(") == 2
+    assert source.count("rt.reduce(") == 1
+    assert "rt.gather(" not in source
 
 
 def test_other_batch_sizes_and_trained_weights() -> None:

@@ -75,7 +75,14 @@ def recurrent():
     return model, (torch.linspace(-1, 1, ROWS * 20).view(ROWS, 5, 4), labels())
 
 
+def standardized():
+    scaling = layers.Normalization()
+    scaling.adapt(batch_of_rows()[0].numpy())
+    return keras.Sequential([keras.Input((8,)), scaling, layers.Dense(CLASSES)]), batch_of_rows()
+
+
 MODELS = {
+    "standardized": standardized,
     "normalized": lambda: (normalized(0.1), batch_of_rows()),
     "convolutional": convolutional,
     "attention": attention,

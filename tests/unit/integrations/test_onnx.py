@@ -197,6 +197,58 @@ def test_parameters_have_the_names_of_initializers(tmp_path: Path) -> None:
         sw.from_onnx(linear(tmp_path), trainable="c.*")
 
 
+class Constants(nn.Module):
+    """A model whose files have constants besides its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(3, 4, 3), nn.Linear(4, 8)
+        self.instance, self.group = nn.InstanceNorm2d(4), nn.GroupNorm(2, 4, affine=False)
+        self.register_buffer("positions", torch.randn(16, 8))
+        self.scale = nn.Parameter(torch.full((8,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.group(self.instance(self.conv(x))).flatten(2).transpose(1, 2)
+        x = self.linear(x) * self.scale + self.positions
+        causal = torch.ones(16, 16).tril()
+        return (x @ x.transpose(1, 2) * causal - (1 - causal) * 1e4).softmax(-1) @ x
+
+
+def test_constants_that_an_exporter_adds_are_not_trained(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    path = tmp_path / "constants.onnx"
+    x = torch.randn(2, 3, 6, 6)
+    torch.onnx.export(Constants(), (x,), str(path), verbose=False)
+    module = sw.from_onnx(path)
+    shapes = sorted(tuple(parameter.shape) for parameter in module.parameters())
+    assert shapes == [(4,), (4, 3, 3, 3), (4, 8), (8,), (8,)]  # linear.weight is transposed
+    assert module(x).shape == (2, 16, 8)
+
+
+def test_names_and_uses_decide_where_nothing_is_recorded(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("MatMul", ["x", "onnx::MatMul_7"], ["h"]),
+        helper.make_node("LayerNormalization", ["h", "val_3", "norm.bias"], ["n"]),
+        helper.make_node("Mul", ["n", "const_fold_opt__9"], ["s"]),
+        helper.make_node("Add", ["s", "attention.mask"], ["m"]),
+        helper.make_node("Add", ["m", "positions"], ["y"]),
+    ]
+    values = np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)
+    arrays = {
+        "onnx::MatMul_7": values,
+        "val_3": np.ones(4, np.float32),
+        "norm.bias": np.zeros(4, np.float32),
+        "const_fold_opt__9": values,
+        "attention.mask": np.triu(np.full((4, 4), -1e9, np.float32), 1),
+        "positions": values,
+    }
+    path = file(tmp_path, nodes, {"x": [4, 4]}, {"y": [4, 4]}, arrays, opset=17)
+    names = sorted(dict(sw.from_onnx(path).named_parameters()))
+    assert names == ["norm.bias", "onnx__MatMul_7", "positions"]
+    every = sw.from_onnx(path, trainable="*")
+    assert len(list(every.parameters())) == 6
+
+
 def test_arguments_are_the_inputs_of_the_file(tmp_path: Path) -> None:
     module = sw.from_onnx(linear(tmp_path))
     assert (module.input_names, module.output_names) == (("x",), ("y",))

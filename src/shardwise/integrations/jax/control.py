@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from shardwise.integrations.jax.primitives import (
     Interpreter,
     Value,
     array_type,
+    is_elementwise,
     primitive,
 )
 
@@ -47,16 +48,25 @@ def custom_derivative(eqn: Equation, *values: Value) -> Value:
     """Run a function whose derivative the user wrote.
 
     If the derivative equals that of its formula, autograd differentiates the formula. Otherwise JAX
-    traces the user's derivative, and the backward pass runs that.
+    traces the user's derivative: of an elementwise function as a slope, which is sharded like any
+    other value, of others as the backward pass of one node, which is replicated.
     """
     closed = eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr"))
     name = str(eqn.params.get("name") or closed.jaxpr.debug_info.func_name)
     if name in _SAME_DERIVATIVE and len(values) == 1 and isinstance(values[0], Tensor):
         return _SAME_DERIVATIVE[name](values[0])
-    derivative = _derivative(_Key(closed.jaxpr, eqn, closed))
+    if not eqn.run.is_differentiated:
+        return _run(eqn.run, closed, values)
+    trained = tuple(
+        isinstance(value, Tensor) and jnp.issubdtype(variable.aval.dtype, jnp.inexact)
+        for value, variable in zip(values, closed.jaxpr.invars, strict=True)
+    )
+    derivative = _derivative(_Key(closed.jaxpr, trained, eqn, closed))
     if derivative.is_plain:
         return _run(eqn.run, closed, values)
-    run = eqn.run
+    if derivative.is_elementwise:
+        return _with_slopes(eqn.run, closed, derivative, values)
+    run = replace(eqn.run, is_differentiated=False)
 
     class Custom(torch.autograd.Function):
         @staticmethod
@@ -72,19 +82,46 @@ def custom_derivative(eqn: Equation, *values: Value) -> Value:
         def backward(ctx: Any, *gradients: Tensor) -> Any:
             backward = derivative.backward
             results = iter(_run(run, backward, (*ctx.saved_tensors, *gradients)))
-            return tuple(
-                run.tensor(next(results)) if is_float else None for is_float in derivative.floats
-            )
+            return tuple(run.tensor(next(results)) if needed else None for needed in trained)
 
     return Custom.apply(*eqn.tensors(*values))  # type: ignore[no-untyped-call]
 
 
-class _Derivative:
-    """The user's derivative of a function, traced by JAX."""
+class WithSlope(torch.autograd.Function):
+    """A value, computed without gradient, that changes with `x` by `slope`."""
 
-    def __init__(self, eqn: Equation, closed: Any) -> None:
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+        ctx.save_for_backward(slope)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (slope,) = ctx.saved_tensors
+        return gradient, gradient * slope, None
+
+
+def _with_slopes(
+    run: Interpreter, closed: Any, derivative: _Derivative, values: Sequence[Value]
+) -> Tensor:
+    """Return an elementwise function of values, with the user's derivative."""
+    run = replace(run, is_differentiated=False)
+    fixed = [v.detach() if isinstance(v, Tensor) else v for v in values]
+    result = run.tensor(_run(run, closed, fixed)[0])
+    slopes = iter(_run(run, derivative.backward, (*fixed, torch.ones_like(result))))
+    for value, needed in zip(values, derivative.trained, strict=True):
+        if needed:
+            slope = run.tensor(next(slopes))
+            result = WithSlope.apply(result, value, slope)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Derivative:
+    """The user's derivative of a function by its `trained` inputs, traced by JAX."""
+
+    def __init__(self, trained: Sequence[bool], eqn: Equation, closed: Any) -> None:
         avals = [array_type(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
-        self.floats = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals]
+        self.trained = trained
 
         def custom(*args: Any) -> Any:
             return tuple(eqn.bind(*args))
@@ -95,14 +132,14 @@ class _Derivative:
         def gradient(function: Any) -> Any:
             def run(*args: Any) -> Any:
                 inputs, cotangents = args[: len(avals)], args[len(avals) :]
-                floats = [a for a, is_float in zip(inputs, self.floats, strict=True) if is_float]
+                floats = [a for a, needed in zip(inputs, trained, strict=True) if needed]
 
                 def of_floats(*values: Any) -> Any:
                     given = iter(values)
                     return function(
                         *(
-                            next(given) if is_float else value
-                            for value, is_float in zip(inputs, self.floats, strict=True)
+                            next(given) if needed else value
+                            for value, needed in zip(inputs, trained, strict=True)
                         )
                     )
 
@@ -113,6 +150,11 @@ class _Derivative:
         outs = [array_type(a.shape, a.dtype) for a in closed.out_avals]
         self.backward = jax.make_jaxpr(gradient(custom))(*avals, *outs)
         self.is_plain = _equal(gradient(custom), gradient(plain), [*avals, *outs])
+        shapes = {aval.shape for aval, needed in zip(avals, trained, strict=True) if needed}
+        self.is_elementwise = shapes == {outs[0].shape} and len(outs) == 1
+        self.is_elementwise &= all(
+            is_elementwise(jaxpr.jaxpr, outs[0].shape) for jaxpr in (closed, self.backward)
+        )
 
 
 @dataclass(frozen=True)
@@ -120,13 +162,14 @@ class _Key:
     """An equation as the key of a cache: equal if it is the same custom function and types."""
 
     jaxpr: Any  # compared by identity
+    trained: tuple[bool, ...]
     eqn: Equation = field(compare=False)
     closed: Any = field(compare=False)
 
 
 @lru_cache(maxsize=1024)
 def _derivative(key: _Key) -> _Derivative:
-    return _Derivative(key.eqn, key.closed)
+    return _Derivative(key.trained, key.eqn, key.closed)
 
 
 def _equal(one: Any, other: Any, avals: Sequence[Any]) -> bool:

@@ -89,11 +89,13 @@ class Equation:
 class Interpreter:
     """Runs jaxprs on torch tensors.
 
-    `widened` maps dtypes of the jaxpr to those that the module was cast to.
+    `widened` maps dtypes of the jaxpr to those that the module was cast to. Custom derivatives
+    matter only if the results are differentiated.
     """
 
     device: torch.device
     widened: Mapping[torch.dtype, torch.dtype] = field(default_factory=dict)
+    is_differentiated: bool = True
 
     def run(self, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
         """Return the results of a jaxpr."""
@@ -281,6 +283,34 @@ def bitcast(eqn: Equation, x: Tensor) -> Value:
     digits = torch.where(exponent > 0, fraction | 0x800000, fraction).to(eqn.run.dtype(new))
     value = torch.ldexp(digits, exponent.clamp_min(1) - 150)
     return torch.where(x >= 1 << 31, -value, value)
+
+
+_ELEMENTWISE = {*_UNARY, *_BINARY, *_OF_TENSORS, "div", "and", "or", "xor", "not", "round",
+                "select_n", "clamp", "convert_element_type", "integer_pow", "pow", "cbrt",
+                "copy", "copy_p", "name"} - {"cholesky"}  # fmt: skip
+_UNIFORM = {*_ELEMENTWISE, "broadcast_in_dim"}  # of a scalar: an array of equal elements
+
+
+def is_elementwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
+    """Return whether elements of arrays of this shape depend only on those in the same place.
+
+    Arrays of other shapes are allowed as long as all of their elements are one scalar.
+    """
+    varying = {v for v in jaxpr.invars if v.aval.shape}
+    if any(v.aval.shape != shape for v in varying) or jaxpr.constvars:
+        return False
+    for eqn in jaxpr.eqns:
+        operands = {v for v in eqn.invars if not isinstance(v, core.Literal)} & varying
+        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        if inner is not None:
+            if not is_elementwise(getattr(inner, "jaxpr", inner), shape):
+                return False
+        elif eqn.primitive.name not in (_ELEMENTWISE if operands else _UNIFORM):
+            return False
+        if operands and any(v.aval.shape != shape for v in eqn.outvars):
+            return False
+        varying.update(eqn.outvars if operands else ())
+    return True
 
 
 # ------------------------------------------------------------ shapes

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from shardwise.errors import CaptureError, ConfigError, did_you_mean
 from shardwise.integrations.onnx import layers, recurrent, resize  # noqa: F401 - register operators
 from shardwise.integrations.onnx.operators import OPERATORS, Call, Value
+from shardwise.integrations.onnx.weights import weights_of
 
 try:
     import onnx
@@ -39,27 +40,16 @@ except ImportError as error:  # pragma: no cover - depends on the environment
 OLDEST_OPSET = 13
 MAX_HOST_ELEMENTS = 4096  # larger constants are buffers
 MAX_BYTES_IN_FILE = 1 << 30  # larger models are saved with their weights in a file beside them
-# Inputs that are state of an operator or settings, not weights, by operator.
-_NOT_TRAINED = {
-    "BatchNormalization": (3, 4),
-    "Clip": (1, 2),
-    "Pad": (2,),
-    "Resize": (1, 2),
-    "QuantizeLinear": (1, 2),
-    "DequantizeLinear": (1, 2),
-    "Dropout": (1,),
-    "OneHot": (2,),
-    "Range": (0, 1, 2),
-}
 
 
 def from_onnx(path: str | Path, *, trainable: str | Sequence[str] | None = None) -> OnnxModule:
     """Read an ONNX file (opset 13 or later) as a trainable module.
 
     The module takes the file's inputs, by position or by name, and returns its output, or a tuple
-    if it has several. Floating-point initializers of at least one dim and two finite elements are
-    parameters, under their names in the file; `trainable` gives globs of their names instead. The
-    other initializers are buffers or constants.
+    if it has several. Floating-point initializers that are weights are parameters, under their
+    names in the file: not constants that an exporter added, nor masks, nor what PyTorch's exporter
+    recorded as buffers. `trainable` gives globs of their names instead. The other initializers are
+    buffers or constants.
 
     >>> module = sw.from_onnx("model.onnx")  # doctest: +SKIP
     >>> graph = sw.capture(module, {"image": images, "label": labels}, loss_fn)  # doctest: +SKIP
@@ -218,12 +208,7 @@ class OnnxModule(nn.Module):
                     f"{self.source}",
                     hint=", ".join(names[:8]),
                 )
-        fixed = {
-            node.input[position]
-            for node in self._model.graph.node
-            for position in _NOT_TRAINED.get(node.op_type, ())
-            if position < len(node.input)
-        }
+        weights = weights_of(self._model) if trainable is None else frozenset()
         state = {
             node.input[position]
             for node in self._model.graph.node
@@ -233,9 +218,7 @@ class OnnxModule(nn.Module):
         for initializer in self._model.graph.initializer:
             array, name = numpy_helper.to_array(initializer), initializer.name
             if trainable is None:
-                is_float = array.dtype.kind == "f" or array.dtype.name == "bfloat16"
-                trained = is_float and array.ndim >= 1 and array.size > 1 and name not in fixed
-                trained = trained and bool(np.isfinite(array.astype(np.float64)).all())
+                trained = name in weights
             else:
                 trained = any(fnmatchcase(name, glob) for glob in trainable)
             if trained or name in state or array.size > MAX_HOST_ELEMENTS:

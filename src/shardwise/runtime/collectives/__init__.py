@@ -21,6 +21,7 @@ from torch import Tensor
 from shardwise.collectives.messages import CollectiveChoice, MessageProgram
 from shardwise.dtypes import torch_dtypes
 from shardwise.errors import ProgramError, RankError
+from shardwise.runtime.devices import is_remote
 from shardwise.runtime.transport import Group, Pending
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ class CollectiveBackends:
             return None
         choice, backend = chosen
         self.started += 1
-        host = flat.cpu() if flat.is_cuda and backend.on_host else flat
+        host = flat.cpu() if is_remote(flat) and backend.on_host else flat
         handle = backend.start(choice, host, ())
         return _after(flat, handle, None if host is flat else lambda: flat.copy_(host))
 
@@ -216,7 +217,7 @@ class CollectiveBackends:
             return None
         choice, backend = chosen
         self.started += 1
-        if flat.is_cuda and backend.on_host:
+        if is_remote(flat) and backend.on_host:
             data = flat.cpu()
         else:
             shared = isinstance(backend, _SharedMemory) and backend.buckets.is_resident(flat)
@@ -240,7 +241,7 @@ class CollectiveBackends:
         self.started += 1
         full = flat.new_empty(sum(sizes)) if out is None else out
         # Staged, because zero 3 resizes its buffers, and memory that others map cannot be resized.
-        staged = (full.is_cuda and backend.on_host) or isinstance(backend, _SharedMemory)
+        staged = (is_remote(full) and backend.on_host) or isinstance(backend, _SharedMemory)
         host = torch.empty(full.shape, dtype=full.dtype) if staged else full
         part = host[sum(sizes[: group.index]) :][: sizes[group.index]]
         if part.data_ptr() != flat.data_ptr():

@@ -21,6 +21,7 @@ from shardwise.collectives.messages import CollectiveChoice
 from shardwise.dtypes import torch_dtypes
 from shardwise.errors import RankError
 from shardwise.runtime.collectives import CollectiveBackends, Derive
+from shardwise.runtime.devices import is_remote
 from shardwise.runtime.mesh import ProcessMesh, axis_groups, mesh_of
 from shardwise.runtime.operators import widened
 from shardwise.runtime.rendezvous import first_line, start_heartbeat
@@ -108,7 +109,7 @@ class ProcessGroupTransport:
             return pending
         reducible, convert_back = self._reducible(flat, op)
         backend, pg = self._group(reducible, group)
-        host = reducible.cpu() if backend == "gloo" and reducible.is_cuda else reducible
+        host = reducible.cpu() if backend == "gloo" and is_remote(reducible) else reducible
         request = dist.all_reduce(host, _OPS[op], group=pg, async_op=True)
         staged = host is not reducible
         return _after(
@@ -150,13 +151,13 @@ class ProcessGroupTransport:
     def _gather_by_swaps(
         flat: Tensor, sizes: Sequence[int], group: Group, pg: dist.ProcessGroup, out: Tensor
     ) -> Pending:
-        host = torch.empty(out.shape, dtype=out.dtype) if out.is_cuda else out
+        host = torch.empty(out.shape, dtype=out.dtype) if is_remote(out) else out
         parts = torch.split(host, list(sizes))
         own = parts[group.index]
         if own.data_ptr() != flat.data_ptr():
             own.copy_(flat)
         requests = _swap([(i, own, parts[i]) for i in _peers(group)], group, pg)
-        return _after(out, requests, (lambda: out.copy_(host)) if out.is_cuda else None)
+        return _after(out, requests, (lambda: out.copy_(host)) if is_remote(out) else None)
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending:
         pending = self.backends.reduce_scatter(flat, sizes, group)
@@ -182,7 +183,7 @@ class ProcessGroupTransport:
         flat: Tensor, sizes: Sequence[int], group: Group, pg: dist.ProcessGroup
     ) -> Pending:
         """Send each part to its owner, which adds them in rank order."""
-        parts = list(torch.split(flat.cpu() if flat.is_cuda else flat, list(sizes)))
+        parts = list(torch.split(flat.cpu() if is_remote(flat) else flat, list(sizes)))
         own = parts[group.index]
         received = own.new_empty(group.size - 1, own.numel())
         pairs = zip(_peers(group), received, strict=True)
@@ -202,7 +203,7 @@ class ProcessGroupTransport:
         self, flat: Tensor, in_sizes: Sequence[int], out_sizes: Sequence[int], group: Group
     ) -> Pending:
         backend, pg = self._group(flat, group)
-        staged = backend == "gloo" and flat.is_cuda
+        staged = backend == "gloo" and is_remote(flat)
         sent = flat.cpu() if staged else flat
         out = sent.new_empty(sum(out_sizes))
         unit = out.element_size()
@@ -221,7 +222,7 @@ class ProcessGroupTransport:
         if not flat.numel():
             return Pending(flat)
         backend, pg = self._group(flat, group)
-        staged = backend == "gloo" and flat.is_cuda
+        staged = backend == "gloo" and is_remote(flat)
         host = flat.cpu() if staged else flat
         request = dist.broadcast(_bytes(host), group.ranks[root], group=pg, async_op=True)
         return _after(flat, [request], (lambda: flat.copy_(host)) if staged else None)
@@ -229,14 +230,14 @@ class ProcessGroupTransport:
     @property
     def in_order(self) -> bool:
         backend = str(dist.get_backend(self._world_group))
-        return backend == "nccl" or (backend != "gloo" and torch.cuda.is_available())
+        return backend == "nccl" or (backend != "gloo" and torch.accelerator.is_available())
 
     def exchange(
         self, sends: Sequence[Flat], receives: Sequence[Flat]
     ) -> tuple[list[Pending], list[Pending]]:
         tensors = [flat for flat, _ in (*sends, *receives)]
         is_gloo = str(dist.get_backend(self._world_group)) == "gloo"
-        staged = is_gloo and any(flat.is_cuda for flat in tensors)
+        staged = is_gloo and any(map(is_remote, tensors))
         hosts = [torch.empty_like(flat, device="cpu") if staged else flat for flat in tensors]
         for host, (flat, _) in zip(hosts, sends, strict=False):
             if staged:
@@ -271,7 +272,7 @@ class ProcessGroupTransport:
         pg = self._groups[group.ranks]
         backend = str(dist.get_backend(pg))
         if backend not in ("gloo", "nccl"):
-            backend = "nccl" if tensor.is_cuda else "gloo"
+            backend = "native" if is_remote(tensor) else "gloo"
         return backend, pg
 
     @staticmethod

@@ -5,7 +5,10 @@ the channel dims are products `groups x channels`. Spatial dims are never sharde
 resampling leave batch and channels free, recurrent layers only the batch.
 """
 
+from functools import partial
+
 from shardwise.ir import Ref, iter_refs
+from shardwise.packed import PACKED_LAYER
 from shardwise.sharding.registry import keep_replicated, rule
 from shardwise.sharding.rule import (
     Axis,
@@ -206,6 +209,18 @@ LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 keep_replicated("packed sequences of different lengths", *(f"aten.{name}.data" for name in LAYERS))
 
 
+def _frozen_but_batch(
+    axes: dict[str, Axis], prefix: str, shape: tuple[int, ...], batch_dim: int | None
+) -> Dims:
+    """Return frozen dims, except the batch; add their axes."""
+    names = [f"{prefix}{d}" for d in range(len(shape))]
+    if batch_dim is not None:
+        names[batch_dim] = "b"
+    for name, size in zip(names, shape, strict=True):
+        axes.setdefault(name, Axis(name, size, frozen=True))
+    return each(names)
+
+
 @rule(*(f"aten.{name}.input" for name in LAYERS))
 def recurrent(call: Call) -> NodeRule:
     """Freeze all but the batch of `(input, hx, params, …) -> (output, h, c)`."""
@@ -217,14 +232,7 @@ def recurrent(call: Call) -> NodeRule:
     batch_dim = 0 if call.get("batch_first") else 1
     axes = {"b": Axis("b", source[batch_dim])}
 
-    def frozen(prefix: str, shape: tuple[int, ...], batch_dim: int | None) -> Dims:
-        names = [f"{prefix}{d}" for d in range(len(shape))]
-        if batch_dim is not None:
-            names[batch_dim] = "b"
-        for name, size in zip(names, shape, strict=True):
-            axes.setdefault(name, Axis(name, size, frozen=True))
-        return each(names)
-
+    frozen = partial(_frozen_but_batch, axes)
     states = [frozen(f"h{i}_", call.shape(r), 1) for i, r in enumerate(iter_refs(call.get("hx")))]
     params = list(iter_refs(call.get("params")))
     weights = [frozen(f"p{i}_", call.shape(ref), None) for i, ref in enumerate(params)]
@@ -235,4 +243,21 @@ def recurrent(call: Call) -> NodeRule:
         tuple(
             frozen(f"y{i}_", shape, 1 if i else batch_dim) for i, shape in enumerate(call.results)
         ),
+    )
+
+
+@rule(PACKED_LAYER)
+def packed_recurrent(call: Call) -> NodeRule:
+    """Shard the batch of `(x, lengths, states, weights) -> (output, states)`."""
+    rows = call.operands[0][0]
+    axes = {"b": Axis("b", rows)}
+    num_states = len(call.results) - 1
+
+    dims = partial(_frozen_but_batch, axes)
+    batch_dims = [0, 0, *[1] * num_states, *[None] * (len(call.operands) - 2 - num_states)]
+    operands = zip(call.operands, batch_dims, strict=True)
+    return NodeRule(
+        axes=axes,
+        operands=tuple(dims(f"o{i}_", shape, dim) for i, (shape, dim) in enumerate(operands)),
+        results=tuple(dims(f"y{i}_", shape, 1 if i else 0) for i, shape in enumerate(call.results)),
     )
