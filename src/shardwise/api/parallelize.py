@@ -38,6 +38,7 @@ from shardwise.frontend.state_changes import PythonState, plain_attributes
 from shardwise.ir import Graph
 from shardwise.plans import Plan, model_fingerprint
 from shardwise.runtime.collectives import Derive
+from shardwise.runtime.compiled import Compile, check_mode
 from shardwise.runtime.loader import make_store
 from shardwise.runtime.memory import grow_segments
 from shardwise.runtime.rendezvous import require_ranks, starting
@@ -53,7 +54,7 @@ def parallelize(
     device: torch.device | str | None = None,
     seed: int = 0,
     init: Init | None = None,
-    compile: bool = False,
+    compile: Compile = False,
     check_batches: bool = True,
     record: bool | Literal["paused"] = False,
     timeout_s: float = 60.0,
@@ -69,7 +70,9 @@ def parallelize(
     has on one device after `torch.manual_seed(seed)`; `init=function` sets the parameters of the
     module that is passed to it.
 
-    With `compile`, the generated module runs under `torch.compile`. With `record`,
+    With `compile`, the generated module runs under `torch.compile`: all of it, or with "blocks"
+    each distinct repeated block once, which takes as long for 100 layers as for one. "cuda-graph"
+    also replays the step's kernels, for models so small that launches limit them. With `record`,
     `pm.trace(path)` writes what every rank did when; "paused" starts with `pm.recorder.start()`.
 
     With `steps`, a mapping from names to functions `(modules, batch) -> loss`, one parallel module
@@ -89,6 +92,7 @@ def parallelize(
                 stacklevel=2,
             )
         factory = _Factory(root, device, timeout_s, compile)
+        check_mode(compile, factory.device)
         factory.steps = read_steps(root, batch, plan, loss_fn, steps, factory.device)
         first_plan = factory.plan
         require_ranks(first_plan.num_ranks)
@@ -198,7 +202,7 @@ class _Factory:
     detect_changes: ChangeDetector | None = None  # set once there is a parallel module
     recorder: rt.Recorder | None = None
 
-    def __init__(self, model: nn.Module, device: Any, timeout_s: float, compiled: bool) -> None:
+    def __init__(self, model: nn.Module, device: Any, timeout_s: float, compiled: Compile) -> None:
         self.skeleton = skeleton(model)
         self.registered = rt.RegisteredHooks()
         self.state, self.reads = PythonState(model, self.registered), Reads()

@@ -23,6 +23,7 @@ from shardwise.ir import Graph, Ref
 from shardwise.plans import Plan
 from shardwise.plans.plan import INPUT_ROLES, ParameterEntry
 from shardwise.program.program import Storage
+from shardwise.runtime.compiled import Compile, compile_blocks, compile_module
 from shardwise.runtime.loader import LoadedModule, LoadedPipeline
 from shardwise.runtime.step import FindBroken, ModuleStep, PipelineStep
 from shardwise.sharding.factors import gradient_carriers
@@ -152,10 +153,10 @@ def make_step(
     plan: Plan,
     store: rt.ParameterStore,
     *,
-    compiled: bool = False,
+    compiled: Compile = False,
     recorder: rt.Recorder | None = None,
 ) -> ModuleStep | PipelineStep:
-    """Return the step of a loaded program, under `torch.compile` if it is to be `compiled`."""
+    """Return the step of a loaded program, under `torch.compile` in a mode of `compiled`."""
     dtypes = {i.name: graph.values[i.value].dtype for i in graph.inputs}
     casts = plan.precision.compute and not plan.precision.autocast
     options = rt.StepOptions(
@@ -167,9 +168,12 @@ def make_step(
         units=plan.units,
     )
     if isinstance(loaded, LoadedPipeline):
+        if compiled:  # a pipeline calls the modules of its stages in any order
+            compile_blocks(module for _, module in loaded.modules)
         return PipelineStep(loaded, store, options, recorder)
-    run = torch.compile(loaded.module) if compiled else loaded.module
-    return ModuleStep(loaded, run, store.mesh, store.device, options, recorder)
+    run = compile_module(loaded.module, compiled)
+    graphs = compiled == "cuda-graph"
+    return ModuleStep(loaded, run, store.mesh, store.device, options, recorder, graphs=graphs)
 
 
 def _find_broken(graph: Graph, plan: Plan) -> FindBroken | None:

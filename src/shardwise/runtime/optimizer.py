@@ -185,6 +185,18 @@ def _updates_rows(optimizer: torch.optim.Optimizer) -> bool:
     return plain and not any(g.get(name) for g in optimizer.param_groups for name in options)
 
 
+FUSED = (torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+
+def _is_fused(cls: object, entries: Sequence[Entry], options: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer on GPUs is fused, which torch leaves to the user."""
+    if cls not in FUSED or options.keys() & {"fused", "foreach", "differentiable"}:
+        return False
+    pieces = [entry.piece for entry in entries if not entry.spec.sparse]
+    on_gpu = all(p.is_cuda and p.is_floating_point() for p in pieces)
+    return bool(pieces) and len(pieces) == len(entries) and on_gpu
+
+
 class HasStore(Protocol):
     """The attribute of a parallel module that optimizers use."""
 
@@ -211,6 +223,7 @@ def optimizer(
     remaining parameters form a last group with the defaults, unless `rest=False`; groups of tensors
     are complete, as in `torch.optim`. Frozen parameters belong to groups too, and are updated once
     they are unfrozen. `elementwise=True` asserts that an unknown class may update parts of tensors.
+    On GPUs, the classes of torch that can be are `fused`, unless options say otherwise.
     """
     store = pm.store
     if elementwise is None:
@@ -220,6 +233,8 @@ def optimizer(
         entries = [entry for _, group in grouped for entry in group if entry.trained]
         _require_full_tensors(store, cls, entries)
         _require_all_stages(store, cls)
+    if _is_fused(cls, [entry for _, group in grouped for entry in group], options):
+        options["fused"] = True
     inner = cls([{**g, "params": [e.piece for e in group]} for g, group in grouped], **options)
     result = ShardedOptimizer(store, inner, [group for _, group in grouped])
     result.elementwise, result.claimed = elementwise, tuple(sorted(names))

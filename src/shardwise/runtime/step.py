@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from shardwise.batch import flatten_batch, path_name, read_batch, rebuild_output
 from shardwise.errors import ProgramError
+from shardwise.runtime.compiled import begin_graphs
 from shardwise.runtime.loader import CapturedModel, LoadedModule, LoadedPipeline, naming_places
 from shardwise.runtime.memory import offload_activations
 from shardwise.runtime.mesh import ProcessMesh
@@ -156,9 +158,12 @@ class ModuleStep(StepProgram):
         device: torch.device,
         options: StepOptions,
         recorder: Recorder | None,
+        *,
+        graphs: bool = False,
     ) -> None:
         super().__init__(loaded.graph, options)
         self.module, self.mesh, self.device = module, mesh, device
+        self.graphs = graphs  # whether CUDA graphs replay the step
         self.recorder = recorder or Recorder(0, enabled=False)
         # Hooks inside of a compiled program would break its graph; those of units do so anyway.
         compiled = hasattr(module, "_orig_mod")
@@ -173,17 +178,23 @@ class ModuleStep(StepProgram):
     def train(
         self, batch: Any, store: ParameterStore, *, outputs: bool, local: bool
     ) -> tuple[Tensor, Any]:
+        if self.graphs:
+            begin_graphs(store)
         with store.forward(), self._offloading(), self.recorder.span("compute", "0F0"):
             loss, out = self._forward(batch, outputs, local)
         if loss is None or not loss.requires_grad:
             raise _not_trained()
         with store.backward(last=True), self.recorder.span("compute", "0B0"):
             store.scaled(loss).backward()  # type: ignore[no-untyped-call]
+        if self.graphs:  # the next step uses the memory of these results
+            loss, out = tree_map_only(Tensor, lambda t: t.detach().clone(), (loss, out))
         return loss, out
 
     def evaluate(
         self, batch: Any, store: ParameterStore, *, outputs: bool, local: bool
     ) -> tuple[Tensor | None, Any]:
+        if self.graphs:
+            begin_graphs(store)
         with store.forward():
             return self._forward(batch, outputs, local)
 

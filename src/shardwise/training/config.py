@@ -218,7 +218,7 @@ class TrainConfig:
     folder: str | None = None
     seed: int = 0
     device: str = "auto"
-    compile: bool = False
+    compile: bool | Literal["blocks", "cuda-graph"] = False
     timeout_s: Annotated[float, Range(1)] = 300.0
 
 
