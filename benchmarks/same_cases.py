@@ -257,25 +257,31 @@ def _planned(
 
 
 PLANNED = {
-    "mlp on 4": _planned("mlp", preset("a100", 1, 4), quick=True),
-    "fused_gpt on 4": _planned("fused_gpt", preset("a100", 1, 4), quick=True),
+    "mlp on 4": _planned("mlp", preset("a100", 1, 4), quick=True, all_devices=True),
+    "fused_gpt on 4": _planned("fused_gpt", preset("a100", 1, 4), quick=True, all_devices=True),
     "fused_gpt infeasible": _planned(
         "fused_gpt", preset("a100", 1, 2), quick=True, memory_gib=0.0001
     ),
-    "fused_gpt in little memory": _planned("fused_gpt", preset("a100", 1, 4), memory_gib=0.002),
+    "fused_gpt in little memory": _planned(
+        "fused_gpt", preset("a100", 1, 4), memory_gib=0.002, all_devices=True
+    ),
     "fused_gpt, sizes fixed": _planned(
         "fused_gpt", preset("h100", 2, 2), dp=1, tp=2, pp=2, num_microbatches=2
     ),
-    "fused_gpt in bf16": _planned("fused_gpt", preset("h100", 1, 4), precision="bf16"),
+    "fused_gpt in bf16": _planned(
+        "fused_gpt", preset("h100", 1, 4), precision="bf16", all_devices=True
+    ),
     "fused_gpt constrained": _planned(
         "fused_gpt", preset("h100", 1, 2), constraints={"tok.weight": {"tp": "0"}}, tp=2
     ),
     "llama on 2x4": _planned("llama", preset("h100", 2, 4), all_devices=True),
-    "llama on unequal links": _planned("llama", functools.partial(clusters.uneven, 4)),
+    "llama on unequal links": _planned(
+        "llama", functools.partial(clusters.uneven, 4), all_devices=True
+    ),
     "llama on unequal devices": _planned("llama", quality_cases.unequal, quick=True),
     "t5 on 2x2": _planned("t5", preset("a100", 2, 2), all_devices=True),
-    "resnet on 8": _planned("resnet", preset("v100", 1, 8)),
-    "mixtral on 4": _planned("mixtral", preset("a100", 1, 4)),
+    "resnet on 8": _planned("resnet", preset("v100", 1, 8), all_devices=True),
+    "mixtral on 4": _planned("mixtral", preset("a100", 1, 4), all_devices=True),
     **{
         f"large: {case.name}": Planned(graph=case.graph, cluster=case.cluster)
         for case in quality_cases.CASES

@@ -157,7 +157,7 @@ class Case:
 
     @property
     def inexact(self) -> bool:
-        return not all(sync.is_exact for sync in self.syncs.values())
+        return any(sync.inexact for sync in self.syncs.values())
 
 
 def compressed(kind: str, **options: Any) -> dict[str, sw.Sync]:

@@ -41,7 +41,7 @@ from shardwise.routing import collect, dispatch, grouped_linear, route
 from tests.unit.equivalence import mutations as m
 
 Tensors = dict[str, torch.Tensor]
-STRATEGIES = ("ddp", "fsdp", "tensor", "hybrid", "pipeline", "expert")
+STRATEGIES = ("ddp", "fsdp", "tensor", "hybrid", "pipeline", "expert", "context")
 MAX_TEXTS = 24  # edited texts per strategy
 LOOSE = 1e-7
 
@@ -87,10 +87,26 @@ class RoutedNet(Net):
         return super().block(h) + (rows * weights.unsqueeze(-1)).sum(1).view_as(h)
 
 
+class AttendingNet(Net):
+    """The same block after causal attention with two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(6, 6) for _ in range(3))
+
+    def block(self, h: torch.Tensor) -> torch.Tensor:
+        """Attend before the shared block."""
+        layers = (self.query, self.key, self.value)
+        q, k, v = (layer(h).unflatten(-1, (2, 3)).transpose(1, 2) for layer in layers)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return super().block(h + y.transpose(1, 2).flatten(2))
+
+
 def build(strategy: str = "") -> tuple[Net, Tensors]:
     """Return the model and a batch that hide nothing."""
     torch.manual_seed(0)
-    model = (RoutedNet() if strategy == "expert" else Net()).double()
+    kinds = {"expert": RoutedNet, "context": AttendingNet}
+    model = kinds.get(strategy, Net)().double()
     batch = {
         "ids": torch.randint(11, (6, 3)),
         "x": torch.randn(6, 3, 6, dtype=torch.float64),
@@ -309,7 +325,11 @@ def plan_of(graph: sw.Graph, strategy: str) -> sw.Plan:
     """Return a plan of two or four ranks."""
     if strategy == "hybrid":
         return sw.strategies.hybrid(graph, sw.Cluster.local(4), dp=2, tp=2)
-    options: dict[str, Any] = {"num_microbatches": 2} if strategy == "pipeline" else {}
+    extra: dict[str, dict[str, Any]] = {
+        "pipeline": {"num_microbatches": 2},
+        "context": {"attention": "ring"},
+    }
+    options = extra.get(strategy, {})
     plan: sw.Plan = getattr(sw.strategies, strategy)(graph, sw.Cluster.local(2), **options)
     return plan
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated
 
 from shardwise.errors import PlanError
+from shardwise.formatting import counted
 from shardwise.schema import OneOf, Range, check_fields
 
 BITS = {"bf16": 16, "fp16": 16, "int8": 8, "fp8": 8, "onebit": 1}
@@ -58,7 +59,7 @@ class Compression:
             words.append(f"rank {self.rank}")
         if not self.error_feedback:
             words.append("without error feedback")
-        return " ".join(words) + (f" after {self.warmup} steps" if self.warmup else "")
+        return " ".join(words) + (f" after {counted(self.warmup, 'step')}" if self.warmup else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,9 @@ class Inexact:
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError, where="sync")
+        for name, kind in (("compression", Compression), ("outer", OuterOptimizer)):
+            if not isinstance(value := getattr(self, name), kind | None):
+                raise PlanError(f"sync {name}={value!r}", hint=f"{name}=sw.{kind.__name__}(…)")
         if self.every == 1 and (self.outer or self.fragments > 1 or self.overlap):
             values = {name: getattr(self, name) for name in ("outer", "fragments", "overlap")}
             given = ", ".join(f"{name}={v}" for name, v in values.items() if v not in (1, 0))
@@ -125,6 +129,16 @@ class Inexact:
         """Whether ranks update their own replicas between rounds."""
         return self.every > 1
 
+    @property
+    def state_copies(self) -> int:
+        """The tensors of a parameter's size that outlive a step, besides those of its optimizer.
+
+        They are residuals, late gradients, and the last round, momentum and messages of replicas.
+        """
+        compressed = self.compression is not None and self.compression.error_feedback
+        momentum = self.outer is not None and self.outer.momentum > 0
+        return compressed + self.stale + self.is_local + momentum + 2 * (self.overlap > 0)
+
     def __bool__(self) -> bool:
         """Return whether anything differs from synchronous training."""
         return any(getattr(self, f.name) != f.default for f in fields(self))
@@ -138,8 +152,8 @@ class Inexact:
         if self.fragments > 1:
             yield f"{self.fragments} fragments"
         if self.overlap:
-            yield f"applied {self.overlap} updates later"
+            yield f"applied {counted(self.overlap, 'update')} later"
         if self.stale:
-            yield f"gradients {self.stale} steps late"
+            yield f"gradients {counted(self.stale, 'step')} late"
         if self.compression is not None:
             yield str(self.compression)

@@ -39,6 +39,25 @@ THOROUGH = [
     ("mixtral", 5, {"ep": 5}),
     ("olmoe", 6, {"ep": 6}),
     ("qwen3_moe", 8, {"dp": 2, "ep": 2, "tp": 2}),
+    ("qwen3_moe", 4, {"dp": 2, "tp": 2, "sequence_parallel": True}),
+    ("gpt_oss", 4, {"ep": 2, "cp": 2}),
+]
+# Sizes that no number of ranks divides: 7 rows of 11 tokens, 5 experts, 6 heads and 3 key heads.
+SPLIT = {"num_microbatches": 2}
+PRODUCTS = [
+    (4, {"ep": 2, "cp": 2, "attention": "ring"}),
+    (4, {"cp": 2, "tp": 2, "sequence_parallel": True, "attention": "ring"}),
+    (4, {"cp": 2, "pp": 2, "attention": "heads"} | SPLIT),
+    (6, {"ep": 3, "cp": 2, "attention": "ring", "zero": 3}),
+    (6, {"dp": 2, "cp": 3, "attention": "gather", "zero": 2}),
+    (6, {"ep": 3, "pp": 2} | SPLIT),
+    (6, {"ep": 2, "tp": 3, "sequence_parallel": True}),
+    (8, {"dp": 2, "ep": 2, "cp": 2, "attention": "ring", "zero": 1}),
+    (8, {"ep": 2, "cp": 2, "tp": 2, "sequence_parallel": True}),
+    (8, {"ep": 2, "cp": 2, "pp": 2, "attention": "ring"} | SPLIT),
+    (8, {"cp": 2, "tp": 2, "pp": 2, "sequence_parallel": True} | SPLIT),
+    (8, {"cp": 8, "attention": "ring"}),
+    (8, {"dp": 2, "ep": 4, "zero": 3}),
 ]
 
 
@@ -64,6 +83,14 @@ def test_all_experts_equal_one_device(
     pool: Callable[[int], Pool], model: str, ranks: int, options: dict[str, Any]
 ) -> None:
     check(pool, model, ranks, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "options"), PRODUCTS)
+def test_all_axes_together_equal_one_device(
+    pool: Callable[[int], Pool], ranks: int, options: dict[str, Any]
+) -> None:
+    check(pool, "language_of_experts", ranks, options)
 
 
 def saved(path: str) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ def compare(pool: Pool, syncs: dict[str, Sync], ranks: int, **options: Any) -> N
     assert_equal(pool(ranks).run(inexact.run, syncs, ranks, **options), expected)
 
 
-EVERYDAY = {("overlap", 3), ("stale_int8", 2)}
+EVERYDAY = {("overlap", 3), ("stale_int8", 2), ("stale_owner", 2)}
 
 
 @pytest.mark.parametrize(
@@ -102,11 +102,18 @@ def loaded(folder: str, syncs: dict[str, Sync], ranks: int) -> Any:
 
 
 def _state(pm: Any, opt: Any) -> dict[str, Any]:
-    sync = pm.store.reducer.state
-    moments = {e.spec.name: opt.state[e.piece]["exp_avg"] for e in pm.store.entries}
+    sync, store = pm.store.reducer.state, pm.store
+    moments, late = {}, {}
+    for entry in store.entries:
+        name, owned = entry.spec.name, entry.zero >= 2
+        moments[name] = opt.state[entry.piece]["exp_avg"]
+        if owned:
+            moments[name] = store.gather_full(entry, moments[name], piece=True)
+        if queue := sync.late.get(name):
+            late[name] = [store.gather_full(entry, p.wait(), piece=owned) for p in queue]
     return {
         "residuals": dict(sync.feedback.residuals),
-        "late": {name: [p.wait() for p in queue] for name, queue in sync.late.items() if queue},
+        "late": late,
         "anchors": dict(sync.anchors),
         "momenta": dict(sync.momenta),
         "moments": moments,
@@ -115,7 +122,9 @@ def _state(pm: Any, opt: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["overlap", "diloco_int8", "stale_int8", "powersgd"])
+@pytest.mark.parametrize(
+    "form", ["overlap", "diloco_int8", "stale_int8", "powersgd", "stale_owner"]
+)
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_another_number_of_ranks_continues_from_means_and_sums(
     pool: Pool, tmp_path: Path, form: str, ranks: int
@@ -137,6 +146,25 @@ def test_another_number_of_ranks_continues_from_means_and_sums(
             again = sum(state["residuals"][name] for _, state in after)
             torch.testing.assert_close(again, total)
     assert math.isfinite(sum(float(p.sum()) for p in after[0][0].values()))
+
+
+def resumed_zero_1(folder: str) -> Any:
+    """Continue late gradients whose optimizer state is sharded."""
+    syncs, batches = {"*": FORMS["stale_1"]}, inexact.make()[1]
+    pm, opt, _ = inexact.start(syncs, 3, zero=1)
+    inexact.train(pm, opt, batches[:2])
+    sw.save_checkpoint(folder, pm, opt, step=2)
+    straight = inexact.train(pm, opt, batches[2:4])
+    pm, opt, _ = inexact.start(syncs, 3, zero=1)
+    sw.load_checkpoint(folder, pm, opt)
+    return straight, inexact.train(pm, opt, batches[2:4])
+
+
+@pytest.mark.slow
+def test_late_gradients_with_sharded_optimizer_state_continue(pool: Pool, tmp_path: Path) -> None:
+    for straight, continued in pool(3).run(resumed_zero_1, str(tmp_path / "c")):
+        for a, b in zip(straight, continued, strict=True):
+            assert all(torch.equal(a[n], b[n]) for n in a)
 
 
 @pytest.mark.slow

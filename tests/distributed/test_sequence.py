@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support import training
 from tests.support.pool import Pool
 from tests.support.training import check_parallel
 
@@ -39,3 +40,33 @@ def test_a_gpt_on_shards_of_its_sequence(
     pool: Callable[[int], Pool], strategy: str, ranks: int, options: dict[str, object]
 ) -> None:
     check_parallel(pool, "fused_gpt", strategy, ranks, options)
+
+
+PACKED = [
+    ("mask", 3, {"cp": 3, "attention": "ring"}),
+    ("flex", 2, {"cp": 2, "attention": "gather"}),
+    ("flex", 3, {"cp": 3, "attention": "ring"}),
+    ("flex", 4, {"cp": 4, "attention": "heads"}),
+    ("flex", 4, {"cp": 2, "tp": 2, "sequence_parallel": True}),
+    ("flex", 4, {"dp": 2, "cp": 2, "zero": 3, "attention": "ring"}),
+    ("compiled", 3, {"dp": 1, "cp": 3}),
+    ("scores", 3, {"cp": 3}),
+    ("scores", 4, {"cp": 2, "tp": 2}),
+    ("varlen", 2, {"cp": 2, "attention": "heads"}),
+    ("varlen", 3, {"cp": 3, "attention": "ring"}),
+    ("varlen", 4, {"cp": 4, "attention": "gather"}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "ranks", "options"), PACKED)
+def test_packed_documents_on_shards_of_the_sequence(
+    pool: Callable[[int], Pool], kind: str, ranks: int, options: dict[str, object]
+) -> None:
+    rows = 1 if kind == "varlen" else 3
+    runs = pool(ranks).run(
+        training.parallel, f"packed_{kind}", "hybrid", ranks, options, rows, timeout=300
+    )
+    reference = "documents_with_scores" if kind == "scores" else "documents"
+    for run in runs:
+        training.assert_equal(run, training.dense(f"packed_{reference}", rows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import shardwise as sw
 from shardwise.cost.sync import step_rows, sync_messages
 from shardwise.plans import ParameterEntry
 from shardwise.plans.sync import applied_sync, operator_uses
+from tests.support.inexact import FORMS as INEXACT
 from tests.support.sync_model import assert_equal, make_model, make_plan, reference, train
 
 pytestmark = pytest.mark.distributed
@@ -52,6 +54,7 @@ def forms(ranks: int) -> dict[str, dict[str, Any]]:
 
 
 FORMS = list(forms(2))
+QUICK = {("diloco_int8", 2), ("powersgd", 2)}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -84,52 +87,89 @@ def test_hierarchical(pool: Any, ranks: int) -> None:
         assert_equal(result, reference("adamw"))
 
 
-def counted_bytes(entries: dict[str, Any]) -> dict[tuple[str, str], float]:
-    """Return the bytes of a step's gradients and updates by cause and operation, on rank 0."""
+def counted_bytes(
+    entries: dict[str, Any], skipped: int = 1, steps: int = 1
+) -> dict[tuple[str, str], float]:
+    """Return the mean bytes of some steps' messages by cause and operation, on rank 0."""
     ranks = torch.distributed.get_world_size()
     model, batch = make_model(), distinct_batch()
     plan = make_plan(sw.capture(model, batch), ranks, entries)
     pm = sw.parallelize(model, batch, plan, record=True)
     opt = sw.optimizer(pm, torch.optim.SGD, lr=0.1)
-    for _ in range(2):  # the first step also agrees on the order of gradients
-        pm.trace()
+    for number in range(skipped + steps):  # the first step also agrees on the order of gradients
+        if number == skipped:
+            wait_for_messages(pm)
+            pm.trace()
         pm.train_step(batch)
         opt.step()
+    wait_for_messages(pm)
     trace = pm.trace()
     totals: Counter[tuple[str, str]] = Counter()
     for event in [] if trace is None else trace["traceEvents"]:
         args = event.get("args", {})
-        if "bytes" in args and event["name"] in ("gradients", "update"):
-            every = args["op"] in ("all_reduce", "reduce_scatter")  # each rank has all of it
-            totals[event["name"], args["op"]] += args["bytes"] / (ranks if every else 1)
+        if "bytes" in args and event["name"] in ("gradients", "update", "rounds"):
+            parts = 1 if args["op"] == "all_gather" else ranks  # else each rank has all of it
+            totals[event["name"], args["op"]] += args["bytes"] / parts / steps
     return dict(totals)
+
+
+def wait_for_messages(pm: Any) -> None:
+    """Complete messages that later steps would wait for: they are recorded when they end."""
+    state = pm.store.reducer.state
+    for pending in (*(sent.mean for sent in state.sent.values()), *chain(*state.late.values())):
+        pending.wait()
 
 
 def distinct_batch() -> dict[str, torch.Tensor]:
     return {"x": torch.arange(16).view(8, 2) + 3, "y": torch.arange(16).view(8, 2) % 7}
 
 
+def predicted_bytes(
+    graph: sw.Graph, ranks: int, entries: dict[str, Any]
+) -> Counter[tuple[str, str]]:
+    """Return the bytes of a step's messages by cause and operation, as the plan predicts them."""
+    rows, uses, plan = step_rows(graph), operator_uses(graph), make_plan(graph, ranks, entries)
+    predicted: Counter[tuple[str, str]] = Counter()
+    for parameter in graph.parameters:
+        form = applied_sync(graph, parameter, plan.entry(parameter.name).sync, uses)
+        shape, used = graph.values[parameter.value].shape, rows.get(parameter.value, 0)
+        for m in sync_messages(form, shape, 8, 8, used, ranks):
+            cause = "gradients" if m.purpose == "reduce" else "update"
+            cause = "rounds" if form.every > 1 else cause
+            nodes = ranks // m.level if m.level > 0 and m.op == "all_gather" else 1
+            predicted[cause, m.op] += m.num_bytes * nodes / m.steps
+    return predicted
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_counted_bytes_equal_the_prediction(pool: Any, ranks: int) -> None:
     graph = sw.capture(make_model(), distinct_batch())
-    rows, uses = step_rows(graph), operator_uses(graph)
     every = forms(ranks) | ({"hierarchical": {"*": sw.Sync(hierarchical=2)}} if ranks == 4 else {})
     for name, entries in every.items():
         if name == "sparse gather":
             entries = {"words.*": entries["words.*"]}  # places occur several times
         if name == "sparse rows":
             entries = {"words.*": entries["words.*"]}
-        plan = make_plan(graph, ranks, entries)
-        predicted: Counter[tuple[str, str]] = Counter()
-        for parameter in graph.parameters:
-            form = applied_sync(graph, parameter, plan.entry(parameter.name).sync, uses)
-            shape, used = graph.values[parameter.value].shape, rows.get(parameter.value, 0)
-            for m in sync_messages(form, shape, 8, 8, used, ranks):
-                cause = "gradients" if m.purpose == "reduce" else "update"
-                nodes = ranks // m.level if m.level > 0 and m.op == "all_gather" else 1
-                predicted[cause, m.op] += m.num_bytes * nodes
+        predicted = predicted_bytes(graph, ranks, entries)
         counted = pool(ranks).run(counted_bytes, entries)[0]
         assert counted == pytest.approx({k: v for k, v in predicted.items() if v}), name
+
+
+@pytest.mark.parametrize(
+    ("form", "ranks"),
+    [
+        pytest.param(form, ranks, marks=[] if (form, ranks) in QUICK else pytest.mark.slow)
+        for form in INEXACT
+        for ranks in (2, 3)
+    ],
+)
+def test_counted_bytes_of_inexact_forms(pool: Any, form: str, ranks: int) -> None:
+    """The mean of a full round, after the sums that are not compressed."""
+    sync, graph = INEXACT[form], sw.capture(make_model(), distinct_batch())
+    predicted = predicted_bytes(graph, ranks, {"*": sync})
+    warmup = 1 if sync.compression is None else 1 + sync.compression.warmup
+    counted = pool(ranks).run(counted_bytes, {"*": sync}, warmup * sync.every, sync.every)[0]
+    assert counted == pytest.approx(dict(predicted))
 
 
 class Table(nn.Module):
@@ -141,12 +181,29 @@ class Table(nn.Module):
         return nn.functional.cross_entropy(self.out(self.table(x).mean(1)), y)
 
 
-def train_rows(strategy: str) -> tuple[float, int]:
+class Bags(Table):
+    """Bags of several lengths, the second of them empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(101, 6, sparse=True)  # type: ignore[assignment]
+
+    def forward(
+        self, x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.out(self.table(x, offsets)), y)
+
+
+def train_rows(strategy: str, ranges: bool = False) -> tuple[float, int]:
     """Train with SparseAdam next to one process; return the difference and the rows of a rank."""
     torch.manual_seed(0)
-    model, single = Table().double(), Table().double()
+    kind = Bags if ranges else Table
+    model, single = kind().double(), kind().double()
     single.load_state_dict(model.state_dict())
     batch = {"x": torch.randint(0, 101, (12, 3)), "y": torch.randint(0, 4, (12,))}
+    if ranges:
+        offsets = torch.tensor([0, 2, 2, 7, 9, 10, 16])
+        batch = {"x": batch["x"].view(-1), "y": batch["y"][:7], "offsets": offsets}
     graph, cluster = sw.capture(model, batch), sw.Cluster.local(torch.distributed.get_world_size())
     entry = ParameterEntry(layout={"tp": "0"}, sync=sw.Sync(sparse="gather"))
     if strategy == "parallax":
@@ -173,7 +230,8 @@ def train_rows(strategy: str) -> tuple[float, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["parallax", "tensor"])
-def test_rows_of_tables_with_sparse_adam(pool: Any, strategy: str) -> None:
-    for apart, rows in pool(3).run(train_rows, strategy):
+@pytest.mark.parametrize("ranges", [False, True])
+def test_rows_of_tables_with_sparse_adam(pool: Any, strategy: str, ranges: bool) -> None:
+    for apart, rows in pool(3).run(train_rows, strategy, ranges):
         assert apart < 1e-12
         assert rows in (33, 34)

@@ -25,7 +25,7 @@ def run_here(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_numbered_examples_are_short() -> None:
-    for path in (*EXAMPLES.glob("0*.py"), *EXAMPLES.glob("0*/*.py")):
+    for path in (*EXAMPLES.glob("[01]*.py"), *EXAMPLES.glob("0*/*.py")):
         assert len(path.read_text().splitlines()) < 80, path.name
 
 
@@ -144,3 +144,21 @@ def test_bytes_are_learned_stopped_resumed_and_sampled(tmp_path: Path) -> None:
         str(EXAMPLES / "04_train_bytes/train_bytes.py"), "runs/bytes", "def ", folder=tmp_path
     )
     assert text.startswith("def ")
+
+
+@pytest.mark.slow
+def test_experts_train_on_four_ranks_to_a_lower_loss(tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    text = run(*torchrun, str(EXAMPLES / "11_experts.py"), folder=tmp_path)
+    losses = [float(line.split()[-1]) for line in text.splitlines() if line.startswith("step")]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", ["1", "8"])
+def test_long_contexts_of_llama_are_planned(tmp_path: Path, nodes: str) -> None:
+    script = str(EXAMPLES / "10_long_context.py")
+    text = run(script, "--nodes", nodes, "--layers", "1", folder=tmp_path)
+    memory = [float(line.split()[-2]) for line in text.splitlines() if line.endswith("GiB")]
+    assert len(memory) == 5
+    assert all(0 < peak < 80 for peak in memory)

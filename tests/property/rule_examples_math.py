@@ -200,6 +200,17 @@ add(
 )
 add("embedding_bag.default", f(7, 6), i(7, 8), torch.tensor([0, 3, 5]), False, 0, False, f(8))
 add("embedding_bag.default", f(7, 6), i(7, 8), torch.tensor([0, 3, 5]), False, 1)
+add(
+    "embedding_bag.default",
+    f(7, 6),
+    i(7, 8),
+    torch.tensor([0, 3, 3, 8]),
+    False,
+    2,
+    False,
+    None,
+    True,
+)
 for _reduction in (0, 1, 2):
     for _op in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
         add(f"{_op}.default", f(4, 6), f(4, 6), _reduction)

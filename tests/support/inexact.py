@@ -26,6 +26,8 @@ FORMS: dict[str, Sync] = {
     "overlapped_mean": Sync(every=2, overlap=1),
     "stale_1": Sync(stale=1),
     "stale_3": Sync(stale=3),
+    "stale_owner": Sync(kind="owner", owner=1, stale=2),
+    "stale_partitioned": Sync(kind="partitioned", stale=1),
     "stale_int8": Sync(stale=1, compression=Compression(kind="int8", **SHORT)),
     "diloco_int8": Sync(
         every=2, outer=OuterOptimizer(), compression=Compression(kind="int8", warmup=1)
@@ -71,7 +73,9 @@ def plan_of(
     model: nn.Module, batch: Any, syncs: Mapping[str, Sync], ranks: int, **options: Any
 ) -> sw.Plan:
     graph = sw.capture(model, batch)
-    return sw.strategies.ddp(graph, sw.Cluster.local(ranks), constraints=dict(syncs), **options)
+    cluster, zero = sw.Cluster.local(ranks), options.pop("zero", 0)
+    strategy = sw.strategies.zero1 if zero else sw.strategies.ddp
+    return strategy(graph, cluster, constraints=dict(syncs), **options)
 
 
 def contributions(

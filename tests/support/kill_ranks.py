@@ -1,4 +1,4 @@
-"""Kill training repeatedly: `python -m tests.support.kill_ranks FOLDER ROUNDS`.
+"""Kill training repeatedly: `python -m tests.support.kill_ranks FOLDER ROUNDS [SEED [FORM]]`.
 
 In every round, ranks resume from the latest checkpoint and save after each step, until a random one
 is killed (SIGKILL) at a random time. The others must then end by themselves. The latest checkpoint
@@ -30,8 +30,10 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint import verify_checkpoint
+from tests.support.inexact import FORMS
 
-RANKS = 2
+FORM = FORMS[sys.argv[4]] if len(sys.argv) > 4 else None
+RANKS = 2 if FORM is None else 3
 END_S = 60.0  # for the other ranks to end
 START_S = 120.0
 
@@ -59,7 +61,10 @@ def train(rank: int, port: int, folder: Path) -> None:
         "x": torch.randn(4, 16, generator=generator, dtype=torch.float64),
         "labels": torch.randn(4, 1, generator=generator, dtype=torch.float64),
     }
-    plan = sw.strategies.fsdp(sw.capture(model, batch), sw.Cluster.local(RANKS))
+    graph, cluster = sw.capture(model, batch), sw.Cluster.local(RANKS)
+    plan = sw.strategies.fsdp(graph, cluster)
+    if FORM is not None:
+        plan = sw.strategies.ddp(graph, cluster, constraints={"*": FORM})
     pm = sw.parallelize(model, batch, plan=plan, timeout_s=20.0)
     optimizer = sw.optimizer(pm, torch.optim.AdamW, lr=1e-3)
     manager = sw.CheckpointManager(folder / "checkpoints", keep_last=2)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.equivalence.reference import KeepDouble
-from tests.support import experts, zoo
+from tests.support import experts, packed, zoo
 from tests.support.pool import Pool
 
 STEPS = 3
@@ -85,6 +85,12 @@ def make(name: str, batch: int = 7) -> tuple[nn.Module, Any]:
     if name == "experts":
         model, inputs = experts.make(5, batch)
         return model.double(), {k: v.double() for k, v in inputs.items()}
+    if name == "language_of_experts":
+        model, inputs = experts.make_language(batch)
+        return model.double(), inputs
+    if name.startswith("packed_"):
+        model, inputs = packed.make(name.removeprefix("packed_"), min(batch, 3))
+        return model.double(), inputs
     model, inputs = zoo.build(name)
     inputs = {k: torch.cat([v, v.flip(0)])[:batch] for k, v in inputs.items()}
     return model, inputs

@@ -51,7 +51,8 @@ def save_sync(state: State) -> Sections:
     for entry in _entries(state):
         name = entry.spec.name
         for number, pending in enumerate(sync.late.get(name, ())):
-            add(f"late_{number}", state.shared(entry, pending.wait()))
+            owned, grad = entry.zero >= 2, pending.wait()  # by one rank each
+            add(f"late_{number}", state.sharded(name, grad) if owned else state.shared(entry, grad))
         if name in sync.feedback.residuals:
             add("residual", state.per_rank(entry, sync.feedback.residuals[name], SUM))
         if name in sync.feedback.warm:
@@ -87,9 +88,12 @@ def load_sync(
         name = entry.spec.name
         if stored_names.get(name, name) not in manifest.sections.get(section, {}):
             return None
-        tensor = torch.empty_like(entry.piece.detach())
+        owned = entry.zero >= 2
+        shape = entry.piece.shape if owned else entry.local_shape
+        tensor = torch.empty(shape, dtype=entry.master, device=store.device)
         make = partial(state.per_rank, merge=merge) if merge else state.shared
-        targets.append((section, make(entry, tensor)))
+        shards = state.sharded(name, tensor) if owned else make(entry, tensor)
+        targets.append((section, shards))
         return tensor
 
     for entry in _entries(state):

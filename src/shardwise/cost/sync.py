@@ -6,26 +6,36 @@ counted bytes read them here.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from shardwise.arrays import Ints
-from shardwise.cluster import Cluster
+from shardwise.cluster import Cluster, Device
+from shardwise.inexact import INDEX_BYTES, Compression
 from shardwise.ir import Graph, Ref
 from shardwise.plans import Plan, Sync
 from shardwise.plans.sync import applied_sync, operator_uses
+from shardwise.runtime.compression import message_bytes
 from shardwise.runtime.sync_forms import record_bytes, space_for
+from shardwise.shares import part
 
 COUNT_BYTES = 8  # of a number of rows
+# Words per element that the operators of `runtime/compression.py` read and write, both messages of
+# quantized sums and error feedback included.
+ENCODING_WORDS = {"bf16": 50, "fp16": 50, "fp8": 60, "int8": 40, "onebit": 20}
+ENCODING_WORDS |= {"topk": 30, "randomk": 6, "powersgd": 12}
 
 
 @dataclass(frozen=True, slots=True)
 class SyncMessage:
-    """One collective of a step: `num_bytes` is the tensor that all ranks together hold after it.
+    """One collective of a step.
 
+    `num_bytes` is the tensor that all ranks together hold after it, in an all-to-all the one that
+    each rank sends.
     `busiest` is the time of the busiest rank relative to that of an even collective. With a `level`
-    of k it runs inside of runs of k ranks, with -k across these.
+    of k it runs inside of runs of k ranks, with -k across these. `steps` are those from one such
+    message to the next. Its result is needed after the computation of `slack` steps more.
     """
 
     purpose: str  # "reduce" or "update"
@@ -33,11 +43,19 @@ class SyncMessage:
     num_bytes: float
     busiest: float = 1.0
     level: int = 0
+    steps: int = 1
+    slack: int = 0
 
     @property
     def busy_bytes(self) -> float:
         """The bytes of an even collective that takes as long."""
         return self.num_bytes * self.busiest
+
+    def sent_bytes(self, num_ranks: int) -> float:
+        """Return the bytes that a rank sends to others in a step, on average."""
+        num_ranks = abs(self.level) if self.level > 0 else num_ranks // max(1, -self.level)
+        times = 2 if self.op == "all_reduce" else 1
+        return times * self.num_bytes * (num_ranks - 1) / num_ranks / self.steps
 
 
 _reduce, _update = partial(SyncMessage, "reduce"), partial(SyncMessage, "update")
@@ -45,7 +63,7 @@ _reduce, _update = partial(SyncMessage, "reduce"), partial(SyncMessage, "update"
 
 def is_special(form: Sync) -> bool:
     """Return whether a parameter has messages of its own, other than buckets and ZeRO."""
-    return bool(form.has_owners or form.sparse or form.factors or form.hierarchical)
+    return bool(form.has_owners or form.sparse or form.factors or form.hierarchical or form.inexact)
 
 
 def special_syncs(graph: Graph, plan: Plan) -> dict[str, Sync]:
@@ -84,13 +102,16 @@ def sync_messages(
     num_ranks: int,
     rates: Sequence[float] = (),
 ) -> tuple[SyncMessage, ...]:
-    """Return the messages of one parameter of this local shape in a step.
+    """Return the messages of one parameter of this local shape in a step, after any warm-up.
 
+    `item_bytes` are those of an element of what owners send, or of the values that are compressed.
     `rates` are those of the ranks' links, equal by default.
     `rows` are those of all ranks together: distinct rows per rank of a sparse gradient, or rows of
     the two factors. An updated row is sent once by its owner; here each is counted as distinct.
     """
     numel, width = math.prod(shape), math.prod(shape[1:])
+    if form.inexact and not form.has_owners:
+        return tuple(_inexact_messages(form, shape, item_bytes, reduced_bytes, num_ranks))
     busiest = _busiest(form, num_ranks, rates) if form.has_owners else 1.0
     counts = _reduce("all_gather", num_ranks * COUNT_BYTES)
     if form.sparse:
@@ -101,7 +122,7 @@ def sync_messages(
         records = sum(1 + space_for(changed) for changed in shares)
         return (
             _reduce("all_gather", num_ranks**2 * COUNT_BYTES),
-            _reduce("all_to_all", num_ranks * by_rank * reduced, busiest),
+            _reduce("all_to_all", by_rank * reduced, busiest),
             _update("all_gather", records * record_bytes(width, item_bytes), busiest),
         )
     total, near = numel * reduced_bytes, form.hierarchical
@@ -118,8 +139,51 @@ def sync_messages(
         )
     if form.has_owners:
         updated = _update("all_gather", numel * item_bytes, busiest)
-        return _reduce("reduce_scatter", total, busiest), updated
+        return _reduce("reduce_scatter", total, busiest, slack=form.stale), updated
     return (_reduce("all_reduce", total),)
+
+
+def _inexact_messages(
+    form: Sync, shape: Sequence[int], item_bytes: int, reduced_bytes: int, num_ranks: int
+) -> Iterator[SyncMessage]:
+    collectives: Iterable[tuple[str, float]] = [("all_reduce", math.prod(shape) * reduced_bytes)]
+    if form.compression is not None:
+        collectives = _compressed(form.compression, shape, item_bytes, num_ranks)
+    for op, num_bytes in collectives:
+        if form.every > 1:
+            yield _update(op, num_bytes, steps=form.every, slack=form.overlap)
+        else:  # the next compressed message needs what this one omits, however late it takes effect
+            yield _reduce(op, num_bytes, slack=0 if form.compression else form.stale)
+
+
+def _compressed(
+    compression: Compression, shape: Sequence[int], item_bytes: int, num_ranks: int
+) -> Iterator[tuple[str, float]]:
+    """Yield the collectives of a compressed sum, and their bytes."""
+    kind, numel = compression.kind, math.prod(shape)
+    if kind == "topk":
+        chosen = compression.count(numel)
+        yield "all_gather", num_ranks * chosen * (item_bytes + INDEX_BYTES)
+    elif kind == "randomk":
+        yield "all_reduce", compression.count(numel) * item_bytes
+    elif kind != "powersgd":
+        parts = (part(numel, num_ranks, rank)[1] for rank in range(num_ranks))
+        total = sum(message_bytes(kind, size, item_bytes) for size in parts)
+        yield "all_to_all", total
+        yield "all_gather", total
+    elif compression.is_factored(shape):
+        for size in (shape[0], math.prod(shape[1:])):
+            yield "all_reduce", size * compression.rank * item_bytes
+    else:
+        yield "all_reduce", numel * item_bytes
+
+
+def encoding_seconds(form: Sync, numel: float, item_bytes: int, device: Device) -> float:
+    """Return the time of a step in which a rank compresses messages of a parameter."""
+    if form.compression is None:
+        return 0.0
+    num_bytes = ENCODING_WORDS[form.compression.kind] * item_bytes * numel
+    return num_bytes / device.memory_rate(max(3.0 * item_bytes * numel, 1.0)) / form.every
 
 
 def sync_seconds(

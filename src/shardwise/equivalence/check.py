@@ -5,7 +5,8 @@ so that no zero hides a path (`trial.py`). Each compares everything that a train
 The second also compares every intermediate value and its gradient.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from shardwise.batch import flatten_batch
 from shardwise.equivalence.certificate import (
+    TOLERANCE,
     Certificate,
     Comparison,
     compare,
@@ -22,7 +24,7 @@ from shardwise.equivalence.certificate import (
 from shardwise.equivalence.edits import Edit, differing_statements, locate_edit
 from shardwise.equivalence.locate import compare_gradients, compare_values, locate
 from shardwise.equivalence.ranks import TIMEOUT_S, Outcome, Probed, Subject, run_probed, subject_of
-from shardwise.equivalence.reference import Reference
+from shardwise.equivalence.reference import Reference, Truth
 from shardwise.equivalence.trial import Tensors, Trial, make_trial, perturbed
 from shardwise.errors import ShardwiseError
 from shardwise.ir import Graph
@@ -46,14 +48,18 @@ def not_exercised(graph: Graph, trials: Sequence[Trial]) -> tuple[str, ...]:
         gradients = [trial.reference.gradients.get(parameter.name) for trial in trials]
         if parameter.requires_grad and all(map(_is_zero, gradients)):
             lines.append(f"parameter {parameter.name}: its gradient is zero")
+    same = {n for n, t in trials[0].inputs.items() if torch.equal(t, trials[-1].inputs[n])}
     used = {name for node in graph.nodes for name in node.inputs}
     for source in graph.inputs:
         if source.value not in used:
             lines.append(f"input {source.name}: nothing reads it")
+        elif source.name in same and len(same) < len(graph.inputs) and len(trials) > 1:
+            lines.append(f"input {source.name}: the same in all trials")
     for guard in graph.guards.checks if graph.guards else ():
         lines.append(
             f"batches in which Python sees another value than {guard.answer}: {guard.source}"
         )
+    hidden = set.intersection(*(set(_hidden_uses(graph, trial.truth)) for trial in trials))
     for node in graph.nodes:
         for name in node.outputs:
             if name not in trials[0].truth.gradients:
@@ -62,9 +68,31 @@ def not_exercised(graph: Graph, trials: Sequence[Trial]) -> tuple[str, ...]:
                 lines.append(f"%{name} ({node.op}) at {node.origin}: its value is zero")
             elif all(_is_zero(trial.truth.gradients.get(name)) for trial in trials):
                 lines.append(f"%{name} ({node.op}) at {node.origin}: its gradient is zero")
+        lines += [
+            f"the use of %{name} in %{node.name} ({node.op}) at {node.origin}: its gradient is tiny"
+            for name in dict.fromkeys(node.inputs)
+            if (node.name, name) in hidden
+        ]
     if len(trials) == 1:
         lines.append("other weights and batches: the model does not run on changed ones")
     return tuple(lines)
+
+
+def _hidden_uses(graph: Graph, truth: Truth) -> Iterator[tuple[str, str]]:
+    """Yield nodes and operands whose part of a gradient is too small to show an error.
+
+    Behind a saturated function, a node adds next to nothing to the gradient of an operand with
+    other uses, or an operand hardly changes a node, so that all rows get equal gradients.
+    """
+    sizes = {n: float((truth.values[n] * g).abs().sum()) for n, g in truth.gradients.items()}
+    uses = Counter(name for node in graph.nodes for name in set(node.inputs))
+    sources = {parameter.value for parameter in graph.parameters}
+    for node in graph.nodes:
+        effect = sum(sizes.get(name, 0.0) for name in node.outputs)
+        for name in sizes.keys() & set(node.inputs):
+            small, large = (effect, sizes[name]) if uses[name] > 1 else (sizes[name], effect)
+            if 0 < small <= TOLERANCE * large and (uses[name] > 1 or name not in sources):
+                yield node.name, name
 
 
 def unused_choices(subject: Subject) -> tuple[str, ...]:

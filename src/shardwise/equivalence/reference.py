@@ -23,6 +23,7 @@ from shardwise.batch import flatten_batch, read_batch
 from shardwise.dtypes import torch_pairs
 from shardwise.equivalence.certificate import Jitter, jittered
 from shardwise.errors import VerifyError
+from shardwise.frontend.attention import masked_attention
 from shardwise.frontend.convert import without_checkpoints
 from shardwise.frontend.fake import plain_tensors
 from shardwise.frontend.hooks import copy_hooks
@@ -221,7 +222,7 @@ def run_reference(
     model.zero_grad(set_to_none=True)
     losses, outputs = [], []
     for batch in batches:
-        with KeepDouble(), without_checkpoints():
+        with KeepDouble(), without_checkpoints(), masked_attention():
             output = run_objective(model, read_batch(batch), batch, loss_fn)
             loss = find_loss(output, batch, loss_of(loss_fn, model)) / len(batches)
             if not loss.requires_grad:

@@ -146,7 +146,7 @@ def sparse_sum(
     """Add up the largest elements of every rank, or the same random ones of all."""
     numel = len(values[0])
     count = min(numel, math.ceil(compression.ratio * numel))
-    common = torch.randperm(numel, generator=random_numbers(*key))[:count]
+    common = random_places(numel, count, key)
     total, left = torch.zeros_like(values[0]), []
     for value in values:
         largest = compression.kind == "topk"
@@ -157,6 +157,14 @@ def sparse_sum(
     if compression.kind == "randomk" and not compression.error_feedback:
         total *= numel / max(count, 1)
     return total, left
+
+
+def random_places(numel: int, count: int, key: tuple[object, ...]) -> Tensor:
+    """Return distinct places: a random arithmetic progression modulo the number of all places."""
+    start, stride = torch.randint(max(1, numel), (2,), generator=random_numbers(*key)).tolist()
+    while math.gcd(stride, numel) > 1:
+        stride += 1
+    return torch.tensor([(start + stride * number) % numel for number in range(count)])
 
 
 def quantized_sum(
@@ -180,8 +188,10 @@ def quantized_sum(
 
 
 def uniform(numel: int, *key: object) -> Tensor:
-    """Return numbers between 0 and 1."""
-    return torch.rand(numel, generator=random_numbers(*key), dtype=torch.float64)
+    """Return numbers between 0 and 1: odd multiples of 2**-16, four from each draw of 64 bits."""
+    draws = torch.zeros((numel + 3) // 4, dtype=torch.int64).random_(generator=random_numbers(*key))
+    words = torch.stack([draws >> shift & 0x7FFF for shift in (0, 16, 32, 48)], 1)
+    return (2 * words.flatten()[:numel] + 1).double() / 2**16
 
 
 def rounded(kind: str, values: Tensor, noise: Tensor) -> Tensor:

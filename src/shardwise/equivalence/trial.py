@@ -291,10 +291,13 @@ def _other_indices(
 
 
 def _other_integers(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return the integers in another order; a mask of ones (or all true) gets a hole."""
-    if bool((tensor == 1).all()) and tensor.dim() > 1 and tensor.shape[-1] > 1:
+    """Return the integers in another order; a mask of equal elements gets a hole."""
+    first = tensor.reshape(-1)[0]
+    is_wide = tensor.dim() > 1 and tensor.shape[-1] > 1
+    if (tensor.dtype == torch.bool or (is_wide and first == 1)) and bool((tensor == first).all()):
         holed = tensor.clone()
-        holed[::2, ..., -max(1, tensor.shape[-1] // 4) :] = 0
+        rows = holed[::2] if tensor.dim() > 1 else holed
+        rows[..., -max(1, tensor.shape[-1] // 4) :] = first == 0
         return holed
     order = torch.randperm(tensor.numel(), generator=generator)
     return tensor.reshape(-1)[order].reshape(tensor.shape)

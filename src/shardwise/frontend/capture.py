@@ -19,6 +19,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from shardwise.batch import Call, read_batch
 from shardwise.errors import CaptureError
 from shardwise.frontend import tracing
+from shardwise.frontend.attention import masked_attention
 from shardwise.frontend.build_graph import Sources, assemble
 from shardwise.frontend.builder import REGION, Alias, Builder, NotFunctional
 from shardwise.frontend.convert import Converter, Recorder, recording
@@ -256,6 +257,8 @@ def _export(
             tracing.controlled_random(),
             known_values(inquiry),
             routed_experts(),
+            tracing.bags_of_rows(),
+            masked_attention(),
             tracing.refusing_derivatives(),
             tracing.keeping_user_frames(),
             torch.enable_grad(),

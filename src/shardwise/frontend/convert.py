@@ -18,6 +18,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError
@@ -301,7 +302,9 @@ class Converter:
         if node.target is operator.getitem and isinstance(args[0], tuple):
             return args[0][args[1]]
         recompute = node.meta.get(RECOMPUTE, self.builder.region.recompute)
-        with self.builder.inside(**origin_of(node.meta), recompute=recompute):
+        is_refused = bool(free_unbacked_symbols(node.meta.get("val")))  # if a result needs it
+        is_refused |= isinstance(node.target, torch._ops.HigherOrderOperator)
+        with self.builder.inside(**origin_of(node.meta, innermost=is_refused), recompute=recompute):
             return self._dispatch(node, args, _lookup(environment, node.kwargs))
 
     def _dispatch(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

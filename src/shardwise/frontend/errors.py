@@ -44,8 +44,8 @@ class Frame:
         return f"{self.place}: {self.text}" if self.text else self.place
 
 
-def origin_of(meta: dict[str, Any]) -> dict[str, str]:
-    """Return the fields of a `Node` that say where it came from, from its fx meta."""
+def origin_of(meta: dict[str, Any], *, innermost: bool = False) -> dict[str, str]:
+    """Return a `Node`'s place, in the innermost `forward` or function, from its fx meta."""
     origin = dict.fromkeys(("module", "module_class", "source", "source_text"), "")
     stack = meta.get("nn_module_stack")
     if stack:
@@ -54,14 +54,14 @@ def origin_of(meta: dict[str, Any]) -> dict[str, str]:
         if path:  # otherwise the step itself: loss code outside the model
             name = qualified if isinstance(qualified, str) else qualified.__qualname__
             origin["module_class"] = str(name).rsplit(".", 1)[-1]
-    frame = user_frame(meta.get("stack_trace") or "")
+    frame = user_frame(meta.get("stack_trace") or "", innermost)
     if frame is not None:
         origin |= {"source": frame.place, "source_text": frame.text}
     return origin
 
 
 @functools.lru_cache(maxsize=65536)
-def user_frame(trace: str) -> Frame | None:
+def user_frame(trace: str, innermost: bool = False) -> Frame | None:
     """Return the innermost `forward` outside torch; else the innermost such frame of any name."""
     frames = [  # outermost first
         Frame(file, int(line), function, text.strip())
@@ -69,7 +69,7 @@ def user_frame(trace: str) -> Frame | None:
         if is_user_file(file)
     ]
     forwards = [frame for frame in frames if frame.function.rsplit(".", 1)[-1] == "forward"]
-    return next(reversed(forwards or frames), None)
+    return next(reversed((not innermost and forwards) or frames), None)
 
 
 def in_package(file: str) -> bool:
@@ -160,7 +160,7 @@ _OPERATORS = (  # operators whose result has a size that depends on the data
         r"ctc_loss",
         "the CTC loss allocates memory by the lengths in the batch",
         "wrap it in torch.library.custom_op with a fake and a gradient; "
-        "docs/guides/custom_ops.md shows how",
+        "docs/guides/refused.md shows how",
     ),
     Cure(
         r"item|_local_scalar_dense|tolist",

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.attention.flex_attention import BlockMask
 
 from shardwise.frontend.hooks import copy_hooks
 
@@ -97,11 +98,12 @@ def _parameter_like(parameter: nn.Parameter, stand_in: StandIn) -> nn.Parameter:
 
 
 def plain_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield tensors that are plain attributes, or in lists and dicts that are."""
+    """Yield tensors that are plain attributes, or in lists, dicts and block masks that are."""
     registered = ("_parameters", "_buffers", "_modules")
     values: list[Any] = [value for key, value in vars(module).items() if key not in registered]
     for _ in range(3):  # levels of nesting
         yield from (value for value in values if isinstance(value, torch.Tensor))
+        values = [vars(v) if isinstance(v, BlockMask) else v for v in values]
         containers = [v for v in values if isinstance(v, dict | list | tuple)]
         values = [i for c in containers for i in (c.values() if isinstance(c, dict) else c)]
 

@@ -7,6 +7,7 @@ lose information, or freeze a value into the graph.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import itertools
 import logging
@@ -17,11 +18,13 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx
+from torch.nn import functional
 
 from shardwise.errors import CaptureError
 from shardwise.frontend.errors import in_package, is_user_code, is_user_file, running_frame
@@ -44,6 +47,38 @@ def patched(*patches: tuple[Any, str, Any]) -> Iterator[None]:
                 delattr(owner, name)  # which uncovers the inherited attribute
             else:
                 setattr(owner, name, original)
+
+
+def bags_of_rows() -> contextlib.AbstractContextManager[None]:
+    """Trace bags that are rows of a matrix as sums of embeddings, which are sharded row by row.
+
+    In torch's own operator, bags are ranges of all indices, which ranks cannot share as easily.
+    """
+    embedding_bag = functional.embedding_bag
+    signature = inspect.signature(embedding_bag)
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        call = SimpleNamespace(**bound.arguments)
+        indices, scales, weight = call.input, call.per_sample_weights, call.weight
+        other = call.max_norm is not None or call.scale_grad_by_freq or call.mode == "max"
+        fits = scales is None or (scales.shape == indices.shape and call.mode == "sum")
+        fits &= indices.dim() == 2 and indices.numel() > 0
+        if call.offsets is not None or other or not fits:
+            return embedding_bag(*args, **kwargs)
+        rows = functional.embedding(indices, weight, call.padding_idx, sparse=call.sparse)
+        used = None
+        if call.padding_idx is not None:
+            used = (indices != call.padding_idx % len(weight)).to(weight.dtype)
+            scales = used if scales is None else scales * used
+        if scales is not None:
+            rows = rows * scales.unsqueeze(-1)
+        if call.mode == "sum":
+            return rows.sum(1)
+        return rows.mean(1) if used is None else rows.sum(1) / used.sum(1, True).clamp(min=1)
+
+    return patched((functional, "embedding_bag", traced))
 
 
 @contextlib.contextmanager
@@ -96,7 +131,7 @@ def cuda_uninitialized() -> Iterator[None]:
 def keeping_user_frames() -> Iterator[None]:
     """Keep the user's frames that are not named `forward` while a step is traced.
 
-    torch records only frames of that name, and none of a loss function, a step function or a
+    torch records only frames of that name: no function that `forward` calls, no loss function, no
     `training_step`.
     """
     tracer: Any = fx.proxy.TracerBase
@@ -108,7 +143,8 @@ def keeping_user_frames() -> Iterator[None]:
     def with_user_frames(self: Any, summary: traceback.StackSummary) -> traceback.StackSummary:
         forwards: traceback.StackSummary = original(self, summary)
         if any(frame.name == "forward" and is_user_file(frame.filename) for frame in forwards):
-            return forwards
+            last = next(frame for frame in reversed(summary) if is_user_code(frame.filename))
+            return traceback.StackSummary.from_list([*forwards, last])
         captured = itertools.dropwhile(lambda frame: not in_package(frame.filename), summary)
         users = [frame for frame in captured if is_user_code(frame.filename)]
         return traceback.StackSummary.from_list([*forwards, *users])

@@ -236,7 +236,7 @@ class Options:
         """Return whether a candidate's shards follow from shards of inputs."""
         ranks = self.task.axes[index].ranks
         varying = [name for name in node.inputs if name in self.varying]
-        follows = not varying
+        follows = not varying or self.facts.begins(node.name, candidate)
         for name, need in zip(node.inputs, candidate.operands, strict=True):
             if not isinstance(need, Shard) or name not in self.varying:
                 continue

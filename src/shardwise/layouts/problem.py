@@ -237,6 +237,8 @@ class Allowed:
         if isinstance(candidate.choice, ShardAxis) and not node.inputs:
             return False
         if not self.task.shard_parameters and not isinstance(candidate.choice, Same):
+            if self.facts.begins(node.name, candidate):
+                return True
             varying = [placement for name, placement in operands if name in self.varying]
             return not varying or any(not isinstance(p, Replicate) for p in varying)
         if isinstance(candidate.choice, Pass):

@@ -4,8 +4,8 @@ Equal devices have one grouping, with ranks in order. Unequal ones are also grou
 the devices of a group are equal, and in groups of unequal size; shares along "dp" follow speeds.
 
 Devices of about the same speed, with about the same links, form a class. `subsets` leaves out the
-slowest class first, then the next; then it takes single nodes, whose devices need no network: a few
-clusters, not all subsets. Equal devices of one node are always used together.
+slowest class first, then the next; then it takes single nodes, whose devices need no network, and
+half, a quarter, … of the fastest class down to one device: a few clusters, not all subsets.
 """
 
 from collections import Counter
@@ -116,7 +116,7 @@ class Subset:
 
 
 def subsets(cluster: Cluster, rates: Sequence[float]) -> Iterator[Subset]:
-    """Yield the cluster without its slowest devices, without the next slowest, …; then its nodes.
+    """Yield the cluster without its slowest devices, …; its nodes; ever fewer fastest devices.
 
     Of equal nodes, only the first is yielded.
     """
@@ -136,6 +136,8 @@ def subsets(cluster: Cluster, rates: Sequence[float]) -> Iterator[Subset]:
     nodes = {tuple(speeds[r] for r in ranks): tuple(ranks) for ranks in reversed(by_node.values())}
     fastest_first = sorted(nodes, key=lambda key: -sum(rate for rate, *_ in key))
     choices += [nodes[key] for key in fastest_first[: MAX_CLASSES - 1]]
+    fastest = sorted(classes[-1])
+    choices += [tuple(fastest[: len(fastest) >> n]) for n in range(1, len(fastest).bit_length())]
     for ranks in dict.fromkeys(choices):
         if len(ranks) < cluster.num_ranks:
             # A network may be described in groups that cannot be divided.

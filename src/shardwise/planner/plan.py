@@ -21,7 +21,7 @@ from shardwise.errors import InfeasiblePlan, PlanError, ShardwiseError
 from shardwise.ir import Graph
 from shardwise.layouts.tie_layers import tie_layers
 from shardwise.planner.device_groups import Grouping, groupings, left_out, subsets
-from shardwise.planner.extra_axes import faster_with_extra_axes, has_extra_axes
+from shardwise.planner.extra_axes import faster_with_extra_axes, has_extra_axes, num_rows
 from shardwise.planner.figures import search_result, simulated_step, with_details
 from shardwise.planner.infeasible import infeasible
 from shardwise.planner.layout_cache import FASTEST, LEAN, LEANEST, MIXED, LayoutCache
@@ -33,12 +33,12 @@ from shardwise.planner.search_space import (
     FixedPlacements,
     SearchLimits,
     UserOptions,
-    as_texts,
     configs,
     divisors,
     fixed_parameters,
     fixed_syncs,
     min_tensor_ranks,
+    restrictions,
     with_user_syncs,
 )
 from shardwise.planner.strategies.experts import expert_parameters
@@ -111,7 +111,7 @@ def plan(
             limits = _limits(search, run, devices, fixed)
             minimum = min_tensor_ranks(placements, fixed, devices.num_ranks)
             limits = replace(limits, min_tensor_ranks=minimum)
-            _check_options(fixed, devices, limits)
+            _check_options(fixed, devices, limits.rows)
             if than is not None:
                 limits = replace(limits, num_microbatches=1)
                 below = min(below, than.step_time_s)
@@ -135,6 +135,7 @@ def plan(
             table=table,
         )
         if (fixed.ep or 1) * (fixed.cp or 1) > 1:
+            _check_options(fixed, cluster, num_rows(graph))
             return _only_with_extra_axes(extra, graph, cluster, fixed)
         chosen, idle = fastest(cluster), None
         if not all_devices:
@@ -148,21 +149,13 @@ def plan(
         rerun = Rerun(
             options=partial(_run, search, limits), constraints=unconstrained if placements else None
         )
-        better = None
-        if has_extra_axes(graph, fixed):
-            saves = not outcome.feasible or outcome.best.config.recompute != "none"
-            better = extra(outcome.step_time_s * (1 - SIMPLER_SLACK), short_of_memory=saves)
-        if better is not None:
-            return with_choices(better, search.evaluator.costs.choose)
+        if has_extra_axes(graph, fixed) and (better := extra(outcome)) is not None:
+            return better
         if not outcome.feasible:
             raise infeasible(outcome, search, fixed, limits, rerun)
-        restrictions = {
-            **fixed.given,
-            **({} if memory_gib is None else {"memory_gib": memory_gib}),
-            **({"constraints": texts} if (texts := as_texts(constraints)) else {}),
-        }
+        given = restrictions(fixed, memory_gib, constraints)
         outcome, reasons = with_syncs(outcome, search, fixed_syncs(search.fold.graph, constraints))
-        figures = search_result(outcome, search, fixed, restrictions, rerun, idle)
+        figures = search_result(outcome, search, fixed, given, rerun, idle)
         best = in_captured_names(write_plan(run, search.fold, outcome.best, dtypes), run, graph)
         best = with_user_syncs(best, constraints).with_(notes=(*best.notes, *reasons))
         best = with_choices(best, search.evaluator.costs.choose)
@@ -171,10 +164,13 @@ def plan(
 
 
 def _only_with_extra_axes(
-    extra: Callable[[float], Plan | None], graph: Graph, cluster: Cluster, options: UserOptions
+    extra: Callable[[SearchOutcome], Plan | None],
+    graph: Graph,
+    cluster: Cluster,
+    options: UserOptions,
 ) -> Plan:
     """Return the fastest plan with the user's numbers of ranks along `ep` and `cp`."""
-    best = extra(math.inf)
+    best = extra(NOTHING)
     if best is None:
         sizes = {a: n for a in ("ep", "cp") if (n := getattr(options, a)) not in (None, 1)}
         text = ", ".join(f"{axis}={n}" for axis, n in sizes.items())
@@ -220,12 +216,19 @@ def _without_slow_devices(
     """Search on fewer devices; all are used only if that saves `SIMPLER_SLACK` of the step."""
     best, used, shortest = full, None, full.outcome.step_time_s
     layouts, evaluator = full.search.cache, full.search.evaluator
+    if len(evaluator.devices) == 1 and not full.outcome.feasible:
+        return full, None
     rates = _rates(layouts, evaluator)
     one_device_s = min(_seconds(layouts, evaluator, layouts.rows))
+    rest_s = 0.0  # in a node of equal devices, communication grows at most with their number
+    if len(evaluator.devices) == 1 and cluster.nodes[0].count == cluster.num_ranks:
+        rest_s = (shortest - one_device_s / sum(rates)) / cluster.num_ranks
     for smaller in subsets(cluster, rates):
         limit = shortest * (1 + SIMPLER_SLACK)
-        if one_device_s / sum(rates[rank] for rank in smaller.ranks) > limit:
-            continue  # too slow even if all of them compute all the time
+        count = len(smaller.ranks)
+        bound_s = one_device_s / sum(rates[rank] for rank in smaller.ranks)
+        if bound_s + rest_s * (count if count > 1 else 0) > limit:
+            continue
         try:
             other = fastest(smaller.cluster, limit)
         except InfeasiblePlan:  # the user's options require more ranks
@@ -368,7 +371,7 @@ def _seconds(layouts: LayoutCache, evaluator: Evaluator, rows: int) -> list[floa
         evaluator.costs.node_times(work, device, Group(mesh=Mesh(), ranks=(0,)))
         for device in evaluator.devices
     ]
-    return [float((t.forward + t.backward).sum()) for t in times]
+    return [float(((t.forward + t.backward) * evaluator.fold.copies).sum()) for t in times]
 
 
 def _constraint_key(path: str, fixed: Mapping[str, Mapping[str, Placement]], graph: Graph) -> str:
@@ -383,30 +386,36 @@ def _constraint_key(path: str, fixed: Mapping[str, Mapping[str, Placement]], gra
     return str(sorted(of_block.items())) if of_block else ""
 
 
-def _check_options(options: UserOptions, cluster: Cluster, limits: SearchLimits) -> None:
+def _check_options(options: UserOptions, cluster: Cluster, rows: int) -> None:
     """Raise `InfeasiblePlan` if the sizes do not divide the ranks or the batch."""
-    total, rows = cluster.num_ranks, limits.rows
-    sizes = {a: n for a in ("dp", "tp", "pp") if (n := getattr(options, a)) is not None}
+    total = cluster.num_ranks
+    sizes = {a: n for a in ("dp", "ep", "cp", "tp", "pp") if (n := getattr(options, a)) is not None}
     for axis, size in sizes.items():
         if size < 1 or total % size:
             raise InfeasiblePlan(
                 f"{axis}={size} does not divide the {total} ranks of {cluster.name}",
                 hint=f"{axis}={max(d for d in divisors(total) if d <= max(size, 1))}",
             )
-    product = math.prod(sizes.values())
-    if total % product or (len(sizes) == 3 and product != total):
-        text = " x ".join(f"{a}={n}" for a, n in sizes.items())
+    product, num_open = math.prod(sizes.values()), 3 - len(sizes.keys() & {"dp", "tp", "pp"})
+    text = " x ".join(f"{a}={n}" for a, n in sizes.items())
+    if total % product or (not num_open and product != total):
         raise InfeasiblePlan(
             f"{text} = {product} ranks, {cluster.name} has {total}", hint="leave one of them out"
         )
-    if options.dp is not None and options.dp > rows:
-        raise InfeasiblePlan(f"dp={options.dp}, the batch has {rows} rows", hint=f"dp={rows}")
+    parts = {axis: n for axis, n in sizes.items() if axis in ("dp", "ep")}
+    if math.prod(parts.values()) > rows:
+        text = " x ".join(f"{a}={n}" for a, n in parts.items())
+        fewer = {axis: min(n, rows) for axis, n in parts.items()}
+        raise InfeasiblePlan(
+            f"{text}, the batch has {rows} rows",
+            hint=" or ".join(f"{a}={n}" for a, n in fewer.items()),
+        )
     if options.num_microbatches is not None and options.num_microbatches > rows:
         raise InfeasiblePlan(
             f"num_microbatches={options.num_microbatches}, the batch has {rows} rows",
             hint=f"num_microbatches={rows}",
         )
-    third = total // product if len(sizes) == 2 else 1  # the size of the remaining axis
+    third = total // product if num_open == 1 else 1  # the size of the remaining axis
     dp, count = options.dp or third, options.num_microbatches
     if count is not None and dp * count > rows:
         raise InfeasiblePlan(

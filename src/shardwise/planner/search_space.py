@@ -271,8 +271,15 @@ def _matched(graph: Graph, glob: str) -> list[tuple[str, str]]:
     return matched
 
 
-def as_texts(constraints: Constraints | None) -> dict[str, Any]:
-    """Return the constraints as plan files write them."""
+def restrictions(
+    options: UserOptions, memory_gib: float | None, constraints: Constraints | None
+) -> dict[str, Any]:
+    """Return all decisions of the user, as plan files write them."""
+    decisions = {"memory_gib": memory_gib, "constraints": _as_texts(constraints) or None}
+    return options.given | {name: v for name, v in decisions.items() if v is not None}
+
+
+def _as_texts(constraints: Constraints | None) -> dict[str, Any]:
     entries = constrained_entries(constraints)
     texts: dict[str, Any] = {}
     for glob, value in (constraints or {}).items():

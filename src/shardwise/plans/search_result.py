@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from shardwise.errors import PlanError
+from shardwise.formatting import size
 from shardwise.schema import Hook, KeyPath, Reader, Stored, Writer
 
 # Numbers that files state even if they are the default; other fields are omitted then.
@@ -267,6 +268,21 @@ class TiedTransfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SyncTraffic:
+    """What one form of synchronization sends in a step: means over a round, after any warm-up."""
+
+    form: str
+    num_bytes: float  # that a rank sends
+    messages: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.form}: each rank sends {size(self.num_bytes)} in a step, "
+            f"{self.messages:.3g} message{'' if self.messages == 1 else 's'}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
     """All durations of a simulated step; with the plan's schedule they are its timeline."""
 
@@ -274,6 +290,7 @@ class StepTimes:
     stages: tuple[StageTimes, ...]
     groups: tuple[GroupTimes, ...]
     tied: tuple[TiedTransfer, ...] = ()
+    syncs: tuple[SyncTraffic, ...] = ()
 
 
 # ------------------------------------------------------------ details for reports
@@ -437,8 +454,8 @@ class SearchResult:
                 where = f"search.step.stages[{index}]"
                 raise _damaged(f"group {stage.group} of {num_groups}", where)
         for index, use in enumerate(self.memory):
-            for size in use.over_time_gib.split():
-                if not re.fullmatch(r"\d+(\.\d+)?(e[+-]\d\d)?", size, re.ASCII):
+            for number in use.over_time_gib.split():
+                if not re.fullmatch(r"\d+(\.\d+)?(e[+-]\d\d)?", number, re.ASCII):
                     raise _damaged("over_time_gib is not a list of numbers", f"memory[{index}]")
 
     def to_json(self) -> dict[str, Any]:

@@ -99,20 +99,16 @@ class Sync:
                 )
         if self.sparse == "gather" and self.has_owners:
             raise PlanError(f"sync ({self}): rows go to their owners", hint='sparse="rows"')
-        if self.inexact and (self.has_owners or self.sparse or self.factors or self.hierarchical):
+        other = self.has_owners and self.inexact != Inexact(stale=self.stale)
+        if self.inexact and (other or self.sparse or self.factors or self.hierarchical):
             raise PlanError(
                 f"sync ({self}) of gradients that are not all-reduced",
                 hint=f'kind="all_reduce" for {", ".join(self.inexact.words())}',
             )
 
     @property
-    def is_exact(self) -> bool:
-        """Whether ranks compute what synchronous training on one process computes."""
-        return not self.inexact
-
-    @property
     def inexact(self) -> Inexact:
-        """The fields that differ from synchronous training."""
+        """The fields that differ from synchronous training; false if there are none."""
         return Inexact(**{f.name: getattr(self, f.name) for f in fields(Inexact)})
 
     @property
@@ -250,7 +246,7 @@ def check_parameter(
             where=name,
             hint=f"dim=0 to {len(kind.shape) - 1}",
         )
-    if not sync.is_exact:
+    if sync.inexact:
         check_inexact(name, kind, sync, zero or 0)
     operators = uses.get(parameter.value, frozenset())
     if sync.sparse and not _is_sparse(operators):

@@ -202,7 +202,7 @@ def plan_text(plan: Plan, width: int = WIDTH) -> str:
 def explain_plan(plan: Plan, width: int = WIDTH) -> str:
     """Explain why this plan was chosen and not the next, and where its time and memory go."""
     figures = plan.figures
-    compared = figures.gap is not None  # a plan that was not searched for has no runners-up
+    compared = bool(figures.gap or figures.runners_up)  # not if there was no search
     note = "note: the plan was changed after it was made; the figures are those of the plan as made"
     return _joined(
         [
@@ -362,10 +362,11 @@ def why_not(best: SimulatedConfig, other: SimulatedConfig) -> str:
         f"{option_text(name, value)} instead of {option_text(name, chosen)}"
         for name, (chosen, value) in delta.changed.items()
     )
+    same = "the same configuration" if best.config else "it"
     more = delta.memory_bytes
     memory = f"{size(abs(more))} {'more' if more > 0 else 'less'}" if more else "the same"
     return (
-        f"why not {other.what}: {instead or 'the same configuration'} takes "
+        f"why not {other.what}: {instead or same} takes "
         f"{_longer(delta.step_time_s, time)}, and {memory} memory"
     )
 
@@ -447,8 +448,10 @@ def outlook(figures: SearchResult, width: int) -> list[str]:
         for row in figures.relaxations
         if row.ratio is not None and row.step_time_s is not None
     ]
-    lines = ["what would change the step"]
-    lines += table([Column("by"), Column("to", 1)], "change", rows, width)
+    lines = []
+    if rows:
+        columns = [Column("by"), Column("to", 1)]
+        lines = ["what would change the step", *table(columns, "change", rows, width)]
     gap = figures.gap
     if gap is not None:
         text = (

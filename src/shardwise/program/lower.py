@@ -52,7 +52,7 @@ from shardwise.sharding.rule import Local, LocalCall, MeshAxis, replace_argument
 from shardwise.shares import lengths, num_ranks, part
 
 # Calls with a gradient of rows.
-SPARSE_CALLS = ("aten.embedding.default", "aten.embedding_bag.padding_idx", "rt.embedding_rows")
+SPARSE_CALLS = ("aten.embedding.default", "rt.embedding_rows", "rt.embedding_bag")
 
 
 # ---------------------------------------------------------------- layouts of sources
@@ -541,7 +541,7 @@ class _Lowering:
         plan, summed = self.resolved.plan, self.sources.sync[parameter.value]
         sync = plan.entry(parameter.name).sync
         trained = parameter.requires_grad and any(num_ranks(self.sizes[a]) > 1 for a in summed)
-        if sync is None or sync.is_exact or not trained:
+        if sync is None or not sync.inexact or not trained:
             return None
         kind = self.graph.values[parameter.value]
         check_inexact(parameter.name, kind, sync, plan.entry(parameter.name).zero or 0)

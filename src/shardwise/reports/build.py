@@ -198,7 +198,7 @@ def _with_recording(
 # ------------------------------------------------------------ compared plans
 def plans_of(search: SearchResult) -> tuple[Compared, ...] | None:
     """Return the chosen plan and its runners-up, or None if there was no search."""
-    if search.gap is None:
+    if search.gap is None and not search.runners_up:
         return None
     best = search.best
     return (_row(best, best), *(_row(best, other) for other in search.runners_up))

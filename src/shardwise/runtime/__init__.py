@@ -20,6 +20,7 @@ from shardwise.runtime.module import ParallelModule
 from shardwise.runtime.operators import empty_result, empty_results, no_channels, require_in_range
 from shardwise.runtime.operators.positions import (
     arange,
+    embedding_bag,
     embedding_rows,
     eye,
     linspace,

@@ -10,6 +10,7 @@ tensor, and sends the sum of the range, compressed again, to all others. The own
 the error of that second message to its own residual.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -26,7 +27,14 @@ from shardwise.shares import part as part_of
 # ------------------------------------------------------------ rounding to few bits
 def _round_randomly(scaled: Tensor, noise: Tensor) -> Tensor:
     """Round to one of the two nearest integers, so that the expectation is the value."""
-    return torch.floor(scaled + noise.to(scaled.dtype))
+    return torch.floor(scaled + noise)
+
+
+def _powers_of_two(values: Tensor) -> Tensor:
+    """Return the highest power of two that is not above each magnitude, from its exponent bits."""
+    wide = values.dtype == torch.float64
+    integer, mask = (torch.int64, 0x7FF << 52) if wide else (torch.int32, 0xFF << 23)
+    return (values.view(integer) & mask).view(values.dtype)
 
 
 _FLOATS = {"bf16": (torch.bfloat16, 7, -126), "fp16": (torch.float16, 10, -14)}
@@ -59,8 +67,7 @@ def encode(kind: str, values: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     if kind == "fp8":  # few exponents: use all of them
         scale = torch.where(largest == 0, 1, largest / limit)
     scaled = values / scale
-    exponent = torch.frexp(scaled).exponent.sub(1).clamp(min=lowest)
-    unit = torch.ldexp(torch.ones_like(scaled), exponent - num_bits)
+    unit = _powers_of_two(scaled).clamp_(min=2.0**lowest) * 2.0**-num_bits
     rounded = (_round_randomly(scaled / unit, noise) * unit).clamp(-limit, limit)
     return scale, rounded.to(dtype).view(torch.uint8)
 
@@ -139,7 +146,10 @@ class CompressedSum:
             return sample
         key = (self.compression.seed, step, self.names[index], rank, phase)
         source = seeded(sample.device, *key)
-        return torch.rand(len(sample), generator=source, dtype=torch.float64, device=sample.device)
+        # Of each 64 random bits, the four words of 16 are one number each, without its sign.
+        words = torch.empty(-(-len(sample) // 4), dtype=torch.int64, device=sample.device)
+        bits = words.random_(generator=source).view(torch.int16)[: len(sample)] & 0x7FFF
+        return bits.to(sample.dtype).add_(0.5).mul_(2.0**-15)
 
 
 class Quantized(CompressedSum):
@@ -263,8 +273,16 @@ class RandomK(CompressedSum):
         return sent.then(spread)
 
     def _places(self, step: int, index: int, count: int, device: torch.device) -> Tensor:
-        source = seeded(device, self.compression.seed, step, self.names[index])
-        return torch.randperm(self.numels[index], generator=source, device=device)[:count]
+        """Return a random arithmetic progression, modulo the number of elements: all are distinct.
+
+        A permutation would take longer than the sum of all elements.
+        """
+        numel = self.numels[index]
+        source = seeded(torch.device("cpu"), self.compression.seed, step, self.names[index])
+        start, stride = torch.randint(max(1, numel), (2,), generator=source).tolist()
+        while math.gcd(stride, numel) > 1:
+            stride += 1
+        return torch.arange(count, device=device).mul_(stride).add_(start).remainder_(numel)
 
 
 class PowerSGD(CompressedSum):

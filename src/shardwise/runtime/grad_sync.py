@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ProgramError
+from shardwise.runtime.compression import joined
 from shardwise.runtime.memory import host_empty
 from shardwise.runtime.mesh import Axis, ProcessMesh
 from shardwise.runtime.parameters import Entry, FlatGroup, ParameterSpec, buckets, limits
@@ -232,13 +233,27 @@ class Reduction:
 
 
 class InexactReduction(Reduction):
-    """Gradients that are summed by compressed messages, or arrive some steps late."""
+    """Gradients that are summed by compressed messages, or arrive some steps late.
 
-    def __init__(self, entries: Sequence[Entry], axis: Axis, state: SyncState) -> None:
-        super().__init__(entries, axis, None, {(axis.name, tuple(entries)): None})
+    With a `group`, they arrive at their owners.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        axis: Axis,
+        state: SyncState,
+        group: FlatGroup | None = None,
+        arrange: Mapping[Entry, Arrange] | None = None,
+    ) -> None:
+        members = tuple(entries) if group is None else group.entries
+        super().__init__(entries, axis, group, {(axis.name, members): None}, arrange)
         self._state = state
 
     def launch(self) -> None:
+        if self.group is not None:
+            super().launch()
+            return
         self.launched = True
         grads = [_take_gradient(e).to(self.master).reshape(-1) for e in self.entries]
         if self.factor != 1.0:  # residuals must not depend on the scale of the loss
@@ -250,6 +265,13 @@ class InexactReduction(Reduction):
     def finish(self) -> None:
         assert self._pending is not None
         pending, self._pending = self._pending, None
+        if self.group is not None:
+            factor, master = self.factor, self.master  # those of the step that sent it
+            pending = pending.then(lambda flat: flat.to(master, copy=True).mul_(factor))
+            due = [grad for _, grad in self._state.arrive(self.group.entries, pending)]
+            if due:
+                self._add_to_pieces(joined(due), self.group)
+            return
         for entry, grad in self._state.arrive(self.entries, pending):
             entry.take_gradients_in(entry.master)
             entry.leaf.grad = grad.to(entry.master).view(entry.local_shape)
@@ -484,7 +506,9 @@ class Reducer:
         return [
             *(self._reduction(bucket, arrange) for bucket in joined),
             *(
-                Reduction(members, group.axis, group, self._memory, arrange)
+                InexactReduction(members, group.axis, self.state, group, arrange)
+                if members[0].spec.inexact
+                else Reduction(members, group.axis, group, self._memory, arrange)
                 for group, members in scattered.items()
             ),
         ]

@@ -392,7 +392,7 @@ def group_key(entry: Entry) -> Hashable:
     dtypes = (entry.dtype, entry.master, entry.gradient_dtype, entry.reduce_dtype)
     unit = spec.unit if spec.zero == 3 or entry.leaves_device else None  # gathered unit by unit
     storage = (unit, spec.sync, spec.zero, spec.requires_grad, spec.offload, spec.owners)
-    return (*storage, *limits(entry), dtypes, frozenset(entry.parts))
+    return (*storage, spec.inexact, *limits(entry), dtypes, frozenset(entry.parts))
 
 
 def limits(entry: Entry) -> tuple[int, int, int, str]:

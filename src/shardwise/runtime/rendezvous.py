@@ -479,7 +479,7 @@ def require_ranks(num_ranks: int) -> None:
         raise RankError(f"a plan needs at least one rank, but this one has {num_ranks}")
     if num_ranks != world:
         group = "the default group has" if dist.is_initialized() else "without a process group:"
-        other = f", or a plan for {world} ranks" if num_ranks < world else ""
+        other = ", or sw.plan(…, all_devices=True)" if num_ranks < world else ""
         raise RankError(
             f"the plan is for {num_ranks} ranks, {group} {world}",
             hint=f"torchrun --nproc-per-node {num_ranks}{other}",

@@ -83,8 +83,8 @@ class SyncState:
 
 
 def split(entries: Sequence[Entry], pending: Pending) -> list[Pending]:
-    """Return each entry's part of a flat tensor in flight."""
-    sizes = [entry.numel for entry in entries]
+    """Return each entry's part of a flat tensor in flight; the rank's piece of it, with owners."""
+    sizes = [e.piece.numel() if e.zero >= 2 else e.numel for e in entries]
     return [
         pending.then(lambda flat, i=index: flat.split(sizes)[i])  # type: ignore[misc]
         for index in range(len(entries))

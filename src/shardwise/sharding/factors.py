@@ -13,7 +13,7 @@ from math import prod
 from shardwise.errors import RuleError
 from shardwise.ir import Graph, Node
 from shardwise.sharding import discovery, rules  # noqa: F401 - rules registers the table
-from shardwise.sharding.candidates import Candidate, axis_structures, candidates, compose
+from shardwise.sharding.candidates import Candidate, ShardAxis, axis_structures, candidates, compose
 from shardwise.sharding.dims import Structure, refine, replace_section, unfactored
 from shardwise.sharding.registry import require_operators, rule_for
 from shardwise.sharding.rule import Call, Dim, NodeRule, Part, replicated_rule
@@ -32,6 +32,11 @@ class Facts:
     def candidates(self, node: str) -> tuple[Candidate, ...]:
         """Return all candidates of a node, with the refined structures of its axes."""
         return candidates(self.rules[node], self.structures[node])
+
+    def begins(self, node: str, candidate: Candidate) -> bool:
+        """Return whether a candidate shards the batch though no operand is sharded."""
+        choice = candidate.choice
+        return isinstance(choice, ShardAxis) and self.rules[node].axes[choice.axis].begins
 
 
 def analyze(graph: Graph) -> Facts:

@@ -42,7 +42,7 @@ class Axis:
     `num_collectives` counts those, forward and backward, inside the local implementation. Operands
     `counts` count positions of this axis without having it: each rank needs its own count, a
     partial sum. An axis that `joins` others shards the dims of all of them; it is used only
-    where a plan names it.
+    where a plan names it. An axis that `begins` shards the batch where no operand is sharded.
     """
 
     name: str
@@ -54,6 +54,7 @@ class Axis:
     num_collectives: int = 0
     counts: frozenset[int] = frozenset()
     joins: tuple[str, ...] = ()
+    begins: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ from shardwise.simulation.stages import (
     ParamClass,
     StageCost,
     stage_cost,
+    sync_traffic,
     tied_bytes,
     with_offload,
 )
@@ -92,6 +93,7 @@ class Estimate:
         ]
         shown = {k: v for k, v in self.timeline.causes.items() if v > 0.0005 * self.step_time_s}
         lines += [f"  {k:12} {seconds(v):>10}" for k, v in shown.items()]
+        lines += [f"  {traffic}" for traffic in self.timeline.times.syncs]
         return "\n".join(lines)
 
 
@@ -159,13 +161,16 @@ class Evaluator:
         notes = [n for classes in by_group for _, typical, _ in classes for n in typical.work.notes]
         schedule = self._scheduled(execution)
         times = step_times(stages, execution, schedule, devices, self.costs, tied)
+        if execution.syncs:
+            traffic = sync_traffic(self.fold, by_group[0][0][1].work, execution)
+            times = replace(times, syncs=traffic)
         return Estimate(
             timeline=lay_out(times, schedule),
             memory=self.memory(workloads, execution, watched),
             stages=tuple(stages),
             rows=workload_on(workloads, execution.groups[0].mesh).rows,
             num_ranks=execution.num_ranks,
-            notes=tuple(dict.fromkeys(notes)),
+            notes=tuple(dict.fromkeys((*notes, *map(str, times.syncs)))),
         )
 
     def memory(
@@ -542,6 +547,7 @@ def stored_estimate(plan: Plan) -> Estimate:
         memory=tuple(map(_memory_use, figures.memory)),
         rows=figures.best.rows,
         num_ranks=plan.num_ranks,
+        notes=tuple(map(str, figures.step.syncs)),
     )
 
 

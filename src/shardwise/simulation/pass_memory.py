@@ -281,6 +281,12 @@ class StageMemory:
                 static.reduced += reduced
             largest = float(params.by_position.max(initial=0.0)) / num_shards * master
             static.largest = max(static.largest, largest)
+        for parameter in self.layers.work.parameters:
+            form = self.execution.syncs.get(parameter.name)
+            if form is not None and parameter.requires_grad:
+                copies = form.inexact.state_copies * int(self.layers.fold.copies[parameter.node])
+                master = itemsize(self.execution.precision.master, parameter.itemsize)
+                static.optimizer += float(copies * parameter.numel * master)
         frozen = self.layers.frozen_bytes
         static.parameters += float(frozen[self.end] - frozen[self.first])
         static.parameters += float(self.slice("buffers").sum())

@@ -5,7 +5,7 @@ A unit is a run of positions in one block: what is gathered, recomputed and sync
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -15,8 +15,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.arrays import Bools, Floats, Ints, before, float_arrays
-from shardwise.cost.sync import level_groups, step_rows, sync_messages
+from shardwise.cost.sync import (
+    SyncMessage,
+    encoding_seconds,
+    level_groups,
+    step_rows,
+    sync_messages,
+)
 from shardwise.dtypes import itemsize as itemsize_of
+from shardwise.plans import Sync
+from shardwise.plans.search_result import SyncTraffic
 from shardwise.runtime.parameters import BUCKET_BYTES, FIRST_BUCKET_BYTES, SINGLE_BYTES
 from shardwise.simulation.costs import ClusterCosts, ExecutionConfig, Group, NodeTimes, cached
 from shardwise.simulation.folded_graph import FoldedGraph
@@ -85,32 +93,66 @@ def _level(parameter: LocalParameter, execution: ExecutionConfig) -> int:
     return execution.level(parameter.name) if parameter.sync else 0
 
 
+def special_messages(
+    fold: FoldedGraph, work: Workload, execution: ExecutionConfig
+) -> Iterator[tuple[LocalParameter, Sync, SyncMessage, float]]:
+    """Yield parameters with a synchronization of their own, and its collectives.
+
+    The last value is how many of these messages the parameter adds: others share them.
+    """
+    rows, syncs = step_rows(fold.graph), execution.syncs
+    values = {p.name: p.value for p in fold.graph.parameters}
+    special = [p for p in work.parameters if p.name in syncs and p.sync and p.requires_grad]
+    joined: Counter[Sync] = Counter()  # parameters with the same synchronization
+    for parameter in special:
+        joined[syncs[parameter.name]] += int(fold.copies[parameter.node])
+    for parameter in special:
+        form, item = syncs[parameter.name], parameter.itemsize
+        num = execution.num_along(parameter.sync)
+        reduced = itemsize_of(form.dtype, execution.reduced_item_bytes(item))
+        if form.compression is not None:
+            item = itemsize_of(execution.precision.master, item)
+        used = rows.get(values[parameter.name], 0)
+        rates = execution.link_rates if len(execution.link_rates) == num else ()
+        count = 1.0
+        if form.inexact or (form.has_owners and form.dim is None and not form.sparse):
+            filled = 0.0 if form.every > 1 else parameter.numel * reduced / BUCKET_BYTES
+            count = min(1.0, max(filled, form.fragments / joined[form]))
+        for message in sync_messages(form, parameter.shape, item, reduced, used, num, rates):
+            yield parameter, form, message, count / message.steps
+
+
 def special_traffic(
     fold: FoldedGraph, work: Workload, runs: Sequence[Run], execution: ExecutionConfig
 ) -> Iterator[Traffic]:
     """Yield the messages of parameters with a synchronization of their own."""
-    count, rows = len(fold.graph.nodes), step_rows(fold.graph)
-    arrays: dict[tuple[str, str, tuple[str, ...], int], tuple[Floats, Floats]] = {}
-    values = {p.name: p.value for p in fold.graph.parameters}
-    joined = Counter(execution.syncs.values())  # in one flat group
-    for parameter in work.parameters:
-        form, item = execution.syncs.get(parameter.name), parameter.itemsize
-        if form is None or not (parameter.sync and parameter.requires_grad):
-            continue
-        num = execution.num_along(parameter.sync)
-        reduced = itemsize_of(form.dtype, execution.reduced_item_bytes(item))
-        used = rows.get(values[parameter.name], 0)
-        rates = execution.link_rates if len(execution.link_rates) == num else ()
-        for message in sync_messages(form, parameter.shape, item, reduced, used, num, rates):
-            key = (message.purpose, message.op, parameter.sync, message.level)
-            sizes, messages = arrays.setdefault(key, (np.zeros(count), np.zeros(count)))
-            sizes[parameter.node] += message.busy_bytes
-            flat = form.has_owners and form.dim is None and not form.sparse
-            messages[parameter.node] += 1 / joined[form] if flat else 1
+    count = len(fold.graph.nodes)
+    arrays: dict[tuple[str, str, tuple[str, ...], int, float], tuple[Floats, Floats]] = {}
+    for parameter, _, message, number in special_messages(fold, work, execution):
+        slack = message.slack / message.steps
+        key = (message.purpose, message.op, parameter.sync, message.level, slack)
+        sizes, messages = arrays.setdefault(key, (np.zeros(count), np.zeros(count)))
+        sizes[parameter.node] += message.busy_bytes / message.steps
+        messages[parameter.node] += number
     edges = np.array([*(first for _, first, _ in runs), runs[-1][2]])
-    for (purpose, op, axes, level), both in arrays.items():
+    for (purpose, op, axes, level, slack), both in arrays.items():
         sizes, messages = (np.diff(before(fold.spread(array))[edges]) for array in both)
-        yield Traffic(purpose, op, axes, sizes, messages, level)
+        yield Traffic(purpose, op, axes, sizes, messages, level, slack)
+
+
+def sync_traffic(
+    fold: FoldedGraph, work: Workload, execution: ExecutionConfig
+) -> tuple[SyncTraffic, ...]:
+    """Return what each synchronization other than by buckets and ZeRO sends in a step."""
+    sizes, messages = defaultdict[Sync, float](float), defaultdict[Sync, float](float)
+    for parameter, form, message, number in special_messages(fold, work, execution):
+        copies, num = int(fold.copies[parameter.node]), execution.num_along(parameter.sync)
+        sizes[form] += copies * message.sent_bytes(num)
+        messages[form] += copies * number
+    return tuple(
+        SyncTraffic(form=str(form), num_bytes=sizes[form], messages=messages[form])
+        for form in sizes
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +165,7 @@ class Traffic:
     num_bytes: Floats  # of all messages of the unit
     messages: Floats
     level: int = 0  # of ranks in groups of that size, or across them if negative
+    slack: float = 0.0  # steps whose computation hides them, besides the backward that sends them
 
     def groups(self, rows: Ints) -> Ints:
         """Return the groups of ranks that communicate, given those along the axes."""
@@ -503,12 +546,24 @@ def with_offload(cost: StageCost, seconds: float) -> StageCost:
 
 def _messages(stage: LocalStage, costs: ClusterCosts) -> dict[str, list[float]]:
     """Return the seconds of every unit's messages, by purpose."""
-    num_units = len(stage.layers.fold.runs(stage.first, stage.end))
+    layers, execution = stage.layers, stage.execution
+    num_units = len(layers.fold.runs(stage.first, stage.end))
     seconds = {purpose: [0.0] * num_units for purpose in PURPOSES}
     for kind in stage.sent:
         rows = kind.groups(stage.group.along(kind.axes))
         if rows.shape[-1] < 2:
             continue
         spent = kind.seconds(costs.collective(kind.op, rows).seconds)
+        if kind.slack:
+            computing = stage.total("forward") + stage.total("backward")
+            hidden = kind.slack * execution.num_microbatches * computing
+            spent = [max(0.0, sum(spent) - hidden), *(0.0 for _ in spent[1:])]
         seconds[kind.purpose] = [a + b for a, b in zip(seconds[kind.purpose], spent, strict=True)]
+    for parameter in layers.work.parameters if execution.syncs else ():
+        form = execution.syncs.get(parameter.name, Sync())
+        if parameter.requires_grad and execution.num_along(parameter.sync) > 1:
+            numel = float(layers.fold.copies[parameter.node] * parameter.numel)
+            item = itemsize_of(execution.precision.master, parameter.itemsize)
+            purpose = "update" if form.every > 1 else "reduce"  # of the first unit: after the rest
+            seconds[purpose][0] += encoding_seconds(form, numel, item, layers.device)
     return seconds

@@ -88,7 +88,7 @@ class _Tolerant:
                 self._warned = True
                 problem = write_error(self.path, error, hint="make the folder writable again")
                 message = f"{problem.message}; training continues without it ({problem.hint})"
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
+                warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 class JsonlLog(_Tolerant):

@@ -73,7 +73,9 @@ def plan_file(folder: Path) -> Path:
     loaded = cli.load_target(f"{folder / 'net.py'}:build")
     graph = sw.capture(loaded.model, loaded.batch)
     path = folder / "plan.json"
-    sw.plan(graph, sw.Cluster.load(folder / "c.yaml"), progress=False, pp=2).save(path)
+    sw.plan(graph, sw.Cluster.load(folder / "c.yaml"), progress=False, pp=2, all_devices=True).save(
+        path
+    )
     return path
 
 

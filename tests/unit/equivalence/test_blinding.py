@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import shardwise as sw
 from shardwise.api import verify as verifying
 from shardwise.collectives.solver.derive import verify as verify_trees
 from shardwise.equivalence.certificate import Jitter, compare
+from shardwise.equivalence.trial import perturb_inputs
 from shardwise.errors import PlanError, ProgramError, RuleError, ShardwiseError, VerifyError
 
 Batch = dict[str, torch.Tensor]
@@ -175,6 +177,54 @@ def test_a_wrong_gradient_is_caught_behind_a_tiny_batch() -> None:
     certificate = sw.verify(model, batch, planned(model, batch))
     assert not certificate.ok
     assert "blinding.triple" in str(certificate.first_difference)
+
+
+class Saturated(Tripled):
+    """The triple is in effect switched off, so that its wrong backward changes nothing."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.gate, self.use = nn.Parameter(torch.zeros(())), use
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        gate = torch.sigmoid(self.gate - 300)
+        if self.use == "triple":
+            return self.b(h).square().mean() + (gate * triple(h)).square().mean()
+        return self.b(gate * triple(h)).square().mean()
+
+
+@pytest.mark.parametrize("use", ["triple", "linear_1"])
+def test_a_certificate_names_what_saturated_functions_hide(use: str) -> None:
+    torch.manual_seed(0)
+    model, batch = Saturated(use), {"x": torch.randn(6, 4)}
+    text = " ".join(sw.verify(model, batch, planned(model, batch)).not_exercised)
+    assert re.search(rf"the use of %\w+ in %{use} .*: its gradient is tiny", text)
+
+
+class Masked(nn.Module):
+    """A mean over the rows of a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        rows = self.a(x).squeeze(1) * keep * weights
+        return rows.sum() / keep.sum()
+
+
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("shape", [(6,), (6, 4), (6, 1)])
+def test_a_mask_of_equal_elements_gets_a_hole(value: bool, shape: tuple[int, ...]) -> None:
+    model = Masked()
+    batch = {"x": torch.randn(6, 4), "keep": torch.ones(6).bool(), "weights": torch.full((6,), 7)}
+    graph = sw.capture(model, batch)
+    changed = perturb_inputs(graph, batch | {"keep": torch.full(shape, value)}, True, True)["keep"]
+    assert changed.any()
+    assert not changed.all()
+    unseen = sw.verify(model, batch, planned(model, batch)).not_exercised
+    assert unseen == ("input weights: the same in all trials",)
 
 
 def test_a_certificate_names_the_choices_of_rules_that_no_node_takes() -> None:

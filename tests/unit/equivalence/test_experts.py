@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import shardwise as sw
 from shardwise.errors import InfeasiblePlan, PlanError
-from tests.support.experts import Experts, make
+from tests.support.experts import Experts, make, make_language
 
 CASES = {
     "all tokens to the last expert": ((5, 7, 4), 3, {"ep": 3}),
@@ -31,6 +33,15 @@ def test_divided_experts_equal_one_device(name: str) -> None:
     plan = sw.strategies.hybrid(sw.capture(model, batch), sw.Cluster.local(ranks), **options)
     certificate = sw.verify(model, batch, plan)
     assert certificate.ok, str(certificate)
+
+
+@pytest.mark.parametrize("options", [{"tp": 2}, {"cp": 2, "tp": 2, "attention": "ring"}])
+def test_experts_between_shards_of_the_sequence(options: dict[str, Any]) -> None:
+    graph = sw.capture(*make_language())
+    cluster = sw.Cluster.local(2 * options.get("cp", 1))
+    plan = sw.strategies.hybrid(graph, cluster, sequence_parallel=True, **options)
+    steps = sw.compile(graph, plan).lowered.rank_programs[0].steps
+    assert sum(step.fn == "rt.reduce_scatter" for step in steps) >= 4
 
 
 def test_a_rank_holds_its_experts_and_no_others() -> None:

@@ -130,3 +130,17 @@ def test_errors_name_lines_outside_of_forward() -> None:
     with pytest.raises(CaptureError) as caught:
         sw.capture(Layer(4, 4), {"x": torch.rand(3, 4), "n": torch.tensor([1, 2, 2])}, masked_loss)
     assert 'output[batch["n"] > 1]' in (caught.value.where or "")
+
+
+@pytest.mark.parametrize(
+    ("function", "line"), [(cond, "torch.cond("), (unique, "torch.unique(n)"), (masked, "[x > 0]")]
+)
+def test_errors_name_lines_of_functions_that_forward_calls(function: Any, line: str) -> None:
+    forward: Any = lambda self, x, n: function(self, x, n)  # noqa: E731
+    forward = types.FunctionType(
+        forward.__code__.replace(co_name="forward"), globals(), "forward", None, forward.__closure__
+    )
+    kind = type("Model", (Model,), {"forward": forward})
+    with pytest.raises(CaptureError) as caught:
+        sw.capture(kind(), {"x": torch.rand(6, 4), "n": torch.tensor([1, 2, 2])})
+    assert line in (caught.value.where or "")

@@ -54,6 +54,16 @@ def test_attention_over_a_sharded_sequence(attention: str, ranks: int, used: str
     assert sw.Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["ring", "heads"])
+def test_activations_are_divided_with_the_sequence(attention: str) -> None:
+    graph = gpt(length=4096)
+    one = sw.strategies.ddp(graph, sw.Cluster.local(1))
+    plan = sw.strategies.context(graph, sw.Cluster.local(4), attention=attention)
+    full, part = (sw.compile(graph, p).memory(rank=0).parts["activations"] for p in (one, plan))
+    assert part <= 1.1 / 4 * full
+
+
 def test_too_few_heads_are_exchanged_within_groups_of_ranks() -> None:
     graph = gpt(heads=2)
     plan = sw.strategies.context(graph, sw.Cluster.local(4), attention="heads")
@@ -112,6 +122,30 @@ def test_the_planner_divides_the_sequence_as_asked(
     plan = sw.plan(graph, cluster, cp=cp, tp=1, progress=False)
     assert dict(plan.mesh.axes) == mesh
     assert plan.sequence == {"input_ids": 1, "labels": 1}
+
+
+def test_a_plan_with_a_divided_sequence_is_explained() -> None:
+    plan = sw.plan(gpt(), sw.Cluster.local(4), cp=2, tp=1, memory_gib=2, progress=False)
+    assert not plan.is_edited
+    assert plan.figures.fixed == {"cp": 2, "tp": 1, "memory_gib": 2}
+    assert [other.what for other in plan.figures.runners_up]
+    assert plan.figures.details is not None
+    text = sw.explain(plan)
+    assert "dp=2, cp=2" in str(text)
+    assert "why not dp=2, cp=2" in str(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dp": 4, "cp": 2}, r"dp=4 x cp=2 = 8 ranks.*has 4"),
+        ({"dp": 4, "cp": 1}, "dp=4, the batch has 2 rows"),
+        ({"cp": 3}, "cp=3 does not divide the 4 ranks"),
+    ],
+)
+def test_the_planner_refuses_sizes_that_do_not_fit(options: dict[str, int], message: str) -> None:
+    with pytest.raises(InfeasiblePlan, match=message):
+        sw.plan(gpt(), sw.Cluster.local(4), progress=False, **options)
 
 
 def test_the_planner_refuses_more_ranks_than_positions() -> None:

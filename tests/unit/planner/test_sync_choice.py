@@ -146,3 +146,37 @@ def test_autodist_resource_spec() -> None:
         sw.Cluster.from_yaml(SPEC.replace("ssh_config: conf", "ssh_config: other"))
     assert "nodes[0].ssh_config" in str(caught.value)
     assert "conf" in str(caught.value.hint)
+
+
+def test_inexact_forms_are_priced_as_they_run() -> None:
+    graph = sw.capture(Tables(), batch())
+    cluster = sw.Cluster.preset("cpu", nodes=4, devices_per_node=1, nic_gbit_per_s=1)
+
+    def simulated(**fields: Any) -> sw.Estimate:
+        plan = sw.strategies.ddp(graph, cluster, constraints={"*": sw.Sync(**fields)})
+        return sw.simulate(graph, plan, cluster)
+
+    plain, often, rare = simulated(), simulated(every=2), simulated(every=50)
+    late = simulated(every=50, overlap=2)
+    summed = 1.5 * sum(p.numel() * 4 for p in Tables().parameters()) / 125e6
+    assert plain.timeline.causes["gradients"] == pytest.approx(summed, rel=0.1)
+    for rounds, every in ((often, 2), (rare, 50)):
+        assert rounds.timeline.causes["gradients"] == 0
+        assert rounds.timeline.causes["update"] == pytest.approx(summed / every, rel=0.1)
+    computing = rare.timeline.causes["compute"] + rare.timeline.causes["collectives"]
+    hidden = rare.timeline.causes["update"] - late.timeline.causes["update"]
+    assert hidden == pytest.approx(2 / 50 * computing, rel=0.1)
+    assert simulated(stale=1).step_time_s < plain.step_time_s
+    compressed = simulated(compression=sw.Compression(kind="onebit"))
+    (sent,) = compressed.timeline.times.syncs
+    assert sent.num_bytes == pytest.approx(2 * summed / 3 * 125e6 * 0.75 * 2 / 32, rel=0.01)
+    assert "onebit: each rank sends" in str(compressed)
+    for estimate, tensors in ((often, 1), (late, 3), (compressed, 1)):
+        state = estimate.peak.parts["optimizer"] - plain.peak.parts["optimizer"]
+        assert state == pytest.approx(tensors * summed / 1.5 * 125e6)
+
+
+def test_reports_name_the_bytes_of_inexact_forms() -> None:
+    graph, cluster = sw.capture(Tables(), batch()), sw.Cluster.local(2)
+    plan = sw.strategies.local_sgd(graph, cluster, every=10)
+    assert "a round every 10 updates: each rank sends" in sw.report(plan, graph, cluster).html

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import shardwise as sw
 from shardwise.inexact import Inexact
@@ -19,7 +21,10 @@ from tests.support.inexact import FORMS, make, plan_of
         ({"fragments": 2}, "every=1"),
         ({"every": 3, "overlap": 3}, "overlap=3"),
         ({"every": 3, "fragments": 4}, "fragments=4"),
-        ({"kind": "owner", "owner": 0, "stale": 1}, "owner 0"),
+        ({"kind": "owner", "owner": 0, "every": 4}, "owner 0"),
+        ({"kind": "owner", "owner": 0, "stale": 1, "sparse": "rows"}, "owner 0"),
+        ({"compression": "int8"}, "compression='int8'"),
+        ({"every": 4, "outer": 0.7}, "outer=0.7"),
         ({"sparse": "gather", "every": 4}, "every 4"),
     ],
 )
@@ -40,6 +45,31 @@ def test_sharded_parameters_are_refused(sync: sw.Sync, zero: int) -> None:
     with pytest.raises(sw.errors.PlanError, match=f"zero={zero}") as raised:
         sw.compile(graph, plan)
     assert "zero=0" in str(raised.value.hint)
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.phase = nn.Linear(4, 4), nn.Parameter(torch.ones(4, dtype=torch.cfloat))
+        self.count = nn.Parameter(torch.zeros(4, dtype=torch.long), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.up(x * self.phase.real) + self.count).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("glob", "sync", "words"),
+    [
+        ("*", sw.Sync(kind="owner", owner=7, stale=1), "owner=7"),
+        ("count", FORMS["int8"], "no gradient"),
+        ("phase", FORMS["int8"], "complex64"),
+    ],
+)
+def test_parameters_that_do_not_suit_are_refused(glob: str, sync: sw.Sync, words: str) -> None:
+    graph = sw.capture(Odd(), {"x": torch.randn(6, 4)})
+    with pytest.raises(sw.errors.PlanError, match=words) as raised:
+        sw.compile(graph, sw.strategies.ddp(graph, sw.Cluster.local(2), constraints={glob: sync}))
+    assert raised.value.hint
 
 
 def test_files_and_text_keep_the_form() -> None:

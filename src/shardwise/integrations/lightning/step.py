@@ -9,6 +9,8 @@ trainer) are refused, because a captured step would keep their first value.
 from __future__ import annotations
 
 import contextlib
+import linecache
+import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,6 +24,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError, OptimizerError
+from shardwise.frontend.errors import Frame, is_user_code
 from shardwise.integrations.lightning.library import (
     LightningModule,
     is_overridden,
@@ -54,14 +57,13 @@ def growth(before: Mapping[Path, Any], module: nn.Module) -> Iterator[tuple[Path
         if isinstance(new, list) and isinstance(old, list):
             same = all(a is b for a, b in zip(old, new, strict=False))
             if not same or len(new) < len(old):
-                raise _changed(path)
+                raise _changed(path, type(module))
             if len(new) > len(old):
                 yield path, new[len(old) :]
         elif path not in before or not _same(old, new):
-            raise _changed(path)
-    for path in before:
-        if path not in after:
-            raise _changed(path)
+            raise _changed(path, type(module))
+    for path in before.keys() - after.keys():
+        raise _changed(path, type(module))
 
 
 def _walk(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
@@ -83,12 +85,26 @@ def _same(old: Any, new: Any) -> bool:
     return old is new
 
 
-def _changed(path: Path) -> CaptureError:
+def _changed(path: Path, cls: type[Any]) -> CaptureError:
     attribute = f"self.{path[0]}" + "".join(f"[{key!r}]" for key in path[1:])
     return CaptureError(
         f"the step changes {attribute}; a captured step would not change it again",
+        where=_line_of(cls, path[0]),
         hint="change it in on_train_batch_end, append to a list, or use register_buffer",
     )
+
+
+def _line_of(cls: type[Any], attribute: str) -> str | None:
+    """Return the user's first line outside of `__init__` that seems to change an attribute."""
+    changes = re.compile(rf"\bself\.{attribute}\b(?:[^=]*[^=!<>]=[^=]|.*\.\w+\()")
+    for member in (m for base in cls.__mro__ for m in vars(base).values()):
+        code = getattr(member, "__code__", None)
+        if code is not None and code.co_name != "__init__" and is_user_code(code.co_filename):
+            for line in sorted({line for *_, line in code.co_lines() if line}):
+                text = linecache.getline(code.co_filename, line).strip()
+                if changes.search(text):
+                    return str(Frame(code.co_filename, line, code.co_name, text))
+    return None
 
 
 # ------------------------------------------------------------ the tape: logging and metrics

@@ -405,14 +405,17 @@ def _by_first_stage(schedule: Schedule) -> Schedule:
 # ------------------------------------------------------------ fields of a plan
 def batch_inputs(graph: Graph, batch_dim: int | None) -> dict[str, int | None]:
     """Return the batch dim of each input: `batch_dim`, where it has the most common size."""
+    bags = [node for node in graph.nodes if node.op.startswith("aten.embedding_bag")]
+    ragged = {name for node in bags for name in node.inputs}  # as long as all bags together
     shapes = {i.name: graph.values[i.value].shape for i in graph.inputs}
+    dims = {i.name: len(shapes[i.name]) for i in graph.inputs if i.value not in ragged}
     dim = batch_dim or 0
-    sizes = Counter(shape[dim] for shape in shapes.values() if len(shape) > dim)
+    sizes = Counter(shapes[name][dim] for name, count in dims.items() if count > dim)
     if not sizes:
         return {}
     size = max(sizes, key=lambda s: (sizes[s], s))
     return {
-        name: dim if len(shape) > dim and shape[dim] == size else None
+        name: dim if dims.get(name, 0) > dim and shape[dim] == size else None
         for name, shape in shapes.items()
     }
 

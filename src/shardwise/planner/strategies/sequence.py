@@ -15,6 +15,7 @@ from shardwise.layouts.problem import Assignment, Task
 from shardwise.plans import Plan, Resolved
 from shardwise.plans.plan import fold_entries
 from shardwise.plans.resolve import input_shards
+from shardwise.routing import COLLECT, DISPATCH, GROUPED_LINEAR
 from shardwise.sharding.candidates import Same, ShardAxis
 from shardwise.sharding.factors import Facts
 from shardwise.sharding.placements import Shard
@@ -192,6 +193,11 @@ def sequence_choices(graph: Graph, resolved: Resolved) -> dict[str, dict[str, st
     plan, facts = resolved.plan, resolved.facts
     choices: dict[str, dict[str, str]] = {}
     places = node_keys(graph)
+    # Rows of experts follow from their matrices; attention of a sequence that `cp` divides as well
+    # may be a ring.
+    free = {node.name for node in graph.nodes if node.op in (DISPATCH, GROUPED_LINEAR, COLLECT)}
+    if "sequence" in plan.roles.values():
+        free |= {node.name for attention in attentions(graph) for node in attention.nodes}
     for assignment in resolved.assignments:
         if plan.roles[assignment.axis] != "parameters" or assignment.ranks == 1:
             continue
@@ -200,7 +206,7 @@ def sequence_choices(graph: Graph, resolved: Resolved) -> dict[str, dict[str, st
         for node in graph.nodes:
             choice = along.nodes[node.name].choice
             is_activation = not facts.carries_grad.isdisjoint(node.outputs)
-            if is_activation and node.name not in inside and isinstance(choice, ShardAxis):
+            if is_activation and node.name not in inside | free and isinstance(choice, ShardAxis):
                 choices.setdefault(places[node.name], {})[assignment.axis] = str(choice)
         if not choices:
             raise InfeasiblePlan(

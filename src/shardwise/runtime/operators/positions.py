@@ -140,3 +140,66 @@ def embedding_rows(
         padding = padding_idx - start
     result = F.embedding(local.masked_fill(missing, 0), weight, padding, sparse=sparse)
     return result.masked_fill(missing.unsqueeze(-1), 0)
+
+
+def embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    mode: int = 0,
+    scales: Tensor | None = None,
+    *,
+    rows: Of | None = None,
+    row_axis: Axis | None = None,
+    bags: Of | None = None,
+    bag_axis: Axis | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+    sparse: bool = False,
+) -> tuple[Tensor, None, None, None]:
+    """Return this rank's bags, or with sharded `rows` their terms from this rank's rows.
+
+    `indices`, `offsets` and `scales` are those of all bags.
+    """
+    require_in_range(indices, len(weight) if rows is None else full_length(rows), "embedding_bag")
+    if not include_last_offset:
+        offsets = torch.cat([offsets, offsets.new_tensor([len(indices)])])
+    if bags is not None and bag_axis is not None:
+        start, length = local_range(bag_axis, bags)
+        offsets = offsets[start : start + length + 1]
+        begin, end = (0, len(indices)) if offsets.is_meta else offsets[[0, -1]].tolist()
+        indices, offsets = indices[begin:end], offsets - begin
+        scales = None if scales is None else scales[begin:end]
+    counts = offsets.diff()
+    if rows is not None and row_axis is not None and not indices.is_meta:
+        first, length = local_range(row_axis, rows)
+        local = (indices >= first) & (indices < first + length)
+        if padding_idx is not None:
+            counts = _sums_before(indices != padding_idx)[offsets].diff()
+            local &= indices != padding_idx
+            padding_idx = None
+        offsets = _sums_before(local)[offsets]
+        indices, scales = indices[local] - first, None if scales is None else scales[local]
+    if not len(weight) or not len(counts):
+        operands = (weight,) if scales is None else (weight, scales)
+        result = empty_result((len(counts), weight.shape[1]), weight.dtype, *operands)
+        return result, None, None, None
+    partial_mean = mode == 1 and rows is not None
+    result = F.embedding_bag(
+        indices,
+        weight,
+        offsets,
+        mode=("sum" if partial_mean else ("sum", "mean", "max")[mode]),
+        per_sample_weights=scales,
+        include_last_offset=True,
+        padding_idx=padding_idx,
+        sparse=sparse and mode != 2,  # torch has no sparse gradient of a maximum
+    )
+    if partial_mean:
+        result = result / counts.clamp(min=1).unsqueeze(1).to(result.dtype)
+    return result, None, None, None
+
+
+def _sums_before(mask: Tensor) -> Tensor:
+    """Return the number of true elements before each position, and in all."""
+    return F.pad(mask.cumsum(0), (1, 0))

@@ -76,14 +76,22 @@ def embedding(call: Call) -> NodeRule:
 
 @rule("aten.embedding_bag", "aten._embedding_bag", "aten._embedding_bag_forward_only")
 def embedding_bag(call: Call) -> NodeRule:
-    """Leave only features free: bags are ragged ranges of the indices."""
+    """Let every rank look up its bags, which are ranges of all indices, in its rows of the table.
+
+    Only the maximum of a bag needs all rows. Models use no result but the first.
+    """
     rows, features = call.shape("weight")
     if call.get("sparse") or call.get("scale_grad_by_freq"):
         return replicated_rule(call, "sparse gradients or counts over the full batch")
-    axes = {"v": Axis("v", rows, frozen=True), "e": Axis("e", features, reduce="same")}
-    results: list[Dims] = []
-    for index, shape in enumerate(call.results):
-        last = index == 0 or (len(shape) == 2 and shape[1] == features)
+    is_max, bags = call.get("mode", 0) == 2, call.results[0][0]
+    axes = {
+        "v": Axis("v", rows, outermost=True, once=True, frozen=is_max),
+        "e": Axis("e", features, reduce="same"),
+        "b": Axis("b", bags, reduce="same", outermost=True, once=True, begins=True),
+    }
+    results: list[Dims] = [(("b",), ("e",))]
+    for index, shape in enumerate(call.results[1:], 1):
+        last = len(shape) == 2 and shape[1] == features
         own = shape[:-1] if last else shape
         more, names = axes_of(own, f"r{index}_", frozen=range(len(own)))
         axes |= more
@@ -93,7 +101,23 @@ def embedding_bag(call: Call) -> NodeRule:
         if call.has(name):
             more, dims[name] = axes_of(call.shape(name), name, frozen=range(2))
             axes |= more
-    return NodeRule(axes, operand_dims(call, **dims), tuple(results))
+
+    def localize(call: Call, local: Local) -> LocalCall:
+        shards: list[tuple[str, Any]] = []
+        if (axis := local.axis("v")) is not None:
+            shards += [("rows", shard_argument(local, "v", call.position("weight")))]
+            shards += [("row_axis", axis)]
+        if (shard := single_shard(local, local.result_layouts[0], "b", 0)) is not None:
+            shards += [("bags", shard[0]), ("bag_axis", shard[1])]
+        names = ("weight", "indices", "offsets", "mode", "per_sample_weights")
+        padding = call.get("padding_idx")
+        if call.get("include_last_offset"):
+            shards += [("include_last_offset", True)]
+        if padding is not None and padding >= 0:
+            shards += [("padding_idx", padding)]
+        return LocalCall("rt.embedding_bag", tuple(call.get(n) for n in names), tuple(shards))
+
+    return NodeRule(axes, operand_dims(call, **dims), tuple(results), localize=localize)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
 import shardwise as sw
+import shardwise.planner.plan as planner
 from shardwise.cli import app
 from shardwise.errors import PlanError
 from shardwise.planner.device_groups import subsets
@@ -90,23 +92,45 @@ def test_options_of_the_user_may_require_all_devices(graph: sw.Graph) -> None:
     assert sw.plan(graph, mixed(speed=0.1), progress=False, dp=4).num_ranks == 4
 
 
-def test_equal_devices_of_a_node_are_used_together() -> None:
-    cluster = sw.Cluster.preset("h100", devices_per_node=4)
-    assert list(subsets(cluster, [1.0] * 4)) == []
-    assert list(subsets(cluster, [1.0, 0.9, 1.0, 0.95])) == []  # measured ones differ a little
-    assert [s.ranks for s in subsets(cluster, [1.0, 0.2, 1.0, 1.0])] == [(0, 2, 3)]
+def test_a_tiny_model_uses_one_of_several_equal_devices() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+    graph = sw.capture(model, (torch.randn(8, 16),), lambda output, _: output.square().mean())
+    cluster = sw.Cluster.local(4)
+    plan = sw.plan(graph, cluster, progress=False)
+    left = plan.search.left_out
+    assert (plan.num_ranks, left.used, left.idle) == (1, "0", "1-3")
+    assert plan.search.best.step_time_s <= left.step_time_s
+    assert "3 of 4 devices of local are left idle" in " ".join(str(plan).split())
+    assert sw.plan(graph, cluster, progress=False, all_devices=True).num_ranks == 4
+    assert sw.plan(graph, cluster, progress=False, dp=2, pp=2).num_ranks == 4
 
 
-def test_the_slowest_devices_are_left_out_first_then_nodes() -> None:
+def test_fewer_equal_devices_are_searched_only_if_they_may_be_faster(
+    graph: sw.Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched = []
+    prepare = planner._prepare
+    monkeypatch.setattr(
+        planner, "_prepare", lambda *args: searched.append(args[1].num_ranks) or prepare(*args)
+    )
+    assert sw.plan(graph, sw.Cluster.preset("h100", devices_per_node=8), progress=False)
+    assert set(searched) == {8}
+
+
+def test_the_slowest_devices_are_left_out_first_then_nodes_then_halves() -> None:
     cluster = mixed(speed=0.1, new=2, old=3)
     rates = [0.1, 0.1, 0.3, 1.0, 1.0]
     chosen = [subset.ranks for subset in subsets(cluster, rates)]
-    assert chosen == [(2, 3, 4), (3, 4), (0, 1, 2)]
+    assert chosen == [(2, 3, 4), (3, 4), (0, 1, 2), (3,)]
     slow_nic = replace(cluster.nodes[1], name="far", nic=replace(cluster.nodes[1].nic, count=1))
     far = replace(cluster, nodes=(slow_nic, replace(cluster.nodes[1], name="near")))
-    assert [subset.ranks for subset in subsets(far, [1.0] * 4)] == [(2, 3), (0, 1)]
+    assert [subset.ranks for subset in subsets(far, [1.0] * 4)] == [(2, 3), (0, 1), (2,)]
     equal = sw.Cluster.preset("h100", nodes=3, devices_per_node=2)
-    assert [subset.ranks for subset in subsets(equal, [1.0] * 6)] == [(0, 1)]
+    assert [subset.ranks for subset in subsets(equal, [1.0] * 6)] == [(0, 1), (0, 1, 2), (0,)]
+    node = sw.Cluster.preset("h100", devices_per_node=4)
+    one_slow, similar = [1.0, 0.2, 1.0, 1.0], [1.0, 0.9, 1.0, 0.95]  # as measured
+    assert [s.ranks for s in subsets(node, one_slow)] == [(0, 2, 3), (0,)]
+    assert [s.ranks for s in subsets(node, similar)] == [(0, 1), (0,)]
 
 
 def test_a_slow_network_leaves_one_node(graph: sw.Graph) -> None:
