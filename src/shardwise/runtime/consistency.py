@@ -24,7 +24,6 @@ from torch import Tensor
 from shardwise.errors import BatchError, RankError
 from shardwise.runtime.mesh import Axis, ProcessMesh, coordinates
 from shardwise.runtime.parameters import Entry, torch_dtype
-from shardwise.runtime.transport import unwrap_transport
 from shardwise.runtime.transport.process_group import ProcessGroupTransport
 
 if TYPE_CHECKING:
@@ -101,8 +100,8 @@ class Replicas:
         """Compare after an optimizer's `step` (1, 2, …), if a check is due; all ranks call it."""
         if step not in FIRST_CHECKS and step % CHECK_EVERY:
             return
-        transport = unwrap_transport(self.mesh.transport)
-        if isinstance(transport, ProcessGroupTransport) and self.mesh.everyone.size > 1:
+        are_processes = isinstance(self.mesh.transport, ProcessGroupTransport)
+        if are_processes and self.mesh.everyone.size > 1:
             self.compare(groups)
 
     @torch.no_grad()

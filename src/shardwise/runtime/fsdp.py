@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardwise.runtime.operators import untraced
 from shardwise.runtime.parameters import Entry, FlatGroup
 from shardwise.runtime.transport import Pending
 
@@ -161,7 +162,11 @@ class Units:
 
     def end_backward(self) -> None:
         """Finish the units that are still gathered, and free all but the root."""
-        self._end_backward()
+        for unit in self._current[0].called_after(-1):
+            if self._last:
+                self._flush(unit.entries)
+            unit.free()
+        self._free_all()
         self._mode = ""
 
     def finish(self, *, abort: bool = False) -> None:
@@ -169,7 +174,7 @@ class Units:
         if not abort and not self._windows:
             self._orders.setdefault(self._order_key, self._pass.calls)
             if self._mode == "backward":
-                self._end_backward()
+                self.end_backward()
         self._free_all()
         self.root.free()
         self._mode = ""
@@ -180,13 +185,6 @@ class Units:
         order = self._orders.get(self._order_key, own)
         self._pass, self._mode = Pass(order), "forward"
 
-    def _end_backward(self) -> None:
-        for unit in self._current[0].called_after(-1):
-            if self._last:
-                self._flush(unit.entries)
-            unit.free()
-        self._free_all()
-
     def _free_all(self) -> None:
         for unit in reversed(self.units):
             unit.free()
@@ -196,7 +194,7 @@ class Units:
             self._inline.setdefault(part, {})[unit] = None
             unit.use()
 
-        return _eager(before)
+        return untraced(before)
 
     def _before(self, unit: Unit) -> Callable[..., None]:
         def before(module: nn.Module, args: Any) -> None:
@@ -207,7 +205,7 @@ class Units:
             if following is not None:
                 following.start()
 
-        return _eager(before)
+        return untraced(before)
 
     def _after(self, unit: Unit) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -223,7 +221,7 @@ class Units:
                         self._announce(tensor, unit, self._pass, call)
             unit.free()
 
-        return _eager(after)
+        return untraced(after)
 
     def _recomputed(self, unit: Unit) -> Unit | None:
         """Return the unit after this one in a forward that backward recomputes."""
@@ -254,9 +252,3 @@ def _find_called(module: nn.Module, path: str) -> nn.Module | None:
     except AttributeError:
         return None
     return None if type(submodule).forward is nn.Module.forward else submodule
-
-
-def _eager(hook: Callable[..., None]) -> Callable[..., None]:
-    """Exclude a hook from compilation: it communicates with other ranks."""
-    disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-    return disabled

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,7 @@ from torch import Tensor
 
 from shardwise.errors import ProgramError, RankError, did_you_mean
 from shardwise.runtime.tracing import Recorder
-from shardwise.runtime.transport import (
-    Group,
-    LocalTransport,
-    Pending,
-    RecordingTransport,
-    Transport,
-)
+from shardwise.runtime.transport import Group, LocalTransport, Pending, Transport
 from shardwise.shares import AxisSize, axes_of, num_ranks, part, product
 
 TIME = "mb"  # the axis of micro-batches
@@ -33,16 +27,26 @@ class Axis:
     """One mesh axis, or several combined, seen from this rank.
 
     `size` is the number of ranks; `shares` is the same number, or the ranks' weights in a split.
+    A `recorder` attributes collectives to a `cause`: "gradients" for gradient sums, "parameters"
+    for units gathered for use, "update" for parameters distributed after an optimizer step, and
+    "collectives" for all others of generated code.
     """
 
-    __slots__ = ("_group", "_transport", "index", "name", "shares", "size")
+    __slots__ = ("_cause", "_group", "_recorder", "_transport", "index", "name", "shares", "size")
 
     def __init__(
-        self, name: str, group: Group, transport: Transport, shares: AxisSize | None = None
+        self,
+        name: str,
+        group: Group,
+        transport: Transport,
+        shares: AxisSize | None = None,
+        recorder: Recorder | None = None,
+        cause: str = "collectives",
     ) -> None:
         self.name, self.size, self.index = name, group.size, group.index
         self.shares = shares if shares is not None else group.size
         self._group, self._transport = group, transport
+        self._recorder, self._cause = recorder, cause
 
     def __repr__(self) -> str:
         return f"Axis({self.name}: {self.index} of {self.size})"
@@ -61,9 +65,9 @@ class Axis:
 
     def about(self, cause: str) -> Axis:
         """Return this axis for collectives that a recorder attributes to `cause`."""
-        if not isinstance(self._transport, RecordingTransport):
+        if self._recorder is None:
             return self
-        return Axis(self.name, self._group, self._transport.about(cause), self.shares)
+        return Axis(self.name, self._group, self._transport, self.shares, self._recorder, cause)
 
     def levels(self, node_ranks: int) -> tuple[Axis, Axis]:
         """Return the ranks of this rank's node, and the ranks at its place in all nodes.
@@ -73,8 +77,9 @@ class Axis:
         ranks, node = self.ranks, self.index // node_ranks * node_ranks
         inside = Group(ranks[node : node + node_ranks], self.index - node)
         across = Group(ranks[self.index - node :: node_ranks], self.index // node_ranks)
-        near = Axis(f"{self.name} nodes", inside, self._transport)
-        return near, Axis(f"{self.name} across", across, self._transport)
+        recorded = (None, self._recorder, self._cause)
+        near = Axis(f"{self.name} nodes", inside, self._transport, *recorded)
+        return near, Axis(f"{self.name} across", across, self._transport, *recorded)
 
     def bucket(self, numel: int, dtype: torch.dtype, operation: str) -> Tensor | None:
         """Return memory on which the axis runs an operation without copies, if any.
@@ -92,7 +97,7 @@ class Axis:
         if self.size == 1:
             return Pending(tensor)
         flat = tensor.detach().view(-1)
-        return self._transport.all_reduce(flat, op, self._group).then(lambda _: tensor)
+        return self._start(self._transport.all_reduce, flat, op, self._group).then(lambda _: tensor)
 
     def all_gather(
         self, flat: Tensor, sizes: Sequence[int], *, out: Tensor | None = None
@@ -100,13 +105,13 @@ class Axis:
         """Concatenate the ranks' 1-D tensors of `sizes` elements."""
         if self.size == 1:
             return Pending(flat if out is None else out.copy_(flat))
-        return self._transport.all_gather(flat.detach(), sizes, self._group, out)
+        return self._start(self._transport.all_gather, flat.detach(), sizes, self._group, out)
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int]) -> Pending:
         """Sum the ranks' 1-D tensors and keep this rank's part of `sizes`."""
         if self.size == 1:
             return Pending(flat)
-        return self._transport.reduce_scatter(flat.detach(), sizes, self._group)
+        return self._start(self._transport.reduce_scatter, flat.detach(), sizes, self._group)
 
     def all_to_all(
         self, flat: Tensor, in_sizes: Sequence[int], out_sizes: Sequence[int]
@@ -114,14 +119,35 @@ class Axis:
         """Send part i of `flat` to rank i; concatenate the parts received."""
         if self.size == 1:
             return Pending(flat)
-        return self._transport.all_to_all(flat.detach(), in_sizes, out_sizes, self._group)
+        sizes = (in_sizes, out_sizes)
+        return self._start(self._transport.all_to_all, flat.detach(), *sizes, self._group)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Pending:
         """Overwrite a contiguous tensor with the one of index `root`."""
         if self.size == 1:
             return Pending(tensor)
         flat = tensor.detach().view(-1)
-        return self._transport.broadcast(flat, root, self._group).then(lambda _: tensor)
+        return self._start(self._transport.broadcast, flat, root, self._group).then(
+            lambda _: tensor
+        )
+
+    def _start(self, collective: Callable[..., Pending], flat: Tensor, *args: Any) -> Pending:
+        """Start a collective of the transport; record its transfer and its waiting time."""
+        recorder, cause = self._recorder, self._cause
+        if recorder is None or not recorder.enabled:
+            return collective(flat, *args)
+        op = collective.__name__
+        transfer = recorder.span("communication", cause, op=op, bytes=flat.nbytes, ranks=self.size)
+        transfer.__enter__()
+        pending = collective(flat, *args)
+
+        def wait(_: Tensor) -> Tensor:
+            with recorder.span("waiting", cause, op=op):
+                result = pending.wait()
+            transfer.__exit__(None, None, None)
+            return result
+
+        return Pending(flat).then(wait)
 
     def gather_integers(
         self, numbers: Sequence[int], device: torch.device | str
@@ -213,6 +239,7 @@ class ProcessMesh:
             raise ProgramError(f"{self!r} has more ranks than the {self.transport.world_size} here")
         self.coordinates = coordinates(self.axes, rank)
         self._cached: dict[tuple[str, ...], Axis] = {}
+        self.recorder: Recorder | None = None  # of the collectives of axes
 
     @property
     def place_axes(self) -> dict[str, AxisSize]:
@@ -229,7 +256,7 @@ class ProcessMesh:
 
     def note(self, recorder: Recorder) -> None:
         """Record the collectives of axes that are created from now on."""
-        self.transport = RecordingTransport(self.transport, recorder)
+        self.recorder = recorder
         self._cached.clear()
 
     def axis(self, *names: str) -> Axis:
@@ -246,7 +273,8 @@ class ProcessMesh:
             group = Group(tuple(self.ranks[p] for p in places), places.index(self.rank))
             shares = product(self.axes[name] for name in names)
             name = ".".join(names) or "self"
-            result = self._cached[names] = Axis(name, group, self.transport, shares)
+            result = Axis(name, group, self.transport, shares, self.recorder)
+            self._cached[names] = result
         return result
 
     @property
@@ -261,7 +289,7 @@ class ProcessMesh:
             return self.world
         ranks = tuple(sorted(rank for ranks in self.groups for rank in ranks))
         group = Group(ranks, ranks.index(self.ranks[self.rank]))
-        return Axis("everyone", group, self.transport)
+        return Axis("everyone", group, self.transport, recorder=self.recorder)
 
     def _checked(self, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:

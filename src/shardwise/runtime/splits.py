@@ -153,14 +153,18 @@ def assemble(
         coords = dict(zip(sizes, place, strict=True))
         pieces = local_runs(shape, splits, coords, sizes)
         for box in itertools.product(*map(offsets, pieces)):
-            target, source = full, local
-            for dim, (begin, offset, length) in enumerate(box):
-                target = target.narrow(dim, begin, length)
-                source = source.narrow(dim, offset, length)
-            target.copy_(source)
+            target = narrow(full, [(begin, length) for begin, _, length in box])
+            target.copy_(narrow(local, [(offset, length) for _, offset, length in box]))
     covered = sum(t.numel() for t in parts.values())
     assert covered >= math.prod(shape), f"parts have {covered} of {math.prod(shape)} elements"
     return full
+
+
+def narrow(tensor: Tensor, box: Sequence[tuple[int, int]]) -> Tensor:
+    """Return a view of the elements from a start, of a length, in every dim."""
+    for dim, (start, length) in enumerate(box):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
 
 
 def offsets(pieces: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:

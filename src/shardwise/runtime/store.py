@@ -48,7 +48,6 @@ from shardwise.runtime.parameters import (
 from shardwise.runtime.shards import ShardParameter
 from shardwise.runtime.splits import assemble, local_runs, local_shape, offsets, take_local
 from shardwise.runtime.tracing import Recorder
-from shardwise.runtime.transport import unwrap_transport
 from shardwise.runtime.transport.process_group import ProcessGroupTransport
 
 
@@ -108,7 +107,7 @@ class ParameterStore:
 
     def naming_failures(self) -> contextlib.AbstractContextManager[None]:
         """Make other ranks name a rank that fails in the body, where ranks are processes."""
-        transport = unwrap_transport(self.mesh.transport)
+        transport = self.mesh.transport
         if isinstance(transport, ProcessGroupTransport):
             return naming_failures(transport.timeout_s or GRACE_S, transport)
         return contextlib.nullcontext()

@@ -184,11 +184,11 @@ class StepPrecision(Precision):
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip by the norm of the full model's gradient."""
-        self._strategy.clip_by_norm(float(clip_val))
+        rt.clip_grad_norm_(self._strategy.parallel_module, float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
         """Clip every element."""
-        self._strategy.clip_by_value(float(clip_val))
+        self._strategy.training.clip_by_value(float(clip_val))
 
     def state_dict(self) -> dict[str, Any]:
         return self._strategy.resume_state()

@@ -15,7 +15,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partialmethod, reduce
+from functools import partial, partialmethod, reduce
 from operator import attrgetter, getitem
 from typing import Any, NoReturn
 
@@ -54,26 +54,21 @@ def growth(before: Mapping[Path, Any], module: nn.Module) -> Iterator[tuple[Path
     after = snapshot(module)
     for path, new in after.items():
         old = before.get(path)
-        if isinstance(new, _List) and isinstance(old, _List):
-            same = all(a is b for a, b in zip(old.items, new.items, strict=False))
-            if not same or len(new.items) < len(old.items):
+        if isinstance(new, list) and isinstance(old, list):
+            same = all(a is b for a, b in zip(old, new, strict=False))
+            if not same or len(new) < len(old):
                 raise _changed(path, type(module))
-            if len(new.items) > len(old.items):
-                yield path, list(new.items[len(old.items) :])
+            if len(new) > len(old):
+                yield path, new[len(old) :]
         elif path not in before or not _same(old, new):
             raise _changed(path, type(module))
     for path in before.keys() - after.keys():
         raise _changed(path, type(module))
 
 
-class _List:
-    def __init__(self, items: list[Any]) -> None:
-        self.items = tuple(items)
-
-
 def _walk(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
     if isinstance(value, list):
-        yield path, _List(value)
+        yield path, value.copy()
     elif isinstance(value, dict):
         yield path, tuple(value)
         for key, item in value.items():
@@ -192,7 +187,7 @@ class Tape:
         self._paths = {id(child): path for path, child in module.named_modules()}
 
     def add(
-        self, path: tuple[Any, ...], method: str, args: Any, kwargs: Any, source: str = ""
+        self, path: tuple[Any, ...], method: str, source: str, /, *args: Any, **kwargs: Any
     ) -> Deferred | None:
         """Record a call; `source` describes where its result comes from, if it has one."""
         slot = None
@@ -202,8 +197,8 @@ class Tape:
             Effect(
                 path=path,
                 method=method,
-                args=tuple(self._frozen(list(args))),
-                kwargs=tuple(self._frozen(dict(kwargs)).items()),
+                args=self._frozen(args),
+                kwargs=tuple(self._frozen(kwargs).items()),
                 slot=slot,
             )
         )
@@ -384,7 +379,7 @@ class _Twin:
         with _recording_calls(self):
             returned = method(batch, *arguments)
         for path, items in growth(before, self):
-            tape.add(path, "extend", [items], {})
+            tape.add(path, "extend", "", items)
         tape.end(returned)
         result: dict[str, Any] = {"tensors": tuple(tape.tensors)}
         if step == "training":
@@ -392,7 +387,7 @@ class _Twin:
         return result
 
     def _record(self: Any, method: str, /, *args: Any, **kwargs: Any) -> None:
-        self._tape.add(("",), method, args, kwargs)
+        self._tape.add(("",), method, "", *args, **kwargs)
 
     log = partialmethod(_record, "log")
     log_dict = partialmethod(_record, "log_dict")
@@ -413,24 +408,11 @@ def _recording_calls(twin: Any) -> Iterator[None]:
         if _is_metric(metric):
             for name in _METRIC_CALLS:
                 source = f"self.{path}" if name in ("forward", "compute") else ""
-                vars(metric)[name] = _RecordedMethod(twin._tape, path, name, source)
+                vars(metric)[name] = partial(twin._tape.add, (path,), name, source)
     try:
         yield
     finally:
         del vars(twin)["forward"]
-
-
-@dataclass(frozen=True, slots=True)
-class _RecordedMethod:
-    """A metric's method that is called after the step instead."""
-
-    tape: Tape
-    path: str
-    name: str
-    source: str
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Deferred | None:
-        return self.tape.add((self.path,), self.name, args, kwargs, self.source)
 
 
 def unsynced_metrics(module: nn.Module, until: ExitStack) -> None:

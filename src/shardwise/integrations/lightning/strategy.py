@@ -194,7 +194,6 @@ class ShardwiseStrategy(Processes):
 
     def _start(self, batch: Any) -> None:
         assert self._names is not None
-        training, optimized = Training(self._module, self.root_device), self._names.optimized
         precision = self._step_precision
 
         def make_plan(model: nn.Module) -> Plan:
@@ -206,10 +205,17 @@ class ShardwiseStrategy(Processes):
 
         init = None if self._init is None else _in_dtype(self._init, torch.get_default_dtype())
         with torch.random.fork_rng(devices=[]), precision.compiling_context():
-            self.plan = training.start(
-                batch, make_plan, optimized, seed=self._seed, init=init, timeout_s=self._seconds
+            training = Training(
+                self._module,
+                self.root_device,
+                batch,
+                make_plan,
+                self._names.optimized,
+                seed=self._seed,
+                init=init,
+                timeout_s=self._seconds,
             )
-        pm = training.parallel
+        self.plan, pm = training.plan, training.parallel
         loaders = {f"loader {i}": loader for i, loader in enumerate(self._training_loaders())}
         rt.require_same_lengths(pm.mesh, loaders, pm.store.device)
         optimizer = shard_optimizer(
@@ -234,10 +240,11 @@ class ShardwiseStrategy(Processes):
     @property
     def parallel_module(self) -> rt.ParallelModule:
         """Return this rank's part of the module, once training has started."""
-        return self._running.parallel
+        return self.training.parallel
 
     @property
-    def _running(self) -> Training:
+    def training(self) -> Training:
+        """Return the module in parallel, once training has started."""
         if self._training is None:
             raise OptimizerError("training has not started: the plan is made with the first batch")
         return self._training
@@ -250,7 +257,7 @@ class ShardwiseStrategy(Processes):
             optimizer.has_new_gradients = False
             optimizer.zero_grad()
         with self._step_precision.compiling_context():
-            result = self._running.train(step_batch("training", batch, len(arguments)))
+            result = self.training.train(step_batch("training", batch, len(arguments)))
         optimizer.has_new_gradients = True
         return result
 
@@ -266,16 +273,8 @@ class ShardwiseStrategy(Processes):
         self._step_optimizer().has_new_gradients = False
         batches = trainer.accumulate_grad_batches
         if batches > 1 and not trainer.fit_loop._should_accumulate():
-            self._running.scale_gradients(1.0 / batches)
+            self.training.scale_gradients(1.0 / batches)
         return plugin.post_backward(closure_loss, self._module)
-
-    def clip_by_norm(self, limit: float) -> None:
-        """Clip by the norm of the full model's gradient."""
-        rt.clip_grad_norm_(self.parallel_module, limit)
-
-    def clip_by_value(self, limit: float) -> None:
-        """Clip every element."""
-        self._running.clip_by_value(limit)
 
     # ------------------------------------------------------------ evaluation
     def _evaluation(self, step: str, batch: Any, *arguments: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from shardwise import runtime as rt
 from shardwise.api.parallelize import parallelize
-from shardwise.errors import BatchError, CaptureError, ProgramError
+from shardwise.errors import BatchError, CaptureError
 from shardwise.frontend.hooks import share_hooks
 from shardwise.integrations.lightning.library import LightningModule, seed_worker
 from shardwise.integrations.lightning.step import Recording, Tape, follow, replay, step_model
@@ -26,41 +26,33 @@ from shardwise.plans import Plan
 
 
 class Training:
-    """A LightningModule in parallel, from its first batch to the end of `fit`."""
+    """A LightningModule in parallel, from its first batch to the end of `fit`.
 
-    def __init__(self, module: LightningModule, device: torch.device) -> None:
-        self.module, self.device = module, device
-        self.tape = Tape()
-        self.model = step_model(module, self.tape, device)
-        self.pm: rt.ParallelModule | None = None
-        self.weights = Weights(module)
-        self._recordings: dict[Any, Recording] = {}
-        self._flags = _flags(module)
+    It makes the plan and takes the weights; parameters without an optimizer are not trained.
+    `options` are those of `parallelize`.
+    """
 
-    def start(
+    def __init__(
         self,
+        module: LightningModule,
+        device: torch.device,
         batch: Any,
         make_plan: Callable[[nn.Module], Plan],
         optimized: frozenset[str],
         **options: Any,
-    ) -> Plan:
-        """Make the plan and take the weights; parameters without an optimizer are not trained.
-
-        `options` are those of `parallelize`.
-        """
-        with _frozen(self.module, optimized):
-            plan = make_plan(self.model)
-            self.pm = parallelize(self.model, batch, plan, device=self.device, **options)
-            self.pm.flags.ignore_originals()  # the module's own flags are restored after this
+    ) -> None:
+        self.module = module
+        self.tape = Tape()
+        self.model = step_model(module, self.tape, device)
+        self.weights = Weights(module)
+        self._recordings: dict[Any, Recording] = {}
+        self._flags = _flags(module)
+        with _frozen(module, optimized):
+            self.plan = make_plan(self.model)
+            self.parallel = parallelize(self.model, batch, self.plan, device=device, **options)
+            self.parallel.flags.ignore_originals()  # the module's own are restored after this
         self._store_recording(self._key(batch, training=True))
         self.weights.release()
-        return plan
-
-    @property
-    def parallel(self) -> rt.ParallelModule:
-        if self.pm is None:
-            raise ProgramError("training has not started: it has not seen a batch")
-        return self.pm
 
     def train(self, batch: Any) -> Any:
         """Run forward and backward, repeat the step's effects, and return its result."""

@@ -80,16 +80,13 @@ class Links:
                 except BlockingIOError:
                     self.give_up(f"rank {self.names[other]} does not accept messages")
 
-    def hear(self, kind: int, what: str) -> dict[int, bytes]:
+    def hear(self, kind: int, what: str) -> dict[int, Message]:
         """Return the next message of every other rank; `what` names the operation in errors."""
-        return {other: message.body for other, message in self.hear_files(kind, what).items()}
-
-    def hear_files(self, kind: int, what: str) -> dict[int, Message]:
-        """Return the next messages as `hear` does, with the open files passed along."""
         deadline = time.monotonic() + self.timeout_s
         while True:
             missing = [other for other, came in self._came.items() if not came]
-            if self._is_over(missing):
+            gave_up = any(m.kind == GAVE_UP for came in self._came.values() for m in came)
+            if gave_up or not self._ended.isdisjoint(missing):  # waiting is futile
                 self.give_up("", what, missing)
             if not missing:
                 break
@@ -100,11 +97,6 @@ class Links:
             if message.kind != kind:
                 self.give_up(f"rank {self.names[other]} runs another operation than {what}")
         return result
-
-    def _is_over(self, missing: Sequence[int]) -> bool:
-        """Return whether waiting is futile: a missing rank has ended, or some rank has given up."""
-        gave_up = any(m.kind == GAVE_UP for came in self._came.values() for m in came)
-        return gave_up or not self._ended.isdisjoint(missing)
 
     def _listen(self, deadline: float) -> bool:
         """Receive messages; return whether any arrived before the deadline."""

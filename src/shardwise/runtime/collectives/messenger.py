@@ -8,7 +8,7 @@ wait that takes too long ends with an error that names the edge at fault, on eve
 
 import contextlib
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Protocol
@@ -59,7 +59,7 @@ def run_script(
     script: Script, memory: Mapping[str, Tensor], links: Links, rank: int, timeout_s: float
 ) -> None:
     """Run all acts, then wait for the sends that are still in flight."""
-    posted: dict[int, deque[Any]] = {peer: deque() for peer in script.peers}
+    posted: defaultdict[int, deque[Any]] = defaultdict(deque)
     sends: list[tuple[Any, int] | None] = []
     limit = timedelta(seconds=timeout_s)
     at = begun = 0

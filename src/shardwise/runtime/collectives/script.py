@@ -46,7 +46,6 @@ class Script:
     """All acts of a rank, and the number of scratch elements that they need."""
 
     acts: tuple[Act, ...]
-    peers: tuple[int, ...]
     scratch_numel: int
 
 
@@ -55,11 +54,7 @@ def write_script(program: MessageProgram, rank: int) -> Script:
     writer = _Writer(program, rank)
     for number in range(len(writer.steps)):
         writer.step(number)
-    return Script(
-        acts=tuple(writer.acts),
-        peers=tuple(sorted({step.peer for step in writer.steps})),
-        scratch_numel=writer.scratch_numel,
-    )
+    return Script(acts=tuple(writer.acts), scratch_numel=writer.scratch_numel)
 
 
 @dataclass(slots=True)

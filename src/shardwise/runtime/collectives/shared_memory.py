@@ -232,7 +232,7 @@ def make_segment(links: Links, rank: int, num_bytes: int) -> Segment | str:
         if number >= 0:
             opened.callback(os.close, number)
         links.tell(SEGMENT, _SIZE.pack(num_bytes, number >= 0), [number] if number >= 0 else [])
-        messages = links.hear_files(SEGMENT, f"a segment of {num_bytes} bytes")
+        messages = links.hear(SEGMENT, f"a segment of {num_bytes} bytes")
         for message in messages.values():
             for file in message.files:
                 opened.callback(os.close, file)
@@ -467,12 +467,12 @@ class SharedBuckets:
             here = (place[0], place[1] + piece.start * size)
         self._links.tell(HERE, _PLACE.pack(*here) + text)
         reported = self._links.hear(HERE, str(call))
-        for other, body in reported.items():
-            if body[_PLACE.size :] != text:
+        for other, message in reported.items():
+            if message.body[_PLACE.size :] != text:
                 name = self._links.names[other]
-                remote = body[_PLACE.size :].decode()
+                remote = message.body[_PLACE.size :].decode()
                 self._links.give_up(f"{call}, while rank {name} runs {remote}")
-        places = {other: _PLACE.unpack_from(body) for other, body in reported.items()}
+        places = {other: _PLACE.unpack_from(m.body) for other, m in reported.items()}
         places[self.rank] = here
         return [(segment, offset) for _, (segment, offset) in sorted(places.items())]
 

@@ -25,8 +25,9 @@ def partial_mean(
     return (x.sum(dims, keepdim, dtype=widened(result)) / count).to(result)
 
 
-def _mean(x: Tensor, axis: Axis, dims: Dims, count: int) -> Tensor:
-    return reduce(x.sum(dims, keepdim=True), axis) / count
+def _mean(x: Tensor, axis: Axis, dims: Dims, keepdim: bool, count: int) -> Tensor:
+    total = reduce(x.to(widened(x.dtype)).sum(dims, keepdim=True), axis)
+    return drop(total / count, dims, keepdim).to(x.dtype)
 
 
 def _variance(x: Tensor, axis: Axis, dims: Dims, correction: float, count: int) -> Tensor:
@@ -47,10 +48,8 @@ def var_mean(
     x: Tensor, axis: Axis, dims: Dims, keepdim: bool, correction: float, count: int
 ) -> tuple[Tensor, Tensor]:
     """Compute variance and mean over dims that are sharded over `axis`, of `count` elements."""
-    values = x.to(widened(x.dtype))
-    variance = _variance(values, axis, dims, correction, count)
-    mean = _mean(values, axis, dims, count)
-    return drop(variance, dims, keepdim).to(x.dtype), drop(mean, dims, keepdim).to(x.dtype)
+    variance = var(x, axis, dims, keepdim, correction, count)
+    return variance, _mean(x, axis, dims, keepdim, count)
 
 
 @untraced
@@ -72,8 +71,7 @@ def std_mean(
     x: Tensor, axis: Axis, dims: Dims, keepdim: bool, correction: float, count: int
 ) -> tuple[Tensor, Tensor]:
     """Compute standard deviation and mean over dims that are sharded over `axis`."""
-    values = x.to(widened(x.dtype))
-    mean = drop(_mean(values, axis, dims, count), dims, keepdim).to(x.dtype)
+    mean = _mean(x, axis, dims, keepdim, count)
     return std(x, axis, dims, keepdim, correction, count), mean
 
 

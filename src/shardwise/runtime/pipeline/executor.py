@@ -28,7 +28,7 @@ from shardwise.runtime.parameters import torch_dtype
 from shardwise.runtime.pipeline import OutputSpec, PipelineSpec, StageModules
 from shardwise.runtime.pipeline.transfers import Exchange, TiedParameters
 from shardwise.runtime.pipeline.weight_grad import WeightQueue
-from shardwise.runtime.splits import Split, join, local_shape, take_local
+from shardwise.runtime.splits import Split, join, take_local
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.tracing import Recorder, called_submodules, probing
 from shardwise.schedules import Action, Round
@@ -63,6 +63,11 @@ class BatchReader:
                 first_splits = self._splits.setdefault(name, splits)
                 if name not in spec.batch_dims or first_splits != splits:
                     self._read_in_full.add(name)
+        self._num_rows = {  # of every micro-batch
+            name: [rows.shape[dim] for rows in self._all_rows(name, self._without_data(name))]
+            for name, dim in spec.batch_dims.items()
+            if name in self._splits and name not in self._read_in_full
+        }
 
     def precompute(self, inputs: Mapping[str, Tensor], stage: int) -> tuple[Any, ...]:
         """Compute the values of the full batch that all micro-batches of a stage use."""
@@ -87,9 +92,8 @@ class BatchReader:
             if not local or name in self._read_in_full:
                 rows = self._rows(tensor, name, splits, k)
             else:
-                dim = self.spec.batch_dims[name]
-                counts = [shape[dim] for shape in self._row_shapes(name)]
-                rows = tensor.narrow(dim, sum(counts[:k]), counts[k])
+                counts = self._num_rows[name]
+                rows = tensor.narrow(self.spec.batch_dims[name], sum(counts[:k]), counts[k])
             yield rows.to(self.device)
 
     def local_part(self, name: str, tensor: Tensor) -> Tensor:
@@ -98,41 +102,28 @@ class BatchReader:
             return tensor
         if name not in self._splits:
             return tensor.new_empty(0)
-        count = self.spec.num_microbatches
-        rows = [self._rows(tensor, name, self._splits[name], k) for k in range(count)]
-        return torch.cat(rows, self.spec.batch_dims[name])
+        return torch.cat(self._all_rows(name, tensor), self.spec.batch_dims[name])
 
     def local_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the part of an input that this rank reads."""
-        if name in self._read_in_full:
-            return self.shapes[name]
-        if name not in self._splits:
-            return (0,)
-        dim, rows = self.spec.batch_dims[name], self._row_shapes(name)
-        return (*rows[0][:dim], sum(shape[dim] for shape in rows), *rows[0][dim + 1 :])
+        return tuple(self.local_part(name, self._without_data(name)).shape)
 
-    def _row_shapes(self, name: str) -> list[tuple[int, ...]]:
-        """Return the shapes of this rank's rows of every micro-batch."""
-        result = []
-        for k in range(self.spec.num_microbatches):
-            shape = list(self.shapes[name])
-            if not self.spec.timed:
-                dim = self.spec.batch_dims[name]
-                shape[dim] = part(shape[dim], self.spec.num_microbatches, k)[1]
-            place, axes = self._place(k), self.mesh.place_axes
-            result.append(local_shape(shape, self._splits[name], place, axes))
-        return result
+    def _without_data(self, name: str) -> Tensor:
+        return torch.empty(self.shapes[name], device="meta")
+
+    def _all_rows(self, name: str, tensor: Tensor) -> list[Tensor]:
+        """Return this rank's rows of every micro-batch of a full input."""
+        count = self.spec.num_microbatches
+        return [self._rows(tensor, name, self._splits[name], k) for k in range(count)]
 
     def _rows(self, tensor: Tensor, name: str, splits: Sequence[Split], k: int) -> Tensor:
         """Return this rank's rows of one micro-batch of a full input."""
         dim = self.spec.batch_dims.get(name)
         if not self.spec.timed and dim is not None:
             tensor = tensor.narrow(dim, *part(tensor.shape[dim], self.spec.num_microbatches, k))
-        return _part(tensor, splits, self._place(k), self.mesh.place_axes)
-
-    def _place(self, k: int) -> Mapping[str, int]:
         place = self.mesh.place
-        return {**place, TIME: k} if TIME in place else place
+        place = {**place, TIME: k} if TIME in place else place
+        return _part(tensor, splits, place, self.mesh.place_axes)
 
 
 def _part(
@@ -157,6 +148,9 @@ class _Step:
 
     inputs: Mapping[str, Tensor]
     local: bool  # whether the inputs are this rank's part of the batch
+    outputs: bool  # whether the model's outputs are wanted
+    training: bool
+    scale: float  # of the loss
     in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
     precomputed: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     # Output leaves by stage and micro-batch.
@@ -204,17 +198,7 @@ class Executor:
         local: bool = False,
     ) -> tuple[Tensor, tuple[Any, ...] | None]:
         """Run all actions inside `store.step`; return the loss and, on demand, output leaves."""
-        step = _Step(inputs, local)
-        with self._running(step):
-            for action in self._iterate(step, self._training):
-                if action.kind == "F":
-                    self._forward(step, action, outputs=outputs, training=True)
-                elif action.kind in "BI":
-                    self._backward(step, action, scale)
-                else:
-                    self._weights(step, action)
-            loss = self._share_loss(step)
-            leaves = self._share_outputs(step) if outputs else None
+        loss, leaves = self._run(self._training, _Step(inputs, local, outputs, True, scale))
         if loss is None:
             raise ProgramError("the model has no loss")
         return loss, leaves
@@ -223,19 +207,21 @@ class Executor:
         self, inputs: Mapping[str, Tensor], *, outputs: bool, local: bool = False
     ) -> tuple[Tensor | None, tuple[Any, ...] | None]:
         """Run the forwards only; return the loss, if there is one, and output leaves on demand."""
-        step = _Step(inputs, local)
-        with self._running(step):
-            for action in self._iterate(step, self._evaluation):
-                self._forward(step, action, outputs=outputs, training=False)
-            return self._share_loss(step), self._share_outputs(step) if outputs else None
+        return self._run(self._evaluation, _Step(inputs, local, outputs, False, 1.0))
 
-    @contextlib.contextmanager
-    def _running(self, step: _Step) -> Iterator[None]:
-        """Complete all sends at the end of a step, and clean up after one that fails."""
+    def _run(
+        self, items: Sequence[Action | Round], step: _Step
+    ) -> tuple[Tensor | None, tuple[Any, ...] | None]:
+        """Run a list to its end with all of its sends, and clean up after one that fails."""
         self.exchange.begin()
+        run = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}
         try:
-            yield
+            for action in self._iterate(step, items):
+                run[action.kind](step, action)
+            loss = self._share_loss(step)
+            leaves = self._share_outputs(step) if step.outputs else None
             self.exchange.sends.finish()
+            return loss, leaves
         except BaseException:
             for microbatch in step.in_flight.values():
                 if microbatch.queue is not None:
@@ -258,18 +244,18 @@ class Executor:
             self.mesh.final = self._last_forward.get(item.stage) == item
             yield item
 
-    def _forward(self, step: _Step, action: Action, *, outputs: bool, training: bool) -> None:
+    def _forward(self, step: _Step, action: Action) -> None:
         stage, k = action.stage, action.microbatch
         module, generated = self.stages[stage].modules[k], self.stages[stage].generated[k]
-        received = self._received(stage, k, training)
+        received = self._received(stage, k, step.training)
         rows = self.reader.microbatch(step.inputs, generated, k, local=step.local)
         arguments = [*rows, *step.precomputed[stage], *received.values()]
         queue = WeightQueue() if self._split else None
         probing(f"{stage}.{k}.")
         with self._span(action), self.store.forward(stage), _deferring(queue):
-            result = module(*arguments, **({"outputs": True} if outputs else {}))
+            result = module(*arguments, **({"outputs": True} if step.outputs else {}))
         loss, sent = result[0], dict(zip(getattr(generated, "SENT", ()), result[1], strict=True))
-        if outputs:
+        if step.outputs:
             step.leaves.setdefault(stage, {})[k] = result[2]
         for index, transfer in self.exchange.out_of.get(stage, ()):
             self.exchange.send(sent[transfer.value], (index, k, False))
@@ -277,7 +263,7 @@ class Executor:
             term = loss.detach().to(self._loss_dtype)
             term = term if self.spec.timed else term / self.spec.num_microbatches
             step.loss = term if step.loss is None else step.loss + term
-        if training:
+        if step.training:
             edges = {n: get_gradient_edge(t) for n, t in sent.items() if t.requires_grad}
             step.in_flight[stage, k] = _InFlight(received, edges, loss, queue)
 
@@ -287,7 +273,7 @@ class Executor:
         arrived = {index: self.exchange.arrived((index, k, False)) for index, _ in into}
         return {i: arrived[i].requires_grad_(training and t.gradient) for i, t in into}
 
-    def _backward(self, step: _Step, action: Action, scale: float) -> None:
+    def _backward(self, step: _Step, action: Action) -> None:
         stage, k = action.stage, action.microbatch
         microbatch = step.in_flight[stage, k]
         gradients: dict[str, Tensor] = {}
@@ -301,7 +287,7 @@ class Executor:
         roots: list[Any] = [edges[name] for name in gradients if name in edges]
         grads: list[Tensor | None] = [g for n, g in gradients.items() if n in edges]
         if loss is not None and loss.requires_grad:
-            share = scale if self.spec.timed else scale / self.spec.num_microbatches
+            share = step.scale / (1 if self.spec.timed else self.spec.num_microbatches)
             roots.append(loss)
             grads.append(torch.full_like(loss, share))
         # Nothing may hold on to the graph, so that backward frees activations as it goes.

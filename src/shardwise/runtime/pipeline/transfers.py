@@ -24,7 +24,7 @@ from shardwise.runtime.collectives import CommunicationThread
 from shardwise.runtime.mesh import TIME, coordinates
 from shardwise.runtime.parameters import Entry, torch_dtype
 from shardwise.runtime.pipeline import PipelineSpec, TiedSpec, TransferSpec
-from shardwise.runtime.splits import Split, local_runs, local_shape, offsets
+from shardwise.runtime.splits import Split, local_runs, local_shape, narrow, offsets
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.tracing import Recorder
 from shardwise.runtime.transport import Flat, Group, Pending, Transport
@@ -77,13 +77,13 @@ class Piece:
         """Return the piece as a flat tensor."""
         if not self.boxes:
             return local.contiguous().view(-1)
-        return torch.cat([_narrow(local, box).reshape(-1) for box in self.boxes])
+        return torch.cat([narrow(local, box).reshape(-1) for box in self.boxes])
 
     def put(self, local: Tensor, flat: Tensor) -> None:
         """Write a received piece into its place."""
         start = 0
         for box in self.boxes:
-            target = _narrow(local, box)
+            target = narrow(local, box)
             target.copy_(flat[start : start + target.numel()].view(target.shape))
             start += target.numel()
 
@@ -91,12 +91,6 @@ class Piece:
         if not self.boxes:
             return local.numel()
         return sum(torch.Size([n for _, n in box]).numel() for box in self.boxes)
-
-
-def _narrow(local: Tensor, box: Box) -> Tensor:
-    for dim, (start, length) in enumerate(box):
-        local = local.narrow(dim, start, length)
-    return local
 
 
 class Route:

@@ -1,4 +1,4 @@
-"""The interface of a transport between ranks, the transport of a single rank, and a recording one.
+"""The interface of a transport between ranks, and the transport of a single rank.
 
 A transport moves 1-D contiguous tensors within a `Group` of ranks. Everything that knows about
 dims, splits and gradients is built on these operations. Each returns at once with a `Pending`,
@@ -7,15 +7,13 @@ whose `wait()` returns the result. All ranks of a group call the same operations
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, TypeVar, cast
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
 from shardwise.errors import ProgramError
-from shardwise.runtime.tracing import Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,60 +131,3 @@ class LocalTransport:
         self, sends: Sequence[Flat], receives: Sequence[Flat]
     ) -> tuple[list[Pending], list[Pending]]:
         return self._refuse(self, sends, receives) if sends or receives else ([], [])
-
-
-Collective = TypeVar("Collective", bound=Callable[..., Pending])
-
-
-class RecordingTransport:
-    """Record the collectives of another transport: their sizes, waiting times and causes.
-
-    While the recorder is paused, a collective costs one extra call. Its cause is "gradients" for
-    gradient sums, "parameters" for units gathered for use, "update" for parameters distributed
-    after an optimizer step, and "collectives" for all others of generated code. Messages
-    between stages are recorded by `pipeline.transfers`.
-    """
-
-    def __init__(self, inner: Transport, recorder: Recorder, cause: str = "collectives") -> None:
-        self.inner, self.recorder, self.cause = inner, recorder, cause
-        self.rank, self.world_size = inner.rank, inner.world_size
-        self.all_reduce = _recorded(inner.all_reduce, recorder, cause)
-        self.all_gather = _recorded(inner.all_gather, recorder, cause)
-        self.reduce_scatter = _recorded(inner.reduce_scatter, recorder, cause)
-        self.all_to_all = _recorded(inner.all_to_all, recorder, cause)
-        self.broadcast = _recorded(inner.broadcast, recorder, cause)
-        self.exchange, self.in_order = inner.exchange, inner.in_order
-        self.bucket = getattr(inner, "bucket", None)
-
-    def about(self, cause: str) -> RecordingTransport:
-        """Return the same transport, for collectives of another cause."""
-        return RecordingTransport(self.inner, self.recorder, cause)
-
-
-def _recorded(collective: Collective, recorder: Recorder, cause: str) -> Collective:
-    """Wrap a collective so that its transfer and its waiting time are recorded."""
-    op = collective.__name__
-
-    @functools.wraps(collective)
-    def record(flat: Tensor, *args: Any) -> Pending:
-        if not recorder.enabled:
-            return collective(flat, *args)
-        ranks = next(arg.size for arg in args if isinstance(arg, Group))
-        transfer = recorder.span("communication", cause, op=op, bytes=flat.nbytes, ranks=ranks)
-        transfer.__enter__()
-        pending = collective(flat, *args)
-
-        def wait(_: Tensor) -> Tensor:
-            with recorder.span("waiting", cause, op=op):
-                result = pending.wait()
-            transfer.__exit__(None, None, None)
-            return result
-
-        return Pending(flat).then(wait)
-
-    return cast(Collective, record)
-
-
-def unwrap_transport(transport: Transport) -> Transport:
-    """Return the transport that moves the tensors, without recorders around it."""
-    return transport.inner if isinstance(transport, RecordingTransport) else transport
