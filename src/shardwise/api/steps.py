@@ -200,7 +200,11 @@ def storage_owners(programs: Mapping[str, Program | PipelineProgram]) -> dict[st
 
     That is the first step that trains it, else the first that uses it, else the first.
     """
-    storages = {step: _storages_by_name(program) for step, program in programs.items()}
+    storages: dict[str, dict[str, dict[tuple[int, ...], Storage]]] = {}
+    for step, program in programs.items():
+        own = storages[step] = {}
+        for ranks, storage in _storages(program):
+            own.setdefault(storage.name, {}).setdefault(ranks, storage)
     used = {step: used_parameters(program.graph) for step, program in programs.items()}
     trained = {step: trained_parameters(program.graph) for step, program in programs.items()}
     owners: dict[str, str] = {}
@@ -225,15 +229,6 @@ def _storages(program: Program | PipelineProgram) -> Iterator[tuple[tuple[int, .
     for ranks, lowered in groups:
         for storage in lowered.rank_programs[0].parameters:
             yield ranks, storage
-
-
-def _storages_by_name(
-    program: Program | PipelineProgram,
-) -> dict[str, dict[tuple[int, ...], Storage]]:
-    storages: dict[str, dict[tuple[int, ...], Storage]] = {}
-    for ranks, storage in _storages(program):
-        storages.setdefault(storage.name, {}).setdefault(ranks, storage)
-    return storages
 
 
 def _places(storages: Mapping[tuple[int, ...], Storage]) -> str:
