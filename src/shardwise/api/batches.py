@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -206,24 +206,20 @@ class IndexUse:
             ) from None
 
 
-class BatchIndices:
-    """Check the integers of full batches that a graph uses as indices."""
+def index_check(graph: Graph) -> Callable[[Mapping[str, Tensor]], None]:
+    """Return a check of full batches, which raises if an index that the graph uses is wrong."""
+    uses: dict[tuple[str, int, int, int | None], IndexUse] = {}
+    for use in _uses(graph):
+        uses.setdefault((use.value, use.low, use.size, use.ignored), use)
+    part = restrict(graph, tuple({use.value: None for use in uses.values()}))
 
-    def __init__(self, graph: Graph) -> None:
-        uses: dict[tuple[str, int, int, int | None], IndexUse] = {}
-        for use in _uses(graph):
-            uses.setdefault((use.value, use.low, use.size, use.ignored), use)
-        self.uses = tuple(uses.values())
-        self.part = restrict(graph, tuple({use.value: None for use in self.uses}))
-
-    def check(self, inputs: Mapping[str, Tensor]) -> None:
-        """Raise a `BatchError` if an index in the batch's tensors is out of range."""
-        if not self.uses:
-            return
+    def check(inputs: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
-            values = interpret(self.part, {}, {}, inputs)
-            for use in self.uses:
+            values = interpret(part, {}, {}, inputs) if uses else {}
+            for use in uses.values():
                 use.check(values[use.value])
+
+    return check
 
 
 def _uses(graph: Graph) -> Iterator[IndexUse]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardwise import runtime as rt
-from shardwise.api.batches import BatchIndices
+from shardwise.api.batches import index_check
 from shardwise.api.compile import PipelineProgram, Program, separate_batches
 from shardwise.collectives.messages.program import format_ranks
 from shardwise.errors import BatchError, PlanError, PlanMismatch, ProgramError
@@ -159,7 +159,7 @@ def make_step(
     dtypes = {i.name: graph.values[i.value].dtype for i in graph.inputs}
     casts = plan.precision.compute and not plan.precision.autocast
     options = rt.StepOptions(
-        check_indices=BatchIndices(graph).check,
+        check_indices=index_check(graph),
         find_broken=_find_broken(graph, plan),
         input_dtypes={n: d for n, d in dtypes.items() if casts and d.is_floating_point},
         offload_activations="activations" in plan.offload,
