@@ -297,7 +297,8 @@ class Converter:
         raise AssertionError("an fx graph ends in an output node")
 
     def _call(self, node: fx.Node, environment: dict[fx.Node, Any]) -> Any:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), environment.__getitem__)
+        operands: Any = (node.args, node.kwargs)
+        args, kwargs = fx.node.map_arg(operands, environment.__getitem__)
         if node.target is operator.getitem and isinstance(args[0], tuple):
             return args[0][args[1]]
         recompute = node.meta.get(RECOMPUTE, self.builder.region.recompute)

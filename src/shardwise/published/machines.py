@@ -65,7 +65,7 @@ def ring_links(devices: tuple[int, ...]) -> float:
     if not uses:
         return _HOST_LINKS
     limits = LinearConstraint(np.transpose(uses), ub=np.ravel(CUBE_MESH))
-    return 2 * round(-milp(-np.ones(len(uses)), integrality=1, constraints=limits).fun)
+    return 2 * round(-float(milp(-np.ones(len(uses)), integrality=1, constraints=limits).fun))
 
 
 # ------------------------------------------------------------ rates of training
