@@ -30,7 +30,7 @@ from shardwise.equivalence.reference import (
     TraceDouble,
     double_by_default,
     draws,
-    run_graph_reference,
+    run_graph,
     widen_graph,
 )
 from shardwise.equivalence.twin import available_bytes, certify_twin, needed_bytes, parameter_bytes
@@ -171,11 +171,12 @@ class _Model:
 
     def step(self, batch: Any) -> Reference:
         """Run a training step; accumulate over micro-batches that are separate batches."""
-        first, *more = separate_batches(batch, self.plan)
+        batches = separate_batches(batch, self.plan)
         if not self.draws:
-            return run_reference(self.twin, first, self.loss_fn, more=more)
+            return run_reference(self.twin, batches[0], self.loss_fn, more=batches[1:])
         state = {name: tensor.detach().clone() for name, tensor in self._tensors()}
-        return run_graph_reference(self.graph, self.plan, state, first, more=more)
+        named = [flatten_batch(part)[0] for part in batches]
+        return run_graph(self.graph, self.plan, state, named)[0]
 
     def rerun(
         self, state: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]

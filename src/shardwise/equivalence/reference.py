@@ -320,19 +320,6 @@ class Truth:
     gradients: Mapping[str, torch.Tensor]
 
 
-def run_graph_reference(
-    graph: Graph,
-    plan: Plan,
-    state: Mapping[str, torch.Tensor],
-    batch: Any,
-    *,
-    more: Sequence[Any] = (),
-) -> Reference:
-    """Run forward, backward and one AdamW step of the graph on one device."""
-    batches = [flatten_batch(batch)[0] for batch in (batch, *more)]
-    return run_graph(graph, plan, state, batches)[0]
-
-
 def run_graph(
     graph: Graph,
     plan: Plan,
@@ -340,7 +327,10 @@ def run_graph(
     batches: Sequence[Mapping[str, torch.Tensor]],
     jitter: Jitter | None = None,
 ) -> tuple[Reference, Truth]:
-    """Run a training step of the graph on one device, and record its first micro-batch."""
+    """Run forward, backward and one AdamW step of the graph on one device.
+
+    `batches` are the named inputs of each micro-batch, of which the first is recorded.
+    """
     if jitter is not None:
         state = {name: jitter.change(tensor.detach()) for name, tensor in state.items()}
         batches = [{n: jitter.change(t.detach()) for n, t in b.items()} for b in batches]
