@@ -42,8 +42,9 @@ def run_model(name: str, cases: Sequence[Case], dropout: float) -> list[Result]:
     """Capture a model once and verify every case."""
     import torch
 
+    from shardwise.batch import flatten_batch
     from shardwise.equivalence import double, run_reference
-    from shardwise.equivalence.reference import draws, run_graph_reference, widen_graph
+    from shardwise.equivalence.reference import draws, run_graph, widen_graph
     from shardwise.frontend import capture
 
     torch.set_num_threads(1)
@@ -56,7 +57,7 @@ def run_model(name: str, cases: Sequence[Case], dropout: float) -> list[Result]:
             tensors = (*twin.named_parameters(), *twin.named_buffers())
             state = {n: t.detach() for n, t in tensors}
             one = make_plan(graph, "ddp", 1)
-            reference = run_graph_reference(graph, one, state, batch)
+            reference, _ = run_graph(graph, one, state, [flatten_batch(batch)[0]])
         else:
             reference = run_reference(twin, batch)
     except Exception as error:

@@ -25,9 +25,10 @@ ShardwiseError
 A message has the numbers, the place (the user's file:line or a parameter name) and what to try.
 """
 
+import contextlib
 import difflib
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 
@@ -166,6 +167,17 @@ def shown(text: str) -> str:
     return "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )
+
+
+@contextlib.contextmanager
+def explaining(explain: Callable[[Exception], ShardwiseError]) -> Iterator[None]:
+    """Raise `explain(error)` in place of an exception that is not ours."""
+    try:
+        yield
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise explain(error) from error
 
 
 _Error = TypeVar("_Error", bound=ShardwiseError)

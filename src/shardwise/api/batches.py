@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -18,15 +18,14 @@ from torch import Tensor, nn
 from shardwise import runtime as rt
 from shardwise.api.compile import PipelineProgram, Program, batch_dim, compile
 from shardwise.errors import BatchError, InfeasiblePlan, PlanError
-from shardwise.ir import Graph, Node, Ref, node_keys
-from shardwise.ir.operators import bind, indexed_dim, interpret, is_random, op_name
+from shardwise.ir import Graph, node_keys
+from shardwise.ir.operators import index_ranges, interpret, is_random, op_name
 from shardwise.plans import Plan
 from shardwise.plans.plan import known_choices
 from shardwise.program.microbatches import restrict
 
 MAX_SEARCHED = 2  # sizes whose layouts are searched, of graphs that differ in sizes alone
 MAX_CHAIN = 12  # operators between the batch and an index; longer chains cost more than they save
-_LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 
 
 def plan_for_graph(graph: Graph, plan: Plan) -> Plan:
@@ -207,24 +206,20 @@ class IndexUse:
             ) from None
 
 
-class BatchIndices:
-    """Check the integers of full batches that a graph uses as indices."""
+def index_check(graph: Graph) -> Callable[[Mapping[str, Tensor]], None]:
+    """Return a check of full batches, which raises if an index that the graph uses is wrong."""
+    uses: dict[tuple[str, int, int, int | None], IndexUse] = {}
+    for use in _uses(graph):
+        uses.setdefault((use.value, use.low, use.size, use.ignored), use)
+    part = restrict(graph, tuple({use.value: None for use in uses.values()}))
 
-    def __init__(self, graph: Graph) -> None:
-        uses: dict[tuple[str, int, int, int | None], IndexUse] = {}
-        for use in _uses(graph):
-            uses.setdefault((use.value, use.low, use.size, use.ignored), use)
-        self.uses = tuple(uses.values())
-        self.part = restrict(graph, tuple({use.value: None for use in self.uses}))
-
-    def check(self, inputs: Mapping[str, Tensor]) -> None:
-        """Raise a `BatchError` if an index in the batch's tensors is out of range."""
-        if not self.uses:
-            return
+    def check(inputs: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
-            values = interpret(self.part, {}, {}, inputs)
-            for use in self.uses:
+            values = interpret(part, {}, {}, inputs) if uses else {}
+            for use in uses.values():
                 use.check(values[use.value])
+
+    return check
 
 
 def _uses(graph: Graph) -> Iterator[IndexUse]:
@@ -233,7 +228,7 @@ def _uses(graph: Graph) -> Iterator[IndexUse]:
     inputs = {i.value: i.name for i in graph.inputs}
     constants = {c.value for c in graph.constants}
     for node in graph.nodes:
-        for value, low, size, ignored in _indices(graph, node):
+        for value, low, size, ignored in index_ranges(graph, node):
             sources: list[str] = []
             pending, nodes = [value], 0
             while pending and nodes <= MAX_CHAIN:
@@ -259,25 +254,3 @@ def _uses(graph: Graph) -> Iterator[IndexUse]:
                         origin=node.origin,
                         sources=tuple(sorted(set(sources))),
                     )
-
-
-def _indices(graph: Graph, node: Node) -> Iterator[tuple[str, int, int, int | None]]:
-    """Yield the values that a node uses as indices: name, minimum, table size, ignored index."""
-    for name in dict.fromkeys(node.inputs):
-        if graph.values[name].dtype in (torch.bool, torch.uint8):
-            continue
-        table = indexed_dim(node, name)
-        if table is not None:
-            shape = graph.values[table[0]].shape
-            if shape:
-                size = shape[table[1]]
-                yield name, -size if op_name(node) == "index" else 0, size, None
-    arguments = bind(node) if op_name(node) in (*_LOSSES, "one_hot") else {}
-    if op_name(node) == "one_hot" and arguments.get("num_classes", -1) > 0:
-        yield arguments["self"].name, 0, arguments["num_classes"], None
-    elif op_name(node) in _LOSSES and isinstance(arguments["target"], Ref):
-        target = arguments["target"].name
-        if not graph.values[target].dtype.is_floating_point:
-            scores = graph.values[arguments["self"].name].shape
-            size = scores[1 if len(scores) > 1 else 0]
-            yield target, 0, size, arguments.get("ignore_index", -100)

@@ -234,12 +234,12 @@ class SingleRank:
         plan = program.plan
         self.program, self.device = program, device
         self.transport = transport(rank, plan.num_ranks)  # unused with a mesh
-        stages, count = (
-            ((s.ranks, dict(s.mesh.axes)) for s in plan.all_stages),
-            plan.num_microbatches,
-        )
         self.mesh = mesh or mesh_of(
-            rank, stages, self.transport, num_microbatches=count, timed=plan.splits_time
+            rank,
+            ((s.ranks, dict(s.mesh.axes)) for s in plan.all_stages),
+            self.transport,
+            num_microbatches=plan.num_microbatches,
+            timed=plan.splits_time,
         )
         generator = rng(plan.seed, plan.rng, self.mesh)
         loaded = load_program(program, self.mesh, generator, device)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardwise import runtime as rt
-from shardwise.api.batches import BatchIndices
+from shardwise.api.batches import index_check
 from shardwise.api.compile import PipelineProgram, Program, separate_batches
 from shardwise.collectives.messages.program import format_ranks
 from shardwise.errors import BatchError, PlanError, PlanMismatch, ProgramError
@@ -160,7 +160,7 @@ def make_step(
     dtypes = {i.name: graph.values[i.value].dtype for i in graph.inputs}
     casts = plan.precision.compute and not plan.precision.autocast
     options = rt.StepOptions(
-        check_indices=BatchIndices(graph).check,
+        check_indices=index_check(graph),
         find_broken=_find_broken(graph, plan),
         input_dtypes={n: d for n, d in dtypes.items() if casts and d.is_floating_point},
         offload_activations="activations" in plan.offload,
@@ -204,7 +204,11 @@ def storage_owners(programs: Mapping[str, Program | PipelineProgram]) -> dict[st
 
     That is the first step that trains it, else the first that uses it, else the first.
     """
-    storages = {step: _storages_by_name(program) for step, program in programs.items()}
+    storages: dict[str, dict[str, dict[tuple[int, ...], Storage]]] = {}
+    for step, program in programs.items():
+        own = storages[step] = {}
+        for ranks, storage in _storages(program):
+            own.setdefault(storage.name, {}).setdefault(ranks, storage)
     used = {step: used_parameters(program.graph) for step, program in programs.items()}
     trained = {step: trained_parameters(program.graph) for step, program in programs.items()}
     owners: dict[str, str] = {}
@@ -229,15 +233,6 @@ def _storages(program: Program | PipelineProgram) -> Iterator[tuple[tuple[int, .
     for ranks, lowered in groups:
         for storage in lowered.rank_programs[0].parameters:
             yield ranks, storage
-
-
-def _storages_by_name(
-    program: Program | PipelineProgram,
-) -> dict[str, dict[tuple[int, ...], Storage]]:
-    storages: dict[str, dict[tuple[int, ...], Storage]] = {}
-    for ranks, storage in _storages(program):
-        storages.setdefault(storage.name, {}).setdefault(ranks, storage)
-    return storages
 
 
 def _places(storages: Mapping[tuple[int, ...], Storage]) -> str:

@@ -1,11 +1,11 @@
 """`verify(model, batch, plan)`: check by execution that a plan computes what the model computes."""
 
-import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,11 @@ from shardwise.equivalence.reference import (
     TraceDouble,
     double_by_default,
     draws,
-    run_graph_reference,
+    run_graph,
     widen_graph,
 )
 from shardwise.equivalence.twin import available_bytes, certify_twin, needed_bytes, parameter_bytes
-from shardwise.errors import ShardwiseError, VerifyError
+from shardwise.errors import ShardwiseError, VerifyError, explaining
 from shardwise.files import read_json, write_text
 from shardwise.frontend import capture
 from shardwise.frontend.errors import describe_failure
@@ -94,26 +94,19 @@ def verify(
         if program is None:
             raise VerifyError("no plan to verify", hint="sw.verify(model, batch, plan)")
         plan = Plan.load(Path(program) / "plan.json")
-    with _explained(model), double_by_default():
+    with explaining(partial(_failure, model)), double_by_default():
         return _verify(model, batch, plan, computed, program, timeout_s, max_bytes)
 
 
-@contextlib.contextmanager
-def _explained(model: nn.Module) -> Iterator[None]:
-    """Turn errors of the model and of torch into a `VerifyError` with their place."""
-    try:
-        yield
-    except ShardwiseError:
-        raise
-    except Exception as error:
-        place, text = describe_failure(error)
-        raise VerifyError(
-            f"{type(model).__name__} cannot be verified: a float64 copy of it fails\n"
-            f"  because: {text}",
-            where=place,
-            hint="check that copy.deepcopy(model).double() runs on the batch (Mixture-of-Experts "
-            'of transformers: config._experts_implementation = "batched_mm")',
-        ) from error
+def _failure(model: nn.Module, error: Exception) -> VerifyError:
+    """Return the error for an exception of the model or of torch, with its place."""
+    place, text = describe_failure(error)
+    return VerifyError(
+        f"{type(model).__name__} cannot be verified: a float64 copy of it fails\n  because: {text}",
+        where=place,
+        hint="check that copy.deepcopy(model).double() runs on the batch (Mixture-of-Experts "
+        'of transformers: config._experts_implementation = "batched_mm")',
+    )
 
 
 def _verify(
@@ -178,11 +171,12 @@ class _Model:
 
     def step(self, batch: Any) -> Reference:
         """Run a training step; accumulate over micro-batches that are separate batches."""
-        first, *more = separate_batches(batch, self.plan)
+        batches = separate_batches(batch, self.plan)
         if not self.draws:
-            return run_reference(self.twin, first, self.loss_fn, more=more)
+            return run_reference(self.twin, batches[0], self.loss_fn, more=batches[1:])
         state = {name: tensor.detach().clone() for name, tensor in self._tensors()}
-        return run_graph_reference(self.graph, self.plan, state, first, more=more)
+        named = [flatten_batch(part)[0] for part in batches]
+        return run_graph(self.graph, self.plan, state, named)[0]
 
     def rerun(
         self, state: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]

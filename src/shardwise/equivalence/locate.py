@@ -204,19 +204,12 @@ def failed_statement(program: Program, error: BaseException, info: NodeInfo) -> 
         return f"the program stopped outside its own statements: {type(error).__name__}: {message}"
     line = frames[-1].lineno or 0
     statement = linecache.getline(frames[-1].filename, line).strip()
-    value = _probed_after(frames[-1].filename, line)
+    following = (linecache.getline(frames[-1].filename, n) for n in range(line, line + 40))
+    value = next((probe.group(1) for text in following if (probe := PROBE.search(text))), None)
     step = next((s for s in program.rank_programs[0].steps if value in s.outputs), None)
     where = f" of {info.step_text(step)}" if step else ""
     entries = f"; plan: {info.entries(info.nodes[step.node])}" if step and step.node else ""
     return f"`{statement}`{where} raised {type(error).__name__}: {message}{entries}"
-
-
-def _probed_after(filename: str, line: int) -> str | None:
-    """Return the value that the statement at a line computes: the next probed one."""
-    for number in range(line, line + 40):
-        if probe := PROBE.search(linecache.getline(filename, number)):
-            return probe.group(1)
-    return None
 
 
 def locate(

@@ -354,11 +354,7 @@ def full_values(
     values: list[tuple[str, torch.Tensor]] = []
     for replica, shards in replicas.items():
         value = assemble(shards, shape, splits, sizes)
-        if not values or not _same_bits(value, values[0][1]):
+        if not values or not torch.allclose(value, values[0][1], rtol=0, atol=0, equal_nan=True):
             differing = [f"{i} of {axis}" for axis, i in zip(sizes, replica, strict=True) if i]
             values.append((f"ranks 0 and {', '.join(differing)}" if differing else "", value))
     return values
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())

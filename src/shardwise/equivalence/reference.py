@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise import runtime as rt
@@ -300,9 +301,9 @@ def keyed_random(graph: Graph, rng: rt.Rng) -> Callable[..., Any]:
         statement = rule.localize(call, local)
         if not statement.fn.startswith("rt."):
             return function(*args, **kwargs)
-        tensors = dict(_pairs(node.args, args)) | dict(
-            _pairs(tuple(v for _, v in node.kwargs), tuple(kwargs[k] for k, _ in node.kwargs))
-        )
+        named = pytree.tree_leaves((node.args, dict(node.kwargs)))
+        passed = pytree.tree_leaves((args, {name: kwargs[name] for name, _ in node.kwargs}))
+        tensors = {n.name: t for n, t in zip(named, passed, strict=True) if isinstance(n, Ref)}
         bound = map_refs((statement.args, statement.kwargs), lambda ref: tensors[ref.name])
         options = dict(bound[1])
         if "key" in options:
@@ -310,15 +311,6 @@ def keyed_random(graph: Graph, rng: rt.Rng) -> Callable[..., Any]:
         return getattr(rt, statement.fn.removeprefix("rt."))(*bound[0], **options)
 
     return run
-
-
-def _pairs(names: Any, values: Any) -> list[tuple[str, torch.Tensor]]:
-    """Pair the names of references with the tensors passed for them."""
-    if isinstance(names, Ref):
-        return [(names.name, values)]
-    if isinstance(names, tuple | list):
-        return [p for n, v in zip(names, values, strict=True) for p in _pairs(n, v)]
-    return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,19 +321,6 @@ class Truth:
     gradients: Mapping[str, torch.Tensor]
 
 
-def run_graph_reference(
-    graph: Graph,
-    plan: Plan,
-    state: Mapping[str, torch.Tensor],
-    batch: Any,
-    *,
-    more: Sequence[Any] = (),
-) -> Reference:
-    """Run forward, backward and one AdamW step of the graph on one device."""
-    batches = [flatten_batch(batch)[0] for batch in (batch, *more)]
-    return run_graph(graph, plan, state, batches)[0]
-
-
 def run_graph(
     graph: Graph,
     plan: Plan,
@@ -349,7 +328,10 @@ def run_graph(
     batches: Sequence[Mapping[str, torch.Tensor]],
     jitter: Jitter | None = None,
 ) -> tuple[Reference, Truth]:
-    """Run a training step of the graph on one device, and record its first micro-batch."""
+    """Run forward, backward and one AdamW step of the graph on one device.
+
+    `batches` are the named inputs of each micro-batch, of which the first is recorded.
+    """
     if jitter is not None:
         state = {name: jitter.change(tensor.detach()) for name, tensor in state.items()}
         batches = [{n: jitter.change(t.detach()) for n, t in b.items()} for b in batches]

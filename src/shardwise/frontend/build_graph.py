@@ -21,7 +21,7 @@ from shardwise.frontend.errors import DATA_DEPENDENT, EXPERTS, cure_for_operator
 from shardwise.frontend.expert_loops import merge_expert_loops
 from shardwise.frontend.fake import has_data
 from shardwise.frontend.known_values import Question
-from shardwise.frontend.objective import TENSOR, Step
+from shardwise.frontend.objective import Step
 from shardwise.frontend.python_state import Change
 from shardwise.ir import (
     Buffer,
@@ -281,7 +281,7 @@ def assemble(
     report = step.outputs[0]
     values = [builder.read(alias) for alias in results]
     loss = values.pop(0) if report.has_loss else None
-    leaves = [Ref(values.pop(0)) if leaf is TENSOR else leaf for leaf in report.leaves]
+    leaves = [Ref(values.pop(0)) if leaf is torch.Tensor else leaf for leaf in report.leaves]
     count = len(report.assigned)
     cached, guarded = count + len(report.cached), values[count + len(report.cached) :]
     _check_cached(builder, sources, report.cached, values[count:cached])

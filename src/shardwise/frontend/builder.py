@@ -80,6 +80,20 @@ UNKNOWN_SIZE = -1
 # A node without a call, from which appended nodes take their gradient mode, autocast, recompute
 # group and origin.
 REGION = Node(name="", op="", args=(), outputs=())
+_READ_ONLY = {  # sources that forward must not write to: the error, and its hint
+    "parameter": (
+        "forward modifies {} in place",
+        "compute a new tensor from it; the optimizer alone changes parameters",
+    ),
+    "constant": (
+        "forward modifies a tensor that is neither parameter nor buffer ({})",
+        "self.register_buffer(...) makes it part of the state",
+    ),
+    "input": (
+        "forward modifies {} in place, which a parallel step would not do to the batch",
+        "copy it first: x = x.clone()",
+    ),
+}
 _DETACHED = {
     *("aten.detach.default", "aten.zeros_like.default", "aten.ones_like.default"),
     *("aten.empty_like.default", "aten.full_like.default", "aten.rand_like.default"),
@@ -205,25 +219,9 @@ class Builder:
     def _check_write(self, alias: Alias, root: Alias) -> None:
         owner = self.owners.get(id(root), "")
         where = self.region.source or None
-        if owner.startswith("parameter"):
-            raise CaptureError(
-                f"forward modifies {owner} in place",
-                where=where,
-                hint="compute a new tensor from it; the optimizer alone changes parameters",
-            )
-        if owner.startswith("constant"):
-            raise CaptureError(
-                f"forward modifies a tensor that is neither parameter nor buffer ({owner})",
-                where=where,
-                hint="self.register_buffer(...) makes it part of the state",
-            )
-        if owner.startswith("input"):
-            raise CaptureError(
-                f"forward modifies {owner} in place, which a parallel step would not do to the "
-                "batch",
-                where=where,
-                hint="copy it first: x = x.clone()",
-            )
+        message, hint = _READ_ONLY.get(owner.partition(" ")[0], ("", ""))
+        if message:
+            raise CaptureError(message.format(owner), where=where, hint=hint)
         hidden = not self.region.grad_enabled
         here = alias
         while here.view is not None:

@@ -290,7 +290,7 @@ class Converter:
             elif node.op == "get_attr":
                 environment[node] = operator.attrgetter(node.target)(module)
             elif node.op == "output":
-                return tuple(_lookup(environment, node.args[0]))
+                return tuple(fx.node.map_arg(node.args[0], environment.__getitem__))
             elif node.op == "call_function":
                 environment[node] = self._call(node, environment)
             else:
@@ -298,14 +298,15 @@ class Converter:
         raise AssertionError("an fx graph ends in an output node")
 
     def _call(self, node: fx.Node, environment: dict[fx.Node, Any]) -> Any:
-        args = _lookup(environment, node.args)
+        operands: Any = (node.args, node.kwargs)
+        args, kwargs = fx.node.map_arg(operands, environment.__getitem__)
         if node.target is operator.getitem and isinstance(args[0], tuple):
             return args[0][args[1]]
         recompute = node.meta.get(RECOMPUTE, self.builder.region.recompute)
         is_refused = bool(free_unbacked_symbols(node.meta.get("val")))  # if a result needs it
         is_refused |= isinstance(node.target, torch._ops.HigherOrderOperator)
         with self.builder.inside(**origin_of(node.meta, innermost=is_refused), recompute=recompute):
-            return self._dispatch(node, args, _lookup(environment, node.kwargs))
+            return self._dispatch(node, args, kwargs)
 
     def _dispatch(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target: Any = node.target
@@ -384,15 +385,3 @@ def _with_dense_gradient(
     names = [argument.name for argument in target._schema.arguments]
     dense = tuple(False if name == "sparse" else x for name, x in zip(names, args, strict=False))
     return dense, {name: arg for name, arg in kwargs.items() if name != "sparse"}
-
-
-def _lookup(environment: dict[fx.Node, Any], value: Any) -> Any:
-    if isinstance(value, fx.Node):
-        return environment[value]
-    if isinstance(value, tuple | list):
-        return tuple(_lookup(environment, item) for item in value)
-    if isinstance(value, dict):
-        return {key: _lookup(environment, item) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_lookup(environment, x) for x in (value.start, value.stop, value.step)))
-    return value

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from shardwise.errors import CaptureError, ShardwiseError
+from shardwise.errors import CaptureError, ShardwiseError, explaining
 
 # ---------------------------------------------------------------- the user's modules and lines
 ROOT = "model"  # the attribute of the exported step that holds the user's model
@@ -273,15 +273,9 @@ def capture_error(error: BaseException, model_name: str) -> ShardwiseError:
     )
 
 
-@contextlib.contextmanager
-def explained(model_name: str) -> Iterator[None]:
+def explained(model_name: str) -> contextlib.AbstractContextManager[None]:
     """Turn any error that is not ours into a `CaptureError` at the user's line."""
-    try:
-        yield
-    except ShardwiseError:
-        raise
-    except Exception as error:
-        raise capture_error(error, model_name) from error
+    return explaining(lambda error: capture_error(error, model_name))
 
 
 def describe_failure(error: BaseException) -> tuple[str | None, str]:

@@ -204,7 +204,7 @@ class StepOutputs:
     """The meaning of the exported step's flat outputs, recorded while it is traced."""
 
     has_loss: bool = False
-    leaves: list[Any] = field(default_factory=list)  # a constant, or the marker `TENSOR`
+    leaves: list[Any] = field(default_factory=list)  # a constant, or the class of tensors
     spec: Any = None
     assigned: list[str] = field(default_factory=list)  # buffers that forward reassigned
     replaced: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # plain attributes
@@ -212,14 +212,6 @@ class StepOutputs:
     warnings: list[str] = field(default_factory=list)
     has_symbols: bool = False  # whether a leaf is a number that depends on sizes
     asked: list[Question] = field(default_factory=list)  # about values of the batch
-
-
-class _Tensor:
-    def __repr__(self) -> str:
-        return "TENSOR"
-
-
-TENSOR = _Tensor()
 
 
 class Step(nn.Module):
@@ -281,7 +273,7 @@ class Step(nn.Module):
 def _leaf(leaf: Any, results: list[torch.Tensor], report: StepOutputs) -> Any:
     if isinstance(leaf, torch.Tensor):
         results.append(leaf)
-        return TENSOR
+        return torch.Tensor
     if output_leaf(leaf) is None and leaf is not None:
         report.has_symbols |= isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)
         report.warnings.append(f"the output's {type(leaf).__name__} is replaced by None")

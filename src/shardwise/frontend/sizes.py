@@ -18,6 +18,7 @@ from typing import Any, TypedDict
 import torch
 from torch import fx
 from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
 
 from shardwise.batch import Call, read_batch
 from shardwise.errors import CaptureError, ShardwiseError
@@ -263,14 +264,11 @@ def _is_free(size: Any) -> bool:
 
 def _symbols(value: Any) -> Iterator[Any]:
     """Yield all symbolic numbers in the value of a node."""
-    if isinstance(value, torch.Tensor):
-        parts = (*value.shape, *value.stride(), value.storage_offset())
+    for leaf in pytree.tree_leaves(value):
+        parts = (leaf,)
+        if isinstance(leaf, torch.Tensor):
+            parts = (*leaf.shape, *leaf.stride(), leaf.storage_offset())
         yield from (part for part in parts if isinstance(part, _SYMBOLIC))
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _symbols(item)
-    elif isinstance(value, _SYMBOLIC):
-        yield value
 
 
 class _Numbers:

@@ -56,6 +56,9 @@ def op_name(node: Node) -> str:
     return node.op.split(".")[1] if node.op.count(".") == 2 else ""
 
 
+_LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
+
+
 def indexed_dim(node: Node, index: str) -> tuple[str, int] | None:
     """Return the table and the dim that a node indexes with a value, if it does."""
     op = op_name(node)
@@ -72,6 +75,28 @@ def indexed_dim(node: Node, index: str) -> tuple[str, int] | None:
     if arguments.get("index") != Ref(index):
         return None
     return arguments["self"].name, arguments.get("dim", 0)
+
+
+def index_ranges(graph: Graph, node: Node) -> Iterator[tuple[str, int, int, int | None]]:
+    """Yield the values that a node uses as indices: name, minimum, table size, ignored index."""
+    for name in dict.fromkeys(node.inputs):
+        if graph.values[name].dtype in (torch.bool, torch.uint8):
+            continue
+        table = indexed_dim(node, name)
+        if table is not None:
+            shape = graph.values[table[0]].shape
+            if shape:
+                size = shape[table[1]]
+                yield name, -size if op_name(node) == "index" else 0, size, None
+    arguments = bind(node) if op_name(node) in (*_LOSSES, "one_hot") else {}
+    if op_name(node) == "one_hot" and arguments.get("num_classes", -1) > 0:
+        yield arguments["self"].name, 0, arguments["num_classes"], None
+    elif op_name(node) in _LOSSES and isinstance(arguments["target"], Ref):
+        target = arguments["target"].name
+        if not graph.values[target].dtype.is_floating_point:
+            scores = graph.values[arguments["self"].name].shape
+            size = scores[1 if len(scores) > 1 else 0]
+            yield target, 0, size, arguments.get("ignore_index", -100)
 
 
 # ---------------------------------------------------------------- running a graph

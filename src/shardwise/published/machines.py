@@ -9,10 +9,11 @@ import math
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise, permutations
+from itertools import permutations
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
+from scipy.optimize import LinearConstraint, milp
 
 from shardwise.cluster import Cluster, Device, Factor, Link
 from shardwise.cluster.device import Curve, Rates
@@ -54,26 +55,17 @@ def ring_links(devices: tuple[int, ...]) -> float:
     first, *others = devices
     if len(devices) == 2:
         return CUBE_MESH[first][others[0]] or _HOST_LINKS
-    orders = (
-        (first, *order, first)
-        for order in permutations(others)
-        if order[0] < order[-1]  # skip the reversed ring
-    )
-    rings = [ring for ring in orders if all(CUBE_MESH[a][b] for a, b in pairwise(ring))]
-    return 2 * _max_disjoint(rings, {}) or _HOST_LINKS
-
-
-def _max_disjoint(rings: list[tuple[int, ...]], used: dict[frozenset[int], int]) -> int:
-    """Return how many of the rings can run at once, each on its own links."""
-    best = 0
-    for index, ring in enumerate(rings):
-        edges = [frozenset(pair) for pair in pairwise(ring)]
-        used_with = used | {edge: used.get(edge, 0) + 1 for edge in edges}
-        if all(count <= CUBE_MESH[min(edge)][max(edge)] for edge, count in used_with.items()):
-            best = max(best, 1 + _max_disjoint(rings[index:], used_with))
-        if best == NUM_LINKS // 2:
-            break
-    return best
+    uses = []  # the links of each ring, between all pairs of devices
+    for order in permutations(others):
+        steps = np.zeros((len(CUBE_MESH), len(CUBE_MESH)))
+        steps[(first, *order), (*order, first)] = 1
+        ring = steps + steps.T
+        if order[0] < order[-1] and not (ring > CUBE_MESH).any():  # skip the reversed ring
+            uses.append(ring.ravel())
+    if not uses:
+        return _HOST_LINKS
+    limits = LinearConstraint(np.transpose(uses), ub=np.ravel(CUBE_MESH))
+    return 2 * round(-float(milp(-np.ones(len(uses)), integrality=1, constraints=limits).fun))
 
 
 # ------------------------------------------------------------ rates of training

@@ -63,16 +63,7 @@ def predict_file(
 
 def predict_entry(entry: Entry) -> Outcome:
     """Return the outcome of one row; errors become its status."""
-    outcome = Outcome(
-        row_id=entry.row_id,
-        model=entry.model,
-        device=entry.device,
-        status=entry.reason,
-        row=entry.row,
-        published_step_time_s=entry.step_time_s,
-        published_memory_bytes=entry.memory_bytes,
-        published_out_of_memory=entry.out_of_memory,
-    )
+    outcome = Outcome(published=entry, status=entry.reason)
     if entry.row is None:
         return outcome
     try:

@@ -10,6 +10,7 @@ import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -18,26 +19,20 @@ from rich.table import Table
 from scipy.stats import spearmanr
 
 from shardwise.formatting import GIB, digits
-from shardwise.published.rows import Row
+from shardwise.published.rows import Entry, Row
 
 MIN_SWEEP = 4  # rows; the order of fewer means little
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The prediction for a row and the published values, None if unknown."""
+    """The prediction for a row with published values; numbers are None if unknown."""
 
-    row_id: str
-    model: str
-    device: str
+    published: Entry
     status: str
-    row: Row | None = None
     step_time_s: float | None = None
     memory_bytes: int | None = None
     device_memory_bytes: int | None = None
-    published_step_time_s: float | None = None
-    published_memory_bytes: int | None = None
-    published_out_of_memory: bool = False
     note: str = ""  # where the prediction deviates from the row
 
     @property
@@ -48,22 +43,23 @@ class Outcome:
     @property
     def sweep(self) -> str:
         """The name of the rows to compare with: one model on one kind of device."""
-        return f"{self.model} on {self.device}"
+        return f"{self.published.model} on {self.published.device}"
 
     @property
     def configuration(self) -> Row | None:
         """Everything that the prediction depends on; equal for repeated runs."""
-        return None if self.row is None else replace(self.row, row_id="")
+        row = self.published.row
+        return None if row is None else replace(row, row_id="")
 
     @property
     def error(self) -> float | None:
         """The relative error of the step time."""
-        return _relative(self.step_time_s, self.published_step_time_s)
+        return _relative(self.step_time_s, self.published.step_time_s)
 
     @property
     def memory_error(self) -> float | None:
         """The relative error of the memory."""
-        return _relative(self.memory_bytes, self.published_memory_bytes)
+        return _relative(self.memory_bytes, self.published.memory_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,15 +121,17 @@ class Summary:
 
 def summarize(outcomes: Sequence[Outcome]) -> Summary:
     """Return the errors of all outcomes."""
-    devices = sorted({o.device for o in outcomes if o.error is not None})
-    by_device = [(d, errors_of([o.error for o in outcomes if o.device == d])) for d in devices]
+    devices = sorted({o.published.device for o in outcomes if o.error is not None})
+    by_device = [
+        (d, errors_of([o.error for o in outcomes if o.published.device == d])) for d in devices
+    ]
     return Summary(
         rows=len(outcomes),
         predicted=sum(o.step_time_s is not None for o in outcomes),
         out_of_memory=sum(o.is_out_of_memory for o in outcomes),
-        published_out_of_memory=sum(o.published_out_of_memory for o in outcomes),
+        published_out_of_memory=sum(o.published.out_of_memory for o in outcomes),
         out_of_memory_as_published=sum(
-            o.published_out_of_memory and o.is_out_of_memory for o in outcomes
+            o.published.out_of_memory and o.is_out_of_memory for o in outcomes
         ),
         step_time=errors_of(o.error for o in outcomes),
         memory=errors_of(o.memory_error for o in outcomes),
@@ -190,7 +188,7 @@ def _sweeps(outcomes: Sequence[Outcome]) -> Iterable[Sweep]:
 def _correlation(groups: Iterable[Sequence[Outcome]]) -> float:
     """Return the correlation of the mean times of groups of runs."""
     means = [
-        (_mean(o.step_time_s for o in group), _mean(o.published_step_time_s for o in group))
+        (_mean(o.step_time_s for o in group), _mean(o.published.step_time_s for o in group))
         for group in groups
     ]
     return rank_correlation([p for p, _ in means], [q for _, q in means])
@@ -208,23 +206,23 @@ def _relative(predicted: float | None, published: float | None) -> float | None:
 _WIDE = 100  # characters; narrower tables omit a column
 _MAX_ROWS = 400  # in a printed table; -o writes all
 _COLUMNS = {  # names in files, and attributes of an outcome
-    "row_id": "row_id",
-    "model": "model",
-    "gpu": "device",
+    "row_id": "published.row_id",
+    "model": "published.model",
+    "gpu": "published.device",
     "status": "status",
     "note": "note",
     "predicted_step_time_s": "step_time_s",
-    "published_step_time_s": "published_step_time_s",
+    "published_step_time_s": "published.step_time_s",
     "step_time_error": "error",
     "predicted_memory_bytes": "memory_bytes",
-    "published_memory_bytes": "published_memory_bytes",
+    "published_memory_bytes": "published.memory_bytes",
     "memory_error": "memory_error",
     "device_memory_bytes": "device_memory_bytes",
 }
 
 
 def _fields(outcome: Outcome) -> dict[str, Any]:
-    return {name: getattr(outcome, attribute) for name, attribute in _COLUMNS.items()}
+    return {name: attrgetter(path)(outcome) for name, path in _COLUMNS.items()}
 
 
 def to_dict(outcomes: Sequence[Outcome], summary: Summary) -> dict[str, Any]:
@@ -271,10 +269,10 @@ def _table(title: str | None) -> Table:
 def _cells(outcome: Outcome, *, wide: bool) -> list[str]:
     error = "" if outcome.error is None else f"{outcome.error:+.1%}"
     memory = "" if outcome.memory_bytes is None else f"{outcome.memory_bytes / GIB:.1f}"
-    times = [_seconds(outcome.step_time_s), _seconds(outcome.published_step_time_s)]
-    model = [outcome.model] if wide else []
+    times = [_seconds(outcome.step_time_s), _seconds(outcome.published.step_time_s)]
+    model = [outcome.published.model] if wide else []
     status = f"{outcome.status}; note: {outcome.note}" if outcome.note else outcome.status
-    return [outcome.row_id, *model, *times, error, memory, status]
+    return [outcome.published.row_id, *model, *times, error, memory, status]
 
 
 def _seconds(value: float | None) -> str:

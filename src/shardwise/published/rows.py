@@ -35,6 +35,17 @@ _MAXIMUM = 1 << 28
 _GROUP = re.compile(r"(?:group[s]? of|within|over|across|shard)\s*=?\s*(\d+)")
 _STAGE = re.compile(r"(?:zero|stage)[\s_-]*([0-3])|^([0-3])$")
 _NODE_DEVICES = 8  # default group of hybrid sharding
+_OPTIMIZER = r"distributed[\s_-]?optimizer|distopt"  # Megatron's
+# Names of shardings without a number, and their ZeRO levels; the first match wins. Alpa's
+# "reduce-scatter preferred" (auto-sharding) shards gradients and optimizer state; its table gives
+# exactly the memory of ZeRO-2 for it.
+_LEVELS = (
+    (r"no_shard|unsharded", 0),
+    (r"grad_op|auto[-_]sharding", 2),
+    (r"fsdp|full_shard|fully[_ ]shard", 3),
+    (rf"{_OPTIMIZER}|optimizer[\s_-]?(state|shard)|shard\w*[\s_-]optimizer", 1),
+    (r"^dp$|ddp|data parallel|replicat", 0),
+)
 
 
 class Unusable(ValueError):
@@ -104,28 +115,20 @@ def read_sharding(text: str) -> Sharding:
     Sharding(level=1, group=8, prefetch=False)
     """
     low = text.lower().strip()
-    # Megatron's: gathers are overlapped (its --overlap-param-gather, on in NVIDIA's recipes).
-    prefetch = re.search(r"distributed[\s_-]?optimizer|distopt", low) is not None
+    # Gathers are overlapped (Megatron's --overlap-param-gather, on in NVIDIA's recipes).
+    prefetch = re.search(_OPTIMIZER, low) is not None
     match = _GROUP.search(low)
     group = int(match[1]) if match else None
     stage = _STAGE.search(low)
-    if any(word in low for word in ("hsdp", "hybrid", "mics")):
+    if re.search("hsdp|hybrid|mics", low):
         return Sharding(level=2 if "zero2" in low else 3, group=group or _NODE_DEVICES)
     if stage:
         return Sharding(level=int(stage[1] or stage[2]), group=group, prefetch=prefetch)
-    if "no_shard" in low or "unsharded" in low:
-        return Sharding(level=0)
-    if "grad_op" in low:
-        return Sharding(level=2, group=group)
-    # Alpa's "reduce-scatter preferred" shards gradients and optimizer state; its table gives
-    # exactly the memory of ZeRO-2 for it.
-    if "auto-sharding" in low or "auto_sharding" in low:
-        return Sharding(level=2, group=group)
-    if any(word in low for word in ("fsdp", "full_shard", "fully_shard", "fully shard")):
-        return Sharding(level=3, group=group)
-    if prefetch or re.search(r"optimizer[\s_-]?(state|shard)|shard\w*[\s_-]optimizer", low):
-        return Sharding(level=1, group=group, prefetch=prefetch)
-    if low in _NONE or low == "dp" or "ddp" in low or "data parallel" in low or "replicat" in low:
+    for pattern, level in _LEVELS:
+        if re.search(pattern, low):
+            group = group if level else None
+            return Sharding(level=level, group=group, prefetch=prefetch and level == 1)
+    if low in _NONE:
         return Sharding(level=0)
     raise Unusable(f"zero_stage_or_sharding is {text.strip()!r}, which is not supported")
 

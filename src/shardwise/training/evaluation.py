@@ -6,7 +6,7 @@ denominator depends on (labels, masks) are first gathered from all ranks.
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -17,14 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.batch import read_batch
-from shardwise.errors import (
-    ConfigError,
-    LossError,
-    ShardwiseError,
-    TrainingError,
-    did_you_mean,
-    failed,
-)
+from shardwise.errors import ConfigError, LossError, TrainingError, did_you_mean, explaining, failed
 from shardwise.frontend import flatten_batch
 from shardwise.ir import Graph, Node, Ref
 from shardwise.ir.operators import interpret
@@ -125,15 +118,9 @@ class StatefulMetric:
 Metric = MeanMetric | StatefulMetric
 
 
-@contextlib.contextmanager
-def _explained(name: str) -> Iterator[None]:
+def _explained(name: str) -> contextlib.AbstractContextManager[None]:
     """Turn an exception of the user's metric into an error with its name and line."""
-    try:
-        yield
-    except ShardwiseError:
-        raise
-    except Exception as error:
-        raise failed(TrainingError, f"metrics.{name}", error, DEBUG) from error
+    return explaining(lambda error: failed(TrainingError, f"metrics.{name}", error, DEBUG))
 
 
 def make_metrics(config: TrainConfig, base: Path | None) -> dict[str, Metric]:

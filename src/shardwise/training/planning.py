@@ -17,7 +17,7 @@ from torch import nn
 from shardwise.api.compile import capture
 from shardwise.cluster import Cluster
 from shardwise.cluster.presets import SUFFIXES, parse_cluster, preset_names
-from shardwise.errors import ConfigError, RankError, ShardwiseError, did_you_mean, failed
+from shardwise.errors import ConfigError, RankError, did_you_mean, explaining, failed
 from shardwise.ir import Graph
 from shardwise.planner.options import option_names
 from shardwise.planner.plan import plan as search
@@ -58,12 +58,8 @@ def make(function: Callable[..., Any], args: Mapping[str, Any], key: str, name: 
             f"{name} is a {type(function).__name__}, which cannot be called", where=key
         )
     check_arguments(function, args, key, name)
-    try:
+    with explaining(lambda error: failed(ConfigError, f"{key}: {name}", error, DEBUG)):
         return function(**args)
-    except ShardwiseError:
-        raise
-    except Exception as error:
-        raise failed(ConfigError, f"{key}: {name}", error, DEBUG) from error
 
 
 def check_arguments(

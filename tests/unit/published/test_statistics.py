@@ -12,21 +12,23 @@ from hypothesis import strategies as st
 
 from shardwise.published import Row
 from shardwise.published.report import Outcome, rank_correlation, summarize
+from shardwise.published.rows import Entry
 from tests.unit.published.test_models import ROW
 
 FEW = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=12)
 
 
 def outcome(predicted: float | None, published: float | None, row: Row | None = None) -> Outcome:
-    return Outcome(
+    entry = Entry(
         row_id="r",
         row=row,
+        reason="",
         model="m",
         device="d",
-        status="ok",
-        step_time_s=predicted,
-        published_step_time_s=published,
+        step_time_s=published,
+        memory_bytes=None,
     )
+    return Outcome(published=entry, status="ok", step_time_s=predicted)
 
 
 @given(FEW)
@@ -58,7 +60,9 @@ def test_summary() -> None:
 
 def test_runs_out_of_memory() -> None:
     ok, out = outcome(1.0, None), replace(outcome(1.0, None), status="out of memory: needs 9 GiB")
-    published = [replace(run, published_out_of_memory=True) for run in (ok, out)]
+    published = [
+        replace(run, published=replace(run.published, out_of_memory=True)) for run in (ok, out)
+    ]
     summary = summarize([ok, out, *published])
     assert (summary.out_of_memory, summary.published_out_of_memory) == (2, 2)
     assert summary.to_dict()["out_of_memory_as_published"] == 1
@@ -74,7 +78,8 @@ def test_repeated_runs_count_once() -> None:
     (sweep,) = summarize(runs).sweeps
     assert (sweep.count, sweep.configurations, sweep.correlation) == (8, 4, 1.0)
     assert sweep.of_runs < 0.6
-    (unconfigured,) = summarize([replace(run, row=None) for run in runs]).sweeps
+    without = [replace(run, published=replace(run.published, row=None)) for run in runs]
+    (unconfigured,) = summarize(without).sweeps
     assert (unconfigured.configurations, unconfigured.correlation) == (8, unconfigured.of_runs)
 
 

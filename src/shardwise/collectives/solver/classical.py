@@ -25,14 +25,11 @@ ALL_ORDERS = 6  # with at most this many ranks, try all rings
 # ------------------------------------------------------------ trees
 def ring(network: Network, demand: Demand, order: Sequence[int]) -> tuple[Tree, ...] | None:
     """Return the ring over `order`, which data pass once to be summed and once to be copied."""
-    count = len(order)
-    successors = np.roll(np.array(order), -1)
-    if (network.edge[np.array(order), successors] < 0).any():
+    count, ranks = len(order), np.array(order)
+    after, before = np.empty_like(ranks), np.empty_like(ranks)
+    after[ranks], before[ranks] = np.roll(ranks, -1), np.roll(ranks, 1)
+    if (network.edge[np.arange(count), after] < 0).any():
         return None
-    after = np.empty(count, dtype=np.int64)
-    after[np.array(order)] = successors
-    before = np.empty(count, dtype=np.int64)
-    before[after] = np.arange(count)
     return tuple(
         Tree(
             weight=share,

@@ -246,23 +246,18 @@ def _divided(trees: Sequence[Tree], first: int, end: int) -> Iterator[tuple[Tree
     """Divide the elements `first` to `end` among trees by weight."""
     if not trees and end > first:  # elements of a rank whose share was zero
         raise ValueError(f"no tree for {end - first} elements")
-    for tree, (low, high) in zip(trees, pairwise(_bounds(trees, end - first)), strict=True):
+    weights = [tree.weight for tree in trees]
+    counts = even_counts(end - first, weights, total=sum(weights) or 1.0)
+    for tree, (low, high) in zip(trees, pairwise(accumulate(counts, initial=first)), strict=True):
         if high > low:
-            yield tree, first + low, first + high
+            yield tree, low, high
 
 
-def even_counts(numel: int, shares: Sequence[float]) -> tuple[int, ...]:
+def even_counts(numel: int, shares: Sequence[float], total: float = 1.0) -> tuple[int, ...]:
     """Return the integer counts nearest to the shares of `numel` that add up to it."""
-    ends = [round(numel * end) for end in accumulate(shares, initial=0.0)]
+    ends = [round(numel * end / total) for end in accumulate(shares, initial=0.0)]
     ends[-1] = numel
     return tuple(high - low for low, high in pairwise(ends))
-
-
-def _bounds(items: Sequence[Tree], count: int) -> list[int]:
-    total = sum(item.weight for item in items) or 1.0
-    weights = (item.weight for item in items)
-    ends = [round(count * end / total) for end in accumulate(weights, initial=0.0)]
-    return [*ends[:-1], count] if items else [0]
 
 
 # ------------------------------------------------------------ chunking

@@ -14,7 +14,7 @@ import torch
 from shardwise.cluster import Mesh
 from shardwise.equivalence.certificate import Certificate
 from shardwise.equivalence.check import check
-from shardwise.equivalence.reference import Reference, run_graph_reference
+from shardwise.equivalence.reference import Reference, run_graph
 from shardwise.equivalence.twin.scale import (
     Counts,
     computed_indices,
@@ -323,12 +323,12 @@ def prepare_twin(
         )
     state = make_state(small, buffers)
     if twin.plan.per_microbatch and twin.plan.num_microbatches > 1:
-        data, (first, *more) = make_batches(small, twin.plan, inputs)
+        data, batches = make_batches(small, twin.plan, inputs)
     else:
-        data, more = make_inputs(small, inputs), []
-        first = data
+        data = make_inputs(small, inputs)
+        batches = [data]
     try:
-        reference = run_graph_reference(small, twin.plan, state, first, more=more)
+        reference, _ = run_graph(small, twin.plan, state, batches)
     except (IndexError, RuntimeError) as error:
         raise VerifyError(f"the scaled twin of {graph.name} does not run: {error}") from error
     drawn = "weights: drawn; the reference is the captured graph in these sizes"

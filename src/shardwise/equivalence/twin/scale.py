@@ -17,7 +17,7 @@ from shardwise.cluster import Mesh
 from shardwise.equivalence.trial import IGNORED
 from shardwise.equivalence.twin.sizes import Key, crop
 from shardwise.ir import Graph, Node
-from shardwise.ir.operators import bind, indexed_dim, op_name
+from shardwise.ir.operators import bind, index_ranges, indexed_dim, op_name
 from shardwise.plans import Plan, Stage
 from shardwise.plans.resolve import input_shards
 from shardwise.schedules import Action, default_schedule, make
@@ -331,18 +331,8 @@ def _uses(graph: Graph, value: str) -> Iterator[tuple[Node, str]]:
 
 def index_bounds(graph: Graph, value: str) -> Iterator[int]:
     """Yield the sizes of the dims that a value indexes."""
-    if graph.values[value].dtype.is_floating_point:
-        return
     for node, name in _uses(graph, value):
-        op, indexed = op_name(node), indexed_dim(node, name)
-        if indexed is not None:
-            table, dim = indexed
-            yield graph.values[table].shape[dim]
-        elif op in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"):
-            scores = graph.values[bind(node)["self"].name].shape
-            yield scores[1 if len(scores) > 1 else 0]
-        elif op == "one_hot" and bind(node).get("num_classes", -1) > 0:
-            yield bind(node)["num_classes"]
+        yield from (size for used, _, size, _ in index_ranges(graph, node) if used == name)
 
 
 def ignores_some(graph: Graph, value: str) -> bool:

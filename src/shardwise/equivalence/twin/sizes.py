@@ -169,7 +169,12 @@ class Sizes:
         for key, rows in sums.items():
             self._table.setdefault(key, ("sum", rows[0]))
             for row in rows[1:]:
-                self._match_terms(key, rows[0], row)
+                a, b = (sorted(terms, key=lambda k: self.size[k]) for terms in (rows[0], row))
+                if [self.size[k] for k in a] != [self.size[k] for k in b]:
+                    self.freeze([key, *a, *b])
+                    continue
+                for x, y in zip(a, b, strict=True):
+                    self.union(x, y)
         after = (len({self.find(k) for k in self.parent}), len(self.products), len(self.frozen))
         return before != after
 
@@ -202,14 +207,6 @@ class Sizes:
             else:
                 self.freeze((*left, *right))
                 return
-
-    def _match_terms(self, key: Key, left: list[Key], right: list[Key]) -> None:
-        a, b = (sorted(row, key=lambda k: self.size[k]) for row in (left, right))
-        if [self.size[k] for k in a] != [self.size[k] for k in b]:
-            self.freeze([key, *a, *b])
-            return
-        for x, y in zip(a, b, strict=True):
-            self.union(x, y)
 
     def _spread_frozen(self) -> None:
         """Freeze the factors and terms of frozen sizes, too."""
