@@ -144,14 +144,15 @@ class Traced:
             with tracing.quiet(), recording(self.recorder):
                 decomposed = self.program.run_decompositions({})
             graph = self._convert(decomposed, sources)
-        except NotFunctional as second:
+        except (NotFunctional, RuntimeError) as error:
+            second = error if isinstance(error, NotFunctional) else reason
             cure = cure_for(str(second))
             hint = "replace the in-place write by an operation that returns a new tensor"
             raise CaptureError(
                 f"{cure.reason if cure else 'the graph cannot be made functional'} ({second})",
                 where=second.where,
                 hint=cure.hint if cure else hint,
-            ) from second
+            ) from error
         if not self.recorder.num_groups:
             return graph
         lost = f"activation checkpoints do not become recompute groups ({reason})"
