@@ -21,6 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import CaptureError
+from shardwise.tensor_tree import add_folder, add_tensor, tensor_named
 
 LossFn = Callable[[Any, Any], Any]
 _ADAPTER = "_shardwise_module"
@@ -113,20 +114,22 @@ class KerasModule(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self._keras = KerasSettings(model)
-        self._paths: dict[int, tuple[str, ...]] = {}  # of variables and layers
+        self._paths: dict[int, str] = {}  # of variables and layers
         for layer in model._flatten_layers(include_self=False):
-            folders = _path(layer, model.name)
-            self._paths[id(layer)] = folders
-            self._folder(folders)
+            self._paths[id(layer)] = add_folder(self, _path(layer, model.name), _Layer)
         for variable in _variables(model):
-            self._register(variable, _path(variable, model.name))
+            # A buffer shares its memory with the variable, which is a parameter in Keras.
+            value = variable.value if variable.trainable else variable.value.detach()
+            self._paths[id(variable)] = add_tensor(
+                self, _path(variable, model.name), value, is_parameter=variable.trainable
+            )
         # Tensors of layers besides variables, such as those of Normalization.
-        self._keras.constants = [
-            (layer, attribute, self._register_constant(layer, attribute), value)
-            for layer in model._flatten_layers(include_self=False)
-            for attribute, value in vars(layer).items()
-            if isinstance(value, torch.Tensor)
-        ]
+        for layer in model._flatten_layers(include_self=False):
+            for attribute, value in vars(layer).items():
+                if isinstance(value, torch.Tensor):
+                    path = (*self._paths[id(layer)].split("."), attribute)
+                    name = add_tensor(self, path, value.detach(), is_parameter=False)
+                    self._keras.constants.append((layer, attribute, name, value))
 
     @property
     def losses(self) -> Sequence[torch.Tensor]:
@@ -161,8 +164,8 @@ class KerasModule(nn.Module):
         self._keras.losses = losses
         for variable, old, new in zip(model.non_trainable_variables, state, updates, strict=True):
             if new is not old and id(variable) in self._paths:
-                *folders, name = self._paths[id(variable)]
-                self.get_submodule(".".join(folders))._buffers[name] = new.to(old.dtype)
+                folder, _, name = self._paths[id(variable)].rpartition(".")
+                self.get_submodule(folder)._buffers[name] = new.to(old.dtype)
         return output
 
     def loss_fn(self, own: LossFn | None) -> LossFn | None:
@@ -214,7 +217,7 @@ class KerasModule(nn.Module):
         """Run the call of every layer inside the module of its path, which its nodes then have."""
         layers = self._keras.model._flatten_layers(include_self=False)
         for layer in layers:
-            place = self.get_submodule(".".join(self._paths[id(layer)]))
+            place = self.get_submodule(self._paths[id(layer)])
             vars(layer)["call"] = functools.partial(place, layer.call)
         for layer, attribute, buffer, _ in self._keras.constants:
             vars(layer)[attribute] = self.get_buffer(buffer)
@@ -226,40 +229,10 @@ class KerasModule(nn.Module):
             for layer, attribute, _, value in self._keras.constants:
                 vars(layer)[attribute] = value
 
-    def _folder(self, path: Sequence[str]) -> nn.Module:
-        owner: nn.Module = self
-        for folder in path:
-            if folder not in owner._modules:
-                owner.add_module(folder, _Layer())
-            owner = owner.get_submodule(folder)
-        return owner
-
-    def _register(self, variable: Any, path: tuple[str, ...]) -> None:
-        *folders, name = path
-        owner = self._folder(folders)
-        while hasattr(owner, name):  # layers of one name in different parents that have no name
-            name += "_"
-        self._paths[id(variable)] = (*folders, name)
-        if variable.trainable:
-            owner.register_parameter(name, variable.value)
-        else:
-            # The buffer shares its memory with the variable, which is a parameter in Keras.
-            owner.register_buffer(name, variable.value.detach())
-
-    def _register_constant(self, layer: Any, attribute: str) -> str:
-        owner, name = self._folder(self._paths[id(layer)]), attribute
-        while hasattr(owner, name):
-            name += "_"
-        owner.register_buffer(name, vars(layer)[attribute].detach())
-        return ".".join((*self._paths[id(layer)], name))
-
     def _tensor(self, variable: Any) -> torch.Tensor:
-        path = self._paths.get(id(variable))
-        if path is None:
-            seed: torch.Tensor = variable.value
-            return seed
-        tensor: torch.Tensor = getattr(self.get_submodule(".".join(path[:-1])), path[-1])
-        return tensor
+        name = self._paths.get(id(variable))
+        seed: torch.Tensor = variable.value
+        return seed if name is None else tensor_named(self, name)
 
 
 def _variables(model: Any) -> list[Any]:

@@ -39,7 +39,7 @@ def check_gradients(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any)
     torch.testing.assert_close(float(loss), float(expected), rtol=1e-5, atol=1e-5)
     loss.backward()
     for name, gradient in zip(module._paths, jax.tree_util.tree_leaves(gradients), strict=True):
-        actual = module._tensor(name).grad
+        actual = module.get_parameter(name).grad
         actual = np.zeros(gradient.shape) if actual is None else actual.numpy()
         np.testing.assert_allclose(actual, gradient, rtol=1e-4, atol=1e-5, err_msg=name)
     return module

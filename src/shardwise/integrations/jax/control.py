@@ -201,7 +201,7 @@ def scan(eqn: Equation, *values: Value) -> Value:
     scanned = [
         v if isinstance(v, Tensor) else np.asarray(v) for v in values[num_consts + num_carry :]
     ]
-    stacked: list[list[Value]] = [[] for _ in range(len(eqn.results) - num_carry)]
+    stacked: list[list[Value]] = [[] for _ in eqn.results[num_carry:]]
     steps = range(eqn["length"])
     for step in reversed(steps) if eqn["reverse"] else steps:
         results = _run(eqn.run, eqn["jaxpr"], (*consts, *carry, *(x[step] for x in scanned)))
@@ -277,9 +277,8 @@ _MASK = 0xFFFFFFFF
 
 
 @primitive("threefry2x32")
-def threefry(eqn: Equation, key1: Value, key2: Value, x1: Value, x2: Value) -> Value:
+def threefry(eqn: Equation, first: Tensor, second: Tensor, a: Tensor, b: Tensor) -> Value:
     """Return two words of random bits for each counter (Salmon et al., 2011)."""
-    first, second, a, b = eqn.tensors(key1, key2, x1, x2)
     keys = (first, second, first ^ second ^ 0x1BD11BDA)
     a, b = (a + keys[0]) & _MASK, (b + keys[1]) & _MASK
     for number in range(5):

@@ -68,8 +68,7 @@ def _indices(
 
 
 @primitive("gather")
-def gather(eqn: Equation, x: Value, starts: Value) -> Value:
-    x, starts = eqn.tensors(x, starts)
+def gather(eqn: Equation, x: Tensor, starts: Tensor) -> Value:
     numbers, slices = eqn["dimension_numbers"], eqn["slice_sizes"]
     is_table = (
         x.dim() == 2
@@ -107,8 +106,7 @@ def gather(eqn: Equation, x: Value, starts: Value) -> Value:
 
 @primitive("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter-sub",
            "scatter_min", "scatter-min", "scatter_max", "scatter-max")  # fmt: skip
-def scatter(eqn: Equation, x: Value, starts: Value, updates: Value) -> Value:
-    x, starts, updates = eqn.tensors(x, starts, updates)
+def scatter(eqn: Equation, x: Tensor, starts: Tensor, updates: Tensor) -> Value:
     numbers, kind = eqn["dimension_numbers"], eqn.name.replace("-", "_").removeprefix("scatter")
     fixed = sorted((*numbers.inserted_window_dims, *numbers.operand_batching_dims))
     slices = [1] * x.dim()
@@ -153,8 +151,8 @@ def _starts(eqn: Equation, x: Tensor, sizes: Sequence[int], starts: Sequence[Val
 
 
 @primitive("dynamic_slice")
-def dynamic_slice(eqn: Equation, x: Value, *starts: Value) -> Value:
-    x, sizes = eqn.run.tensor(x), eqn["slice_sizes"]
+def dynamic_slice(eqn: Equation, x: Tensor, *starts: Value) -> Value:
+    sizes = eqn["slice_sizes"]
     for dim, (start, size) in enumerate(zip(_starts(eqn, x, sizes, starts), sizes, strict=True)):
         if isinstance(start, Tensor):
             x = x.index_select(dim, start + torch.arange(size, device=x.device))
@@ -164,8 +162,7 @@ def dynamic_slice(eqn: Equation, x: Value, *starts: Value) -> Value:
 
 
 @primitive("dynamic_update_slice")
-def dynamic_update_slice(eqn: Equation, x: Value, update: Value, *starts: Value) -> Value:
-    x, update = eqn.tensors(x, update)
+def dynamic_update_slice(eqn: Equation, x: Tensor, update: Tensor, *starts: Value) -> Value:
     indices = [
         start + _line(size, dim, x.dim(), x.device)
         for dim, (start, size) in enumerate(

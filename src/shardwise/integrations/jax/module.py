@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shardwise.errors import CaptureError, ConfigError
 from shardwise.integrations.jax import control, indexing  # noqa: F401 - register primitives
 from shardwise.integrations.jax.primitives import Interpreter, array_type
+from shardwise.tensor_tree import add_tensor, tensor_named, tensor_of
 
 try:
     import jax
@@ -115,7 +116,11 @@ class JaxModule(nn.Module):
         self._dtypes: list[Any] = []
         for path, leaf in leaves:
             if _is_array(leaf):
-                self._paths.append(self._add(tree_util.keystr(path), np.asarray(leaf)))
+                # `['dense']['kernel']` becomes `dense.kernel`
+                words = re.findall(r"[^\[\]'\".]+", tree_util.keystr(path)) or ["weight"]
+                names, tensor = [re.sub(r"\W", "_", w) for w in words], tensor_of(np.asarray(leaf))
+                trains = tensor.is_floating_point() or tensor.is_complex()
+                self._paths.append(add_tensor(self, names, tensor, is_parameter=trains))
                 self._dtypes.append(jax.dtypes.canonicalize_dtype(leaf.dtype))
         self._widest = next((d for d in self._dtypes if jnp.issubdtype(d, jnp.floating)), None)
         if self._widest is None:
@@ -145,7 +150,7 @@ class JaxModule(nn.Module):
         original = getattr(torch, jnp.dtype(self._widest).name)
         widened = {original: first.dtype} if first.dtype != original else {}
         interpreter = Interpreter(device=first.device, widened=widened)
-        weights = [self._tensor(path) for path in self._paths]
+        weights = [tensor_named(self, path) for path in self._paths]
         (loss,) = interpreter.run(closed.jaxpr, closed.consts, [*weights, *arrays])
         return interpreter.tensor(loss)
 
@@ -153,7 +158,7 @@ class JaxModule(nn.Module):
         """Return the current weights as JAX arrays, in the form of the original `params`."""
         arrays = []
         for path, dtype in zip(self._paths, self._dtypes, strict=True):
-            tensor = self._tensor(path).detach().cpu()
+            tensor = tensor_named(self, path).detach().cpu()
             array = tensor.float().numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
             arrays.append(jnp.asarray(array, dtype=dtype))
         return self._function.pytree(arrays)
@@ -161,45 +166,9 @@ class JaxModule(nn.Module):
     def extra_repr(self) -> str:
         return self._function.name
 
-    def _add(self, path: str, array: np.ndarray[Any, Any]) -> str:
-        """Register an array under its path, `['dense']['kernel']` as `dense.kernel`."""
-        words = re.findall(r"[^\[\]'\".]+", path) or ["weight"]
-        parts = [re.sub(r"\W", "_", word) for word in words]
-        while _collides(self, parts):
-            parts[-1] += "_"
-        module: nn.Module = self
-        for part in parts[:-1]:
-            if part not in module._modules:
-                module.add_module(part, nn.Module())
-            module = module.get_submodule(part)
-        if array.dtype.name == "bfloat16":  # of ml_dtypes: torch cannot read it directly
-            tensor = torch.from_numpy(array.astype(np.float32)).bfloat16()
-        else:
-            tensor = torch.from_numpy(np.array(array))
-        if tensor.is_floating_point() or tensor.is_complex():
-            module.register_parameter(parts[-1], nn.Parameter(tensor))
-        else:
-            module.register_buffer(parts[-1], tensor)
-        return ".".join(parts)
-
-    def _tensor(self, path: str) -> Tensor:
-        prefix, _, last = path.rpartition(".")
-        tensor: Tensor = getattr(self.get_submodule(prefix), last)
-        return tensor
-
     def _weight_types(self) -> list[Any]:
         pairs = zip(self._paths, self._dtypes, strict=True)
-        return [array_type(self._tensor(path).shape, dtype) for path, dtype in pairs]
-
-
-def _collides(module: nn.Module, parts: Sequence[str]) -> bool:
-    """Return whether a parameter of this name would hide a module, a method or another tensor."""
-    for part in parts[:-1]:
-        child = module._modules.get(part)
-        if child is None:
-            return hasattr(module, part)
-        module = child
-    return hasattr(module, parts[-1])
+        return [array_type(tensor_named(self, path).shape, dtype) for path, dtype in pairs]
 
 
 def _is_array(leaf: Any) -> bool:

@@ -2,7 +2,8 @@
 
 A function takes the `Equation` with its parameters and the values of its inputs, and returns one
 value or a tuple. A value is a tensor, or an array of NumPy or JAX if it depends on neither
-parameters nor batch. To add a primitive, add a function with `@primitive`.
+parameters nor batch; inputs that are annotated as tensors arrive as such. To add a primitive, add a
+function with `@primitive`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
+from inspect import signature
 from typing import Any, TypeAlias
 
 import jax
@@ -35,10 +37,21 @@ def array_type(shape: Sequence[int], dtype: Any) -> Any:
 
 
 def primitive(*names: str) -> Callable[[Function], Function]:
-    """Register a function for primitives of JAX."""
+    """Register a function for primitives of JAX, and convert its inputs to tensors."""
 
     def register(function: Function) -> Function:
-        PRIMITIVES.update(dict.fromkeys(names, function))
+        _, *parameters = signature(function, eval_str=True).parameters.values()
+        kinds = [p.annotation is Tensor for p in parameters]
+
+        @wraps(function)
+        def run(eqn: Equation, *inputs: Value) -> Any:
+            given = enumerate(inputs)
+            last = len(kinds) - 1
+            return function(
+                eqn, *(eqn.run.tensor(v) if kinds[min(n, last)] else v for n, v in given)
+            )
+
+        PRIMITIVES.update(dict.fromkeys(names, run))
         return function
 
     return register
@@ -168,22 +181,19 @@ def _bind(eqn: Any, *args: Any) -> Any:
 
 
 # ------------------------------------------------------------ element by element
+_SAME_NAME = (  # as in torch
+    "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "digamma",
+    "erf", "erfc", "exp", "exp2", "expm1", "floor", "imag", "lgamma", "log", "log1p", "neg", "real",
+    "rsqrt", "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh",
+)  # fmt: skip
 _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
-    "abs": torch.abs, "acos": torch.acos, "acosh": torch.acosh, "asin": torch.asin,
-    "asinh": torch.asinh, "atan": torch.atan, "atanh": torch.atanh, "ceil": torch.ceil,
-    "cholesky": torch.linalg.cholesky, "conj": torch.conj_physical, "cos": torch.cos,
-    "cosh": torch.cosh, "digamma": torch.digamma, "erf": torch.erf, "erf_inv": torch.erfinv,
-    "erfc": torch.erfc, "exp": torch.exp, "exp2": torch.exp2, "expm1": torch.expm1,
-    "floor": torch.floor, "imag": torch.imag, "is_finite": torch.isfinite, "lgamma": torch.lgamma,
-    "log": torch.log, "log1p": torch.log1p, "logistic": torch.sigmoid, "neg": torch.neg,
-    "real": torch.real, "rsqrt": torch.rsqrt, "sign": torch.sign, "sin": torch.sin,
-    "sinh": torch.sinh, "sqrt": torch.sqrt, "square": torch.square,
-    "stop_gradient": torch.Tensor.detach, "tan": torch.tan, "tanh": torch.tanh,
+    **{name: getattr(torch, name) for name in _SAME_NAME},
+    "cholesky": torch.linalg.cholesky, "conj": torch.conj_physical, "erf_inv": torch.erfinv,
+    "is_finite": torch.isfinite, "logistic": torch.sigmoid, "stop_gradient": torch.Tensor.detach,
 }  # fmt: skip
-_BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
-    "add": torch.add, "add_any": torch.add, "eq": torch.eq, "ge": torch.ge, "gt": torch.gt,
-    "le": torch.le, "lt": torch.lt, "mul": torch.mul, "ne": torch.ne, "sub": torch.sub,
-}  # fmt: skip
+_BINARY: dict[str, Callable[[Any, Any], Tensor]] = {"add_any": torch.add} | {
+    name: getattr(torch, name) for name in ("add", "eq", "ge", "gt", "le", "lt", "mul", "ne", "sub")
+}
 for _name, _one in _UNARY.items():
     PRIMITIVES[_name] = lambda eqn, x, f=_one: f(eqn.run.tensor(x))
 PRIMITIVES |= {  # those of one expression
@@ -242,8 +252,7 @@ def divide(eqn: Equation, a: Value, b: Value) -> Value:
 
 
 @primitive("shift_left", "shift_right_arithmetic", "shift_right_logical")
-def shift(eqn: Equation, a: Value, b: Value) -> Value:
-    a, b = eqn.tensors(a, b)
+def shift(eqn: Equation, a: Tensor, b: Tensor) -> Value:
     if eqn.name == "shift_left":
         return torch.bitwise_left_shift(a, b)
     if eqn.name == "shift_right_logical" and np.dtype(eqn.results[0].dtype).kind != "u":
@@ -259,8 +268,7 @@ def round_(eqn: Equation, x: Tensor) -> Value:
 
 
 @primitive("select_n")
-def select(eqn: Equation, which: Value, *cases: Value) -> Value:
-    which, result, *others = eqn.tensors(which, *cases)
+def select(eqn: Equation, which: Tensor, result: Tensor, *others: Tensor) -> Value:
     if len(others) == 1:
         return torch.where(which.bool(), others[0], result)
     for number, case in enumerate(others, 1):
@@ -315,24 +323,22 @@ def is_elementwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
 
 # ------------------------------------------------------------ shapes
 @primitive("broadcast_in_dim")
-def broadcast_in_dim(eqn: Equation, x: Value, *dynamic: Value) -> Value:
-    x, dims = eqn.run.tensor(x), eqn["broadcast_dimensions"]
+def broadcast_in_dim(eqn: Equation, x: Tensor, *dynamic: Value) -> Value:
     sizes = [1] * len(eqn.shape)
-    for dim, n in zip(dims, x.shape, strict=True):
+    for dim, n in zip(eqn["broadcast_dimensions"], x.shape, strict=True):
         sizes[dim] = n
     return x.reshape(sizes).expand(eqn.shape)
 
 
 @primitive("slice")
-def slice_(eqn: Equation, x: Value) -> Value:
+def slice_(eqn: Equation, x: Tensor) -> Value:
     strides = eqn["strides"] or [1] * len(eqn["start_indices"])
     bounds = zip(eqn["start_indices"], eqn["limit_indices"], strides, strict=True)
-    return eqn.run.tensor(x)[tuple(slice(a, b, step) for a, b, step in bounds)]
+    return x[tuple(slice(a, b, step) for a, b, step in bounds)]
 
 
 @primitive("pad")
-def pad(eqn: Equation, x: Value, fill: Value) -> Value:
-    x, fill = eqn.tensors(x, fill)
+def pad(eqn: Equation, x: Tensor, fill: Tensor) -> Value:
     for dim, (low, high, inner) in enumerate(eqn["padding_config"]):
         if inner and x.shape[dim] > 1:  # put `inner` elements between two neighbours
             x = x.unsqueeze(dim + 1)
@@ -406,9 +412,8 @@ def cumulative(eqn: Equation, x: Tensor) -> Value:
 
 
 @primitive("sort")
-def sort(eqn: Equation, *values: Value) -> Value:
-    operands, dim = eqn.tensors(*values), eqn["dimension"]
-    order = None
+def sort(eqn: Equation, *operands: Tensor) -> Value:
+    dim, order = eqn["dimension"], None
     for key in reversed(operands[: eqn["num_keys"]]):  # stable sorts, the least important first
         key = key if order is None else key.gather(dim, order)
         step = torch.sort(key, stable=True, dim=dim).indices
@@ -428,8 +433,7 @@ def top_k(eqn: Equation, x: Tensor) -> Value:
 
 # ------------------------------------------------------------ products and windows
 @primitive("dot_general")
-def dot_general(eqn: Equation, a: Value, b: Value) -> Value:
-    a, b = eqn.tensors(a, b)
+def dot_general(eqn: Equation, a: Tensor, b: Tensor) -> Value:
     (a_sums, b_sums), (a_batch, b_batch) = eqn["dimension_numbers"]
     dtype = eqn.run.dtype(eqn.results[0].dtype)
     a, b = (x if x.dtype == dtype else x.to(dtype) for x in (a, b))
@@ -453,8 +457,7 @@ _CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
 @primitive("conv_general_dilated")
-def convolution(eqn: Equation, x: Value, kernel: Value) -> Value:
-    x, kernel = eqn.tensors(x, kernel)
+def convolution(eqn: Equation, x: Tensor, kernel: Tensor) -> Value:
     numbers, window = eqn["dimension_numbers"], len(eqn["window_strides"])
     if window not in _CONVOLUTIONS or eqn["batch_group_count"] != 1:
         raise eqn.error("convolutions of 1, 2 or 3 dims without batch groups are supported")

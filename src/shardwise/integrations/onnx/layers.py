@@ -19,12 +19,10 @@ OPERATORS |= {  # those of one expression
 
 # ------------------------------------------------------------ products and convolutions
 @operator("Gemm")
-def gemm(call: Call, a: Value, b: Value, c: Value = None) -> Value:
-    a, b = tensors(a, b)
+def gemm(call: Call, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Value:
     alpha, beta = call.get("alpha", 1.0), call.get("beta", 1.0)
     a = a.T if call.get("transA", 0) else a
     transposed = bool(call.get("transB", 0))
-    bias = None if c is None else tensor(c, a)
     if transposed and alpha == beta == 1.0 and (bias is None or bias.dim() == 1):
         return F.linear(a, b, bias)
     product = a @ (b.T if transposed else b)
@@ -36,11 +34,11 @@ def gemm(call: Call, a: Value, b: Value, c: Value = None) -> Value:
 
 @operator("MatMulInteger")
 def matmul_integer(
-    call: Call, a: Value, b: Value, a_zero: Value = None, b_zero: Value = None
+    call: Call, a: Tensor, b: Tensor, a_zero: Tensor | None = None, b_zero: Tensor | None = None
 ) -> Value:
-    a, b = (x.to(torch.int32) for x in tensors(a, b))
-    a = a if a_zero is None else a - tensor(a_zero, a).to(torch.int32)
-    b = b if b_zero is None else b - tensor(b_zero, b).to(torch.int32)
+    a, b = a.int(), b.int()
+    a = a if a_zero is None else a - a_zero.int()
+    b = b if b_zero is None else b - b_zero.int()
     return a @ b
 
 
@@ -79,22 +77,21 @@ def _windows(call: Call, kernel: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 @operator("Conv")
-def convolution(call: Call, x: Value, weight: Value, bias: Value = None) -> Value:
-    x, weight = tensors(x, weight)
+def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Value:
     kernel = list(weight.shape[2:])
     strides, dilations = _windows(call, kernel)
     pads = _window_pads(call, x, kernel, strides, dilations)
     padding = [before for before, _ in pads]
     if any(before != after for before, after in pads):
         x, padding = _pad_window(x, pads), [0] * len(pads)
-    bias = None if bias is None else tensor(bias, x)
     function = _CONVOLUTIONS[len(kernel)]
     return function(x, weight, bias, strides, padding, dilations, call.get("group", 1))
 
 
 @operator("ConvTranspose")
-def transposed_convolution(call: Call, x: Value, weight: Value, bias: Value = None) -> Value:
-    x, weight = tensors(x, weight)
+def transposed_convolution(
+    call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Value:
     kernel = list(weight.shape[2:])
     strides, dilations = _windows(call, kernel)
     extra = call.get("output_padding") or [0] * len(kernel)
@@ -112,7 +109,6 @@ def transposed_convolution(call: Call, x: Value, weight: Value, bias: Value = No
         pads = [
             (t // 2, t - t // 2) if auto == "SAME_UPPER" else (t - t // 2, t // 2) for t in totals
         ]
-    bias = None if bias is None else tensor(bias, x)
     result = _TRANSPOSED[len(kernel)](
         x, weight, bias, strides, 0, extra, call.get("group", 1), dilations
     )
@@ -202,9 +198,8 @@ def global_lp_pool(call: Call, x: Tensor) -> Value:
 # ------------------------------------------------------------ normalization, dropout, losses
 @operator("BatchNormalization")
 def batch_normalization(
-    call: Call, x: Tensor, scale: Value, bias: Value, mean: Value, variance: Value
+    call: Call, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor
 ) -> Value:
-    scale, bias, mean, variance = (tensor(v, x) for v in (scale, bias, mean, variance))
     epsilon, momentum = call.get("epsilon", 1e-5), call.get("momentum", 0.9)
     trains = bool(call.get("training_mode", 0))
     if not trains or not call.module.training:
@@ -222,18 +217,16 @@ def batch_normalization(
 
 
 @operator("InstanceNormalization")
-def instance_normalization(call: Call, x: Tensor, scale: Value, bias: Value) -> Value:
-    scale, bias = tensor(scale, x), tensor(bias, x)
+def instance_normalization(call: Call, x: Tensor, scale: Tensor, bias: Tensor) -> Value:
     return F.instance_norm(x, weight=scale, bias=bias, eps=call.get("epsilon", 1e-5))
 
 
 @operator("LayerNormalization")
-def layer_normalization(call: Call, x: Tensor, scale: Value, bias: Value = None) -> Value:
+def layer_normalization(call: Call, x: Tensor, scale: Tensor, bias: Tensor | None = None) -> Value:
     axis = call.get("axis", -1) % x.dim()
     sizes, epsilon = list(x.shape[axis:]), call.get("epsilon", 1e-5)
-    scale = tensor(scale, x).expand(sizes)
-    bias = None if bias is None else tensor(bias, x).expand(sizes)
-    result = F.layer_norm(x, sizes, scale, bias, epsilon)
+    bias = None if bias is None else bias.expand(sizes)
+    result = F.layer_norm(x, sizes, scale.expand(sizes), bias, epsilon)
     if call.num_outputs == 1:
         return result
     dims = list(range(axis, x.dim()))
@@ -242,15 +235,14 @@ def layer_normalization(call: Call, x: Tensor, scale: Value, bias: Value = None)
 
 
 @operator("RMSNormalization")
-def rms_normalization(call: Call, x: Tensor, scale: Value) -> Value:
-    axis = call.get("axis", -1) % x.dim()
-    sizes = list(x.shape[axis:])
-    return F.rms_norm(x, sizes, tensor(scale, x).expand(sizes), call.get("epsilon", 1e-5))
+def rms_normalization(call: Call, x: Tensor, scale: Tensor) -> Value:
+    sizes = list(x.shape[call.get("axis", -1) % x.dim() :])
+    return F.rms_norm(x, sizes, scale.expand(sizes), call.get("epsilon", 1e-5))
 
 
 @operator("GroupNormalization")
-def group_normalization(call: Call, x: Tensor, scale: Value, bias: Value) -> Value:
-    groups, scale, bias = call.get("num_groups"), tensor(scale, x), tensor(bias, x)
+def group_normalization(call: Call, x: Tensor, scale: Tensor, bias: Tensor) -> Value:
+    groups = call.get("num_groups")
     if scale.shape[0] == groups != x.shape[1]:  # by group up to opset 20
         scale, bias = (v.repeat_interleave(x.shape[1] // groups) for v in (scale, bias))
     return F.group_norm(x, groups, scale, bias, call.get("epsilon", 1e-5))
@@ -292,20 +284,17 @@ def dropout(call: Call, x: Tensor, ratio: Value = None, training: Value = None) 
 
 
 @operator("NegativeLogLikelihoodLoss")
-def nll_loss(call: Call, x: Value, target: Value, weight: Value = None) -> Value:
-    x, target = tensors(x, target)
-    weight = None if weight is None else tensor(weight, x)
-    ignored = call.get("ignore_index", -100)
-    return F.nll_loss(
-        x, target.long(), weight, ignore_index=ignored, reduction=call.get("reduction", "mean")
-    )
+def nll_loss(call: Call, x: Tensor, target: Tensor, weight: Tensor | None = None) -> Value:
+    ignored, reduction = call.get("ignore_index", -100), call.get("reduction", "mean")
+    return F.nll_loss(x, target.long(), weight, ignore_index=ignored, reduction=reduction)
 
 
 @operator("SoftmaxCrossEntropyLoss")
-def softmax_cross_entropy(call: Call, x: Value, target: Value, weight: Value = None) -> Value:
-    x, target = tensors(x, target)
+def softmax_cross_entropy(
+    call: Call, x: Tensor, target: Tensor, weight: Tensor | None = None
+) -> Value:
     logs = torch.log_softmax(x, 1)
-    loss = OPERATORS["NegativeLogLikelihoodLoss"](call, logs, target, weight)
+    loss = nll_loss(call, logs, target, weight)
     return (loss, logs) if call.num_outputs > 1 else loss
 
 
@@ -340,7 +329,7 @@ def quantize(call: Call, x: Tensor, scale: Value, zero: Value = None) -> Value:
 # ------------------------------------------------------------ attention
 @operator("Attention")
 def attention(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Value = None, *past: Value
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *past: Value
 ) -> Value:
     simple = {"scale", "is_causal", "q_num_heads", "kv_num_heads", "softmax_precision"}
     if any(p is not None for p in past) or call.num_outputs > 1 or call.attributes.keys() - simple:
@@ -352,9 +341,8 @@ def attention(
             torch.unflatten(t, -1, (n, -1)).transpose(1, 2)
             for t, n in ((q, heads), (k, groups), (v, groups))
         )
-    bias = None if mask is None else tensor(mask, q)
     result = F.scaled_dot_product_attention(
-        q, k, v, bias, is_causal=bool(call.get("is_causal", 0)), scale=call.get("scale"),
+        q, k, v, mask, is_causal=bool(call.get("is_causal", 0)), scale=call.get("scale"),
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
     return result.transpose(1, 2).flatten(-2) if is_flat else result

@@ -15,18 +15,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.errors import CaptureError, ConfigError, did_you_mean
 from shardwise.integrations.onnx import layers, recurrent, resize  # noqa: F401 - register operators
 from shardwise.integrations.onnx.operators import OPERATORS, Call, Value
 from shardwise.integrations.onnx.weights import weights_of
+from shardwise.tensor_tree import add_tensor, tensor_named, tensor_of
 
 try:
     import onnx
@@ -120,10 +120,6 @@ class _Body:
     constants: Mapping[str, np.ndarray[Any, Any]]
 
 
-class _Group(nn.Module):
-    """Parameters whose names begin with the same prefix."""
-
-
 class OnnxModule(nn.Module):
     """The graph of an ONNX file as a module; see `from_onnx`."""
 
@@ -170,7 +166,7 @@ class OnnxModule(nn.Module):
             values[name] = value
         if missing := [name for name in self._inputs if name not in values]:
             raise TypeError(f"input {missing[0]!r} of {self.source} is missing")
-        values |= {name: attrgetter(path)(self) for name, path in self._paths.items()}
+        values |= {name: tensor_named(self, path) for name, path in self._paths.items()}
         outputs = self._run(self._body, values)
         tensors = tuple(
             torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v for v in outputs
@@ -186,7 +182,7 @@ class OnnxModule(nn.Module):
         model.CopyFrom(self._model)
         for initializer in model.graph.initializer:
             if parameter := self._paths.get(initializer.name):
-                tensor = attrgetter(parameter)(self).detach().cpu()
+                tensor = tensor_named(self, parameter).detach().cpu()
                 dtype = onnx.helper.tensor_dtype_to_np_dtype(initializer.data_type)
                 array = tensor.double().numpy() if tensor.is_floating_point() else tensor.numpy()
                 name = initializer.name
@@ -222,37 +218,10 @@ class OnnxModule(nn.Module):
             else:
                 trained = any(fnmatchcase(name, glob) for glob in trainable)
             if trained or name in state or array.size > MAX_HOST_ELEMENTS:
-                self._paths[name] = self._add(name, _tensor(array), trained)
-
-    def _add(self, name: str, tensor: Tensor, trained: bool) -> str:
-        """Register a tensor under the initializer's name, and return the name it has here."""
-        parts = [re.sub(r"\W", "_", part) for part in name.split(".")]
-        module: nn.Module = self
-        if not all(parts) or not self._is_free(parts):
-            parts = ["_".join(parts) or "initializer"]
-            while hasattr(self, parts[0]):
-                parts[0] += "_"
-        for part in parts[:-1]:
-            if not hasattr(module, part):
-                module.add_module(part, _Group())
-            module = getattr(module, part)
-        if trained:
-            module.register_parameter(parts[-1], nn.Parameter(tensor))
-        else:
-            module.register_buffer(parts[-1], tensor)
-        return ".".join(parts)
-
-    def _is_free(self, parts: Sequence[str]) -> bool:
-        """Return whether a dotted name does not collide with another one or a method."""
-        module: Any = self
-        for part in parts[:-1]:
-            child = getattr(module, part, None)
-            if child is None:
-                return True
-            if not isinstance(child, _Group):
-                return False
-            module = child
-        return not hasattr(module, parts[-1])
+                path = [re.sub(r"\W", "_", part) for part in name.split(".")]
+                path = path if all(path) else ["_".join(path) or "initializer"]
+                tensor = tensor_of(array)
+                self._paths[name] = add_tensor(self, path, tensor, is_parameter=trained)
 
     def _prepare(self, graph: Any, skipped: frozenset[str] = frozenset()) -> _Body:
         """Read the attributes of all nodes of a graph and prepare its subgraphs."""
@@ -350,9 +319,3 @@ def _all_nodes(body: _Body) -> Iterator[_Node]:
         for value in node.call.attributes.values():
             if isinstance(value, _Body):
                 yield from _all_nodes(value)
-
-
-def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
-    if array.dtype.name == "bfloat16":  # of ml_dtypes: torch cannot read it directly
-        return torch.from_numpy(array.astype(np.float32)).bfloat16()
-    return torch.from_numpy(np.array(array))  # a copy that can be written

@@ -1,13 +1,15 @@
 """ONNX operators as calls of torch, one function for each.
 
 A function takes the `Call` with its attributes and the values of its inputs, None for omitted ones,
-and returns one value or a tuple. To add an operator, add a function with `@operator`.
+and returns one value or a tuple. To add an operator, add a function with `@operator`; its inputs
+that are annotated as tensors arrive as such.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import reduce, wraps
+from inspect import signature
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -65,10 +67,22 @@ OPERATORS: dict[str, Operator] = {}
 
 
 def operator(*names: str) -> Callable[[Operator], Operator]:
-    """Register a function for operators of ONNX."""
+    """Register a function for operators of ONNX, and convert its inputs to tensors."""
 
     def register(function: Operator) -> Operator:
-        OPERATORS.update(dict.fromkeys(names, function))
+        _, *parameters = signature(function).parameters.values()
+        kinds = [p.annotation in (Tensor, Tensor | None) for p in parameters]
+
+        @wraps(function)
+        def run(call: Call, *inputs: Value, **outer: Any) -> Any:
+            given = dict(enumerate(inputs))
+            places = [
+                n for n, v in given.items() if v is not None and kinds[min(n, len(kinds) - 1)]
+            ]
+            given |= zip(places, tensors(*(given[n] for n in places)), strict=True)
+            return function(call, *given.values(), **outer)
+
+        OPERATORS.update(dict.fromkeys(names, run))
         return function
 
     return register
@@ -96,21 +110,21 @@ def tensor(value: Value, other: Tensor | None = None) -> Tensor:
 def tensors(*values: Value) -> list[Tensor]:
     """Return several values as tensors on one device."""
     present = [v for v in values if isinstance(v, Tensor)]
-    other = next((v for v in present if v.is_floating_point()), present[0])
+    other = next((v for v in present if v.is_floating_point()), present[0] if present else None)
     return [tensor(v, other) for v in values]
 
 
 # ------------------------------------------------------------ element by element
+_SAME_NAME = (  # as in torch
+    "Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Ceil", "Cos", "Cosh", "Erf", "Exp",
+    "Floor", "IsNaN", "Log", "Neg", "Reciprocal", "Round", "Sigmoid", "Sign", "Sin", "Sinh", "Sqrt",
+    "Tan", "Tanh",
+)  # fmt: skip
 _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
-    "Abs": torch.abs, "Acos": torch.acos, "Acosh": torch.acosh, "Asin": torch.asin,
-    "Asinh": torch.asinh, "Atan": torch.atan, "Atanh": torch.atanh, "BitwiseNot": torch.bitwise_not,
-    "Ceil": torch.ceil, "Cos": torch.cos, "Cosh": torch.cosh, "Det": torch.linalg.det,
-    "Erf": torch.erf, "Exp": torch.exp, "Floor": torch.floor, "HardSwish": F.hardswish,
-    "Identity": lambda x: x, "IsNaN": torch.isnan, "Log": torch.log, "Mish": F.mish,
-    "Neg": torch.neg, "Not": torch.logical_not, "Reciprocal": torch.reciprocal, "Relu": F.relu,
-    "Round": torch.round, "Sigmoid": torch.sigmoid, "Sign": torch.sign, "Sin": torch.sin,
-    "Sinh": torch.sinh, "Softplus": F.softplus, "Softsign": F.softsign, "Sqrt": torch.sqrt,
-    "Tan": torch.tan, "Tanh": torch.tanh,
+    **{name: getattr(torch, name.lower()) for name in _SAME_NAME},
+    "BitwiseNot": torch.bitwise_not, "Det": torch.linalg.det, "HardSwish": F.hardswish,
+    "Identity": lambda x: x, "Mish": F.mish, "Not": torch.logical_not, "Relu": F.relu,
+    "Softplus": F.softplus, "Softsign": F.softsign,
 }  # fmt: skip
 _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "Add": torch.add, "And": torch.logical_and, "BitwiseAnd": torch.bitwise_and,
@@ -156,29 +170,25 @@ def power(call: Call, base: Value, exponent: Value) -> Value:
 
 
 @operator("Div")
-def divide(call: Call, a: Value, b: Value) -> Value:
-    a, b = tensors(a, b)
+def divide(call: Call, a: Tensor, b: Tensor) -> Value:
     rounding = None if a.is_floating_point() or a.is_complex() else "trunc"
     return torch.div(a, b, rounding_mode=rounding)
 
 
 @operator("Mod")
-def modulo(call: Call, a: Value, b: Value) -> Value:
-    function = torch.fmod if call.get("fmod", 0) else torch.remainder
-    return function(*tensors(a, b))
+def modulo(call: Call, a: Tensor, b: Tensor) -> Value:
+    return torch.fmod(a, b) if call.get("fmod", 0) else torch.remainder(a, b)
 
 
 @operator("BitShift")
-def bit_shift(call: Call, a: Value, b: Value) -> Value:
-    is_left = call.get("direction") == "LEFT"
-    function = torch.bitwise_left_shift if is_left else torch.bitwise_right_shift
-    return function(*tensors(a, b))
+def bit_shift(call: Call, a: Tensor, b: Tensor) -> Value:
+    return a << b if call.get("direction") == "LEFT" else a >> b
 
 
 @operator("Max", "Min", "Sum", "Mean")
-def several(call: Call, *values: Value) -> Value:
+def several(call: Call, *values: Tensor) -> Value:
     function = {"Max": torch.maximum, "Min": torch.minimum}.get(call.op, torch.add)
-    total: Tensor = reduce(function, tensors(*values))
+    total: Tensor = reduce(function, values)
     return total / len(values) if call.op == "Mean" else total
 
 
@@ -208,8 +218,7 @@ def selu(call: Call, x: Tensor) -> Value:
 
 
 @operator("PRelu")
-def prelu(call: Call, x: Value, slope: Value) -> Value:
-    x, slope = tensors(x, slope)
+def prelu(call: Call, x: Tensor, slope: Tensor) -> Value:
     return torch.where(x < 0, x * slope, x)
 
 
@@ -235,8 +244,7 @@ def cast(call: Call, x: Tensor) -> Value:
 
 
 @operator("CastLike")
-def cast_like(call: Call, x: Value, other: Value) -> Value:
-    x, other = tensors(x, other)
+def cast_like(call: Call, x: Tensor, other: Tensor) -> Value:
     return x.to(other.dtype)
 
 
@@ -400,15 +408,13 @@ def gather(call: Call, x: Value, indices: Value) -> Value:
 
 
 @operator("GatherElements")
-def gather_elements(call: Call, x: Value, indices: Value) -> Value:
-    x, indices = tensors(x, indices)
+def gather_elements(call: Call, x: Tensor, indices: Tensor) -> Value:
     axis = call.get("axis", 0)
     return torch.gather(x, axis, torch.where(indices < 0, indices + x.shape[axis], indices))
 
 
 @operator("GatherND")
-def gather_nd(call: Call, x: Value, indices: Value) -> Value:
-    x, indices = tensors(x, indices)
+def gather_nd(call: Call, x: Tensor, indices: Tensor) -> Value:
     batch = call.get("batch_dims", 0)
     lead = []
     for i, n in enumerate(x.shape[:batch]):
@@ -421,8 +427,7 @@ _SCATTER = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
 
 @operator("Scatter", "ScatterElements")
-def scatter_elements(call: Call, x: Value, indices: Value, updates: Value) -> Value:
-    x, indices, updates = tensors(x, indices, updates)
+def scatter_elements(call: Call, x: Tensor, indices: Tensor, updates: Tensor) -> Value:
     axis, how = call.get("axis", 0), call.get("reduction", "none")
     places = torch.where(indices < 0, indices + x.shape[axis], indices)
     if how == "none":
@@ -433,8 +438,7 @@ def scatter_elements(call: Call, x: Value, indices: Value, updates: Value) -> Va
 
 
 @operator("ScatterND")
-def scatter_nd(call: Call, x: Value, indices: Value, updates: Value) -> Value:
-    x, indices, updates = tensors(x, indices, updates)
+def scatter_nd(call: Call, x: Tensor, indices: Tensor, updates: Tensor) -> Value:
     how = call.get("reduction", "none")
     if how in ("none", "add"):
         return torch.index_put(x, indices.unbind(-1), updates, accumulate=how == "add")
@@ -469,12 +473,9 @@ def pad(call: Call, x: Tensor, given: Value, value: Value = None, axes: Value = 
             x = F.pad(x, around, value=fill)
         elif before or after:
             n = x.shape[dim]
-            places = np.pad(np.arange(n), (before, after), mode=_PAD_MODES[mode])
+            places = np.pad(np.arange(n), (before, after), mode=mode)
             x = x.index_select(dim, tensor(places, x))
     return x
-
-
-_PAD_MODES: Mapping[str, Any] = {"reflect": "reflect", "edge": "edge", "wrap": "wrap"}
 
 
 @operator("DepthToSpace")
@@ -621,7 +622,7 @@ def loop(
     if trips is None:
         raise call.error("a loop without a number of iterations is not supported")
     body, carried = call.get("body"), list(state)
-    collected: list[list[Value]] = [[] for _ in range(len(body.outputs) - 1 - len(carried))]
+    collected: list[Sequence[Value]] = []
     goes_on = condition is None or bool(call.known(condition, "the condition"))
     for trip in range(int(call.known(trips, "the number of iterations"))):
         if not goes_on:
@@ -630,9 +631,8 @@ def loop(
         again, *results = call.module.run_body(body, arguments, outer)
         goes_on = bool(call.known(again, "the condition"))
         carried, scanned = results[: len(carried)], results[len(carried) :]
-        for items, value in zip(collected, scanned, strict=True):
-            items.append(value)
-    return (*carried, *(_stack(items) for items in collected))
+        collected.append(scanned)
+    return (*carried, *map(_stack, zip(*collected, strict=True)))
 
 
 @operator("Scan")
@@ -642,25 +642,23 @@ def scan(call: Call, *values: Value, outer: Mapping[str, Value]) -> Value:
     axes = call.get("scan_input_axes") or [0] * number
     backwards = call.get("scan_input_directions") or [0] * number
     length = scanned[0].shape[axes[0]]
-    outputs: list[list[Value]] = [[] for _ in range(len(body.outputs) - len(carried))]
+    collected: list[Sequence[Value]] = []
     for step in range(length):
         pieces = [
             x.select(axis, length - 1 - step if flip else step)
             for x, axis, flip in zip(scanned, axes, backwards, strict=True)
         ]
         results = call.module.run_body(body, (*carried, *pieces), outer)
-        carried, made = results[: len(carried)], results[len(carried) :]
-        for items, value in zip(outputs, made, strict=True):
-            items.append(value)
-    out_axes = call.get("scan_output_axes") or [0] * len(outputs)
-    flips = call.get("scan_output_directions") or [0] * len(outputs)
-    return (
-        *carried,
-        *(
-            _stack(items[::-1] if flip else items, axis)
-            for items, axis, flip in zip(outputs, out_axes, flips, strict=True)
-        ),
+        carried, outputs = results[: len(carried)], results[len(carried) :]
+        collected.append(outputs)
+    columns = list(zip(*collected, strict=True))
+    out_axes = call.get("scan_output_axes") or [0] * len(columns)
+    flips = call.get("scan_output_directions") or [0] * len(columns)
+    stacks = (
+        _stack(items[::-1] if flip else items, axis)
+        for items, axis, flip in zip(columns, out_axes, flips, strict=True)
     )
+    return (*carried, *stacks)
 
 
 def _stack(items: Sequence[Value], axis: int = 0) -> Value:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.integrations.onnx.operators import Call, Value, operator, tensor
+from shardwise.integrations.onnx.operators import Call, Value, operator
 
 _GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 _DEFAULTS = {"RNN": ("Tanh",), "GRU": ("Sigmoid", "Tanh"), "LSTM": ("Sigmoid", "Tanh", "Tanh")}
@@ -25,12 +25,12 @@ State = tuple[Tensor, ...]
 def recurrent(
     call: Call,
     x: Tensor,
-    weights: Value,
-    recurrences: Value,
-    biases: Value = None,
-    lengths: Value = None,
-    hidden: Value = None,
-    cell: Value = None,
+    weights: Tensor,
+    recurrences: Tensor,
+    biases: Tensor | None = None,
+    lengths: Tensor | None = None,
+    hidden: Tensor | None = None,
+    cell: Tensor | None = None,
     peepholes: Value = None,
 ) -> Value:
     """Return the outputs of all steps and the last state, per direction as ONNX arranges them."""
@@ -38,20 +38,19 @@ def recurrent(
         raise call.error("peepholes, clipping and input_forget are not supported")
     by_batch = bool(call.get("layout", 0))
     x = x.transpose(0, 1) if by_batch else x  # steps, batch, features
-    weights, recurrences = tensor(weights, x), tensor(recurrences, x)
     directions, size = weights.shape[0], call.get("hidden_size")
     valid = None
     if lengths is not None:
         steps = torch.arange(x.shape[0], device=x.device)
-        valid = steps[:, None] < tensor(lengths, x)
+        valid = steps[:, None] < lengths
     outputs, states = [], []
     for number in range(directions):
         state = tuple(
-            _initial(call, value, number, x, size, by_batch)
+            x.new_zeros(x.shape[1], size) if value is None else value.select(int(by_batch), number)
             for value in ((hidden, cell) if call.op == "LSTM" else (hidden,))
         )
         backwards = number == 1 or call.get("direction", "forward") == "reverse"
-        bias = None if biases is None else tensor(biases, x)[number]
+        bias = None if biases is None else biases[number]
         step = _step(call, number, recurrences[number], bias)
         gates = _GATES[call.op] * size
         inputs = F.linear(x, weights[number], None if bias is None else bias[:gates])
@@ -75,13 +74,6 @@ def recurrent(
     if by_batch:
         stacked, last = stacked.permute(2, 0, 1, 3), [value.transpose(0, 1) for value in last]
     return (stacked, *last)
-
-
-def _initial(call: Call, value: Value, number: int, x: Tensor, size: int, by_batch: bool) -> Tensor:
-    if value is None:
-        return x.new_zeros(x.shape[1], size)
-    states = tensor(value, x)
-    return states[:, number] if by_batch else states[number]
 
 
 def _step(
