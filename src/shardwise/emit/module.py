@@ -14,21 +14,10 @@ from typing import Any
 
 from shardwise.collectives.messages import CollectiveChoice
 from shardwise.dtypes import dtype_name
+from shardwise.emit import quote
 from shardwise.emit.blocks import BlockCall, Item, Loop, final_values, find_blocks, fold_loops
 from shardwise.emit.expressions import wrap
 from shardwise.emit.function import INDENT, Body, Scope, attribute_path
-from shardwise.emit.quote import (
-    RESERVED,
-    TABLES,
-    comment,
-    described,
-    identifier,
-    in_fstring,
-    is_attribute,
-    is_importable,
-    literal,
-    unused,
-)
 from shardwise.ir import Graph, Ref
 from shardwise.plans import Plan
 from shardwise.program import Program, RankProgram, Step, Storage
@@ -102,17 +91,17 @@ def parameter_spec(storage: Storage, plan: Plan) -> str:
         borrowed=storage.borrowed,
         inexact=storage.inexact,
     )
-    return described(spec, *(["zero"] if storage.sync else []))
+    return quote.described(spec, *(["zero"] if storage.sync else []))
 
 
 def _docstring(program: Program, ranks: RankProgram, stage: int | None) -> str:
     plan, graph = program.plan, program.graph
     part = "" if stage is None else f"stage {stage} of "
-    title = comment(f"{part}{graph.name} on {plan.mesh}, plan {plan.name}")
+    title = quote.comment(f"{part}{graph.name} on {plan.mesh}, plan {plan.name}")
     return (
         f'"""{title}: {_places(program, ranks)}'
         f".\n\nWritten by shardwise {__version__} for the graph "
-        f"{comment(graph.fingerprint)}.\n{HOW_TO_CHECK}\n"
+        f"{quote.comment(graph.fingerprint)}.\n{HOW_TO_CHECK}\n"
         f'{guards_text(graph)}{collectives_text(plan.collectives)}"""\n'
     )
 
@@ -122,15 +111,16 @@ def guards_text(graph: Graph) -> str:
     if graph.guards is None:
         return ""
     lines = dict.fromkeys(
-        f"  {textwrap.shorten(comment(f'{g.source} -> {g.answer}'), WIDTH, placeholder=' ...')}\n"
+        textwrap.shorten(quote.comment(f"{g.source} -> {g.answer}"), WIDTH, placeholder=" ...")
         for g in graph.guards.checks
     )
-    return f"Valid only for batches with these values, as parallelize checks:\n{''.join(lines)}"
+    listed = "".join(f"  {line}\n" for line in lines)
+    return f"Valid only for batches with these values, as parallelize checks:\n{listed}"
 
 
 def collectives_text(choices: Sequence[CollectiveChoice]) -> str:
     """List the collectives for which `parallelize` does not use the library, with their speed."""
-    texts = [comment(str(choice)) for choice in choices if not choice.is_library]
+    texts = [quote.comment(str(choice)) for choice in choices if not choice.is_library]
     if not texts:
         return ""
     listed = "\n".join(
@@ -176,10 +166,10 @@ def _function_import(op: str, name: str, cls: Any) -> str:
     module = sys.modules.get(getattr(cls, "__module__", ""))
     # A name that was bound again imports another class than the captured one.
     is_current = cls is not None and getattr(module, cls.__qualname__, None) is cls
-    if is_current and is_importable(cls.__module__, cls.__qualname__):
+    if is_current and quote.is_importable(cls.__module__, cls.__qualname__):
         renamed = "" if name == cls.__qualname__ else f" as {name}"
         return f"from {cls.__module__} import {cls.__qualname__}{renamed}"
-    return f"{name} = FUNCTIONS[{literal(op)}]  # noqa: F821 - passed in by the loader"
+    return f"{name} = FUNCTIONS[{quote.literal(op)}]  # noqa: F821 - passed in by the loader"
 
 
 def _tables(program: Program, ranks: RankProgram) -> Iterator[str]:
@@ -190,20 +180,20 @@ def _tables(program: Program, ranks: RankProgram) -> Iterator[str]:
     yield "INPUTS = {"
     for item in ranks.inputs:
         if item.kind == "batch":
-            yield f"{INDENT}{literal(item.name)}: {literal(splits(item.layout))},"
+            yield f"{INDENT}{quote.literal(item.name)}: {quote.literal(splits(item.layout))},"
     yield "}"
     for name, kind in (("PRECOMPUTED", "precomputed"), ("RECEIVED", "received")):
         names = tuple(i.name for i in ranks.inputs if i.kind == kind)
         if names:
-            yield f"{name} = {literal(names)}"
+            yield f"{name} = {quote.literal(names)}"
     local = {parameter.name for parameter in ranks.parameters}
-    hooks = [comment(str(hook)) for hook in graph.hooks if hook.parameter in local]
+    hooks = [quote.comment(str(hook)) for hook in graph.hooks if hook.parameter in local]
     if hooks:
         yield from ("", "# `parallelize` passes in these hooks and runs them on full gradients:")
         yield from (f"# {hook}" for hook in hooks)
         yield 'HOOKS = FUNCTIONS["gradient hooks"]  # noqa: F821'
     if graph.sends:
-        yield f"SENT = {literal(graph.sends)}"
+        yield f"SENT = {quote.literal(graph.sends)}"
 
 
 def table(name: str, rows: Iterable[str]) -> list[str]:
@@ -222,7 +212,7 @@ def _buffer_specs(graph: Graph) -> Iterator[str]:
             aliases=buffer.aliases,
             persistent=buffer.persistent,
         )
-        yield literal(spec)
+        yield quote.literal(spec)
 
 
 # ---------------------------------------------------------------- the file
@@ -267,13 +257,13 @@ class _File:
     def _name_classes(self) -> dict[str, str]:
         """Map each block's signature to a unique, readable class name."""
         names: dict[str, str] = {}
-        taken = {"Model", *TABLES, *RESERVED, *self.functions.values()}
+        taken = {"Model", *quote.TABLES, *quote.RESERVED, *self.functions.values()}
         for block in self.blocks:
             if block.key in names:
                 continue
-            stem = identifier(self.graph.module_classes.get(block.path, "Block"))
+            stem = quote.identifier(self.graph.module_classes.get(block.path, "Block"))
             stem = {"ModuleDict": "Block", "Sequential": "Block"}.get(stem, stem)
-            names[block.key] = name = unused(stem, taken)
+            names[block.key] = name = quote.unused(stem, taken)
             taken.add(name)
         return names
 
@@ -289,8 +279,8 @@ class _File:
         body.write(list(block.steps), block.outputs)
         returned = ", ".join(body.names[o] for o in block.outputs)
         where = block.path if len(blocks) == 1 else f"{block.path} … {blocks[-1].path}"
-        where = comment(where)
-        source = comment(next((s.source for s in block.steps if s.source), ""))
+        where = quote.comment(where)
+        source = quote.comment(next((s.source for s in block.steps if s.source), ""))
         return _class(
             f"{name}({_base(own.values())})",
             f"{where} ({source})." if source else f"{where}.",
@@ -358,7 +348,7 @@ class _File:
         steps += self.ranks.output_steps
         return _class(
             f"Model({_base(members)})",
-            f"This rank's part of {comment(self.graph.name)}.",
+            f"This rank's part of {quote.comment(self.graph.name)}.",
             self._init(tuple(steps), tuple(own), scope, path_argument=False),
             ", ".join(["self", *arguments.values(), "outputs=False"]),
             body.lines,
@@ -404,7 +394,7 @@ class _File:
         time = self.program.time_axis
         axes |= {(time,)} if time and self.ranks.mutations and not path_argument else set()
         for names in sorted(axes):
-            listed = ", ".join(map(literal, names))
+            listed = ", ".join(map(quote.literal, names))
             body.append(f"{scope.axis(names)} = mesh.axis({listed})")
         if any("key" in dict(s.kwargs) for s in steps):
             body.append(f"{scope.own('rng')} = rng")
@@ -426,13 +416,13 @@ class _File:
         storage = self.storages.get(value)
         if storage is not None:
             frozen = "" if storage.requires_grad else ", requires_grad=False"
-            shape, dtype = literal(storage.local_shape), dtype_name(storage.dtype)
-            return f'rt.declare(self, {literal(name)}, {shape}, "{dtype}"{frozen})'
+            shape, dtype = quote.literal(storage.local_shape), dtype_name(storage.dtype)
+            return f'rt.declare(self, {quote.literal(name)}, {shape}, "{dtype}"{frozen})'
         kind = self.graph.values[value]
         buffer = next(b for b in self.graph.buffers if b.value == value)
         temporary = "" if buffer.persistent else ", persistent=False"
         return (
-            f"rt.declare_buffer(self, {literal(name)}, {literal(kind.shape)}, "
+            f"rt.declare_buffer(self, {quote.literal(name)}, {quote.literal(kind.shape)}, "
             f'"{dtype_name(kind.dtype)}"{temporary})'
         )
 
@@ -444,14 +434,14 @@ class _File:
                 continue
             name = self.classes[calls[0].key]
             if len(calls) == 1:
-                path = literal(calls[0].path)
+                path = quote.literal(calls[0].path)
                 lines.append(f"rt.attach(self, {path}, {name}(mesh, rng, device, {path}))")
                 continue
             parent, _, start = calls[0].path.rpartition(".")
             prefix = f"{parent}." if parent else ""
             first = f"{start}, " if int(start) else ""
             lines.append(f"for i in range({first}{int(start) + len(calls)}):")
-            path = f'f"{in_fstring(prefix)}{{i}}"'
+            path = f'f"{quote.in_fstring(prefix)}{{i}}"'
             lines.append(f"{INDENT}rt.attach(self, {path}, {name}(mesh, rng, device, {path}))")
         return lines
 
@@ -460,11 +450,11 @@ class _File:
         for index, constant in enumerate(self.graph.constants):
             data = constant.data.detach().cpu()
             if data.numel() > SMALL_CONSTANT or data.is_complex():
-                expression = f"constants[{literal(constant.value)}].to(device)"
+                expression = f"constants[{quote.literal(constant.value)}].to(device)"
             else:
                 content = data.tolist() if data.numel() else tuple(data.shape)
                 make = "torch.tensor" if data.numel() else "torch.zeros"
-                expression = f"{make}({literal(content)}, dtype={data.dtype}, device=device)"
+                expression = f"{make}({quote.literal(content)}, dtype={data.dtype}, device=device)"
             lines.append(f"self.constant_{index} = {expression}")
         return lines
 
@@ -474,8 +464,8 @@ def _name_functions(ranks: RankProgram) -> dict[str, str]:
     names: dict[str, str] = {}
     steps = (*ranks.steps, *ranks.output_steps)
     for op in dict.fromkeys(s.fn for s in steps if s.fn.startswith("autograd_function.")):
-        wish = identifier(op.rsplit(".", 1)[1])
-        names[op] = unused(wish, {"Model", *TABLES, *names.values()})
+        wish = quote.identifier(op.rsplit(".", 1)[1])
+        names[op] = quote.unused(wish, {"Model", *quote.TABLES, *names.values()})
     return names
 
 
@@ -490,7 +480,9 @@ def _class(
 
 def _base(paths: Iterable[str]) -> str:
     """Return the base class of a module with members at these paths; `self[0]` needs indexing."""
-    return "rt.Scope" if any(not is_attribute(p.split(".")[0]) for p in paths) else "nn.Module"
+    return (
+        "rt.Scope" if any(not quote.is_attribute(p.split(".")[0]) for p in paths) else "nn.Module"
+    )
 
 
 def _calls(item: Item | Loop) -> tuple[BlockCall, ...]:
@@ -509,7 +501,9 @@ def _arguments(
 ) -> dict[str, str]:
     names: dict[str, str] = {}
     for value in values:
-        names[value] = unused(identifier(wishes.get(value, value)), (*taken, *names.values()))
+        names[value] = quote.unused(
+            quote.identifier(wishes.get(value, value)), (*taken, *names.values())
+        )
     return names
 
 

@@ -18,19 +18,11 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from shardwise.batch import Call, read_batch
 from shardwise.errors import CaptureError
-from shardwise.frontend import tracing
+from shardwise.frontend import errors, tracing
 from shardwise.frontend.attention import masked_attention
 from shardwise.frontend.build_graph import Sources, assemble
 from shardwise.frontend.builder import REGION, Alias, Builder, NotFunctional
 from shardwise.frontend.convert import Converter, Recorder, recording
-from shardwise.frontend.errors import (
-    ROOT,
-    capture_error,
-    check_regions_can_go,
-    cure_for,
-    explained,
-    origin_of,
-)
 from shardwise.frontend.experts import routed_experts
 from shardwise.frontend.fake import fake_copy, fake_tensor, logical_device, new_fake_mode
 from shardwise.frontend.hooks import check_module_hooks, gradient_hooks, hooks_of, recording_hooks
@@ -115,7 +107,7 @@ class Traced:
         """Return the graph for a call with the sizes of the exported program."""
         sources = Sources.of(self.model, call, _argument_names(self.model))
         sources.trained_outside = self.watch.reach.trained_tensors()
-        with tracing.cuda_uninitialized(), explained(type(self.model).__name__):
+        with tracing.cuda_uninitialized(), errors.explained(type(self.model).__name__):
             try:
                 graph = self._convert(self.program, sources)
             except NotFunctional as reason:
@@ -139,14 +131,14 @@ class Traced:
 
     def _convert_decomposed(self, sources: Sources, reason: NotFunctional) -> Graph:
         """Return the graph by torch's own functionalization, which handles more writes."""
-        check_regions_can_go(self.program.graph_module, reason)
+        errors.check_regions_can_go(self.program.graph_module, reason)
         try:
             with tracing.quiet(), recording(self.recorder):
                 decomposed = self.program.run_decompositions({})
             graph = self._convert(decomposed, sources)
         except (NotFunctional, RuntimeError) as error:
             second = error if isinstance(error, NotFunctional) else reason
-            cure = cure_for(str(second))
+            cure = errors.cure_for(str(second))
             hint = "replace the in-place write by an operation that returns a new tensor"
             raise CaptureError(
                 f"{cure.reason if cure else 'the graph cannot be made functional'} ({second})",
@@ -181,7 +173,7 @@ def trace_step(
     check_objective(chosen)
     tensors = [tensor for _, tensor in call.tensors]
     logical = torch.device(device) if device is not None else logical_device(model, tensors)
-    with tracing.cuda_uninitialized(), explained(type(model).__name__), tracing.deep_stack():
+    with tracing.cuda_uninitialized(), errors.explained(type(model).__name__), tracing.deep_stack():
         mode = new_fake_mode()
         copy = fake_copy(model, logical, mode)
         if training is not None and training != copy.training:
@@ -268,7 +260,7 @@ def _export(
         ):
             return torch.export.export(step, fakes, dynamic_shapes=shapes, strict=False)
     except Exception as error:
-        raise capture_error(error, name) from error
+        raise errors.capture_error(error, name) from error
 
 
 def _placeholders(
@@ -279,7 +271,7 @@ def _placeholders(
     batch = iter(sources.inputs)
     nodes = [n for n in program.graph.nodes if n.op == "placeholder"]
     for node, spec in zip(nodes, program.graph_signature.input_specs, strict=True):
-        target = (spec.target or "").removeprefix(f"{ROOT}.")
+        target = (spec.target or "").removeprefix(f"{errors.ROOT}.")
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             alias = roots[target]
         elif spec.kind is InputKind.USER_INPUT:
@@ -291,7 +283,7 @@ def _placeholders(
             raise CaptureError(
                 f"forward uses an object that a graph cannot contain ({target}), such as a "
                 "torch.Generator",
-                where=origin_of(user.meta)["source"] or None,
+                where=errors.origin_of(user.meta)["source"] or None,
                 hint="draw random numbers without generator=: the plan's seed determines them",
             )
         builder.storages.setdefault(node.meta["val"].untyped_storage()._cdata, alias.storage)
@@ -306,7 +298,7 @@ def _apply_mutations(
     outputs: list[Any] = []
     for spec, result in zip(program.graph_signature.output_specs, results, strict=True):
         if spec.kind is OutputKind.BUFFER_MUTATION:
-            target = (spec.target or "").removeprefix(f"{ROOT}.")
+            target = (spec.target or "").removeprefix(f"{errors.ROOT}.")
             builder.write(roots[target], builder.read(result))
         elif spec.kind is OutputKind.USER_INPUT_MUTATION:
             builder.warnings.append(

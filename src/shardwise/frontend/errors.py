@@ -9,11 +9,13 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 from torch import fx
 
 from shardwise.errors import CaptureError, ShardwiseError, explaining
@@ -135,97 +137,14 @@ class Cure(NamedTuple):
 
 
 DATA_DEPENDENT = Cure("", "the result's shape depends on the data", f"{_LOADER}; or mask instead")
-_OPERATORS = (  # operators whose result has a size that depends on the data
-    Cure(
-        r"unique",
-        "the result of torch.unique has as many entries as the data has distinct values",
-        f"{_LOADER}; or work on all n possible values: F.one_hot(ids, n).amax(0)",
-    ),
-    Cure(
-        r"bincount|histc",
-        "the result has as many entries as the largest value in the data",
-        "torch.zeros(n).scatter_add(0, ids, weights), with a fixed n",
-    ),
-    Cure(
-        r"repeat_interleave",
-        "the result has as many rows as the counts in the data add up to",
-        f"{_LOADER}; or torch.gather with row numbers from the batch",
-    ),
-    Cure(
-        r"nonzero|masked_select|aten\.index\b|argwhere",
-        "a mask selects a number of elements that depends on the data",
-        "keep all elements and count with the mask: torch.where(mask, x, 0).sum() / mask.sum()",
-    ),
-    Cure(
-        r"ctc_loss",
-        "the CTC loss allocates memory by the lengths in the batch",
-        "wrap it in torch.library.custom_op with a fake and a gradient; "
-        "docs/guides/refused.md shows how",
-    ),
-    Cure(
-        r"item|_local_scalar_dense|tolist",
-        "a tensor's value becomes a Python number",
-        f"keep it a tensor; if it decides a size: {_LOADER}",
-    ),
-)
-_NESTED = Cure(
-    r"_nested_tensor|NestedTensor|nested_tensor",
-    "nested tensors have rows of unequal sizes, which no rule can shard",
-    "a padded tensor and a mask: torch.nn.utils.rnn.pad_sequence",
-)
-_CAUSES = (
-    _NESTED._replace(pattern="GuardOnDataDependent|not tracked with proxy", line=r"torch\.nested"),
-    Cure(
-        r"data-dependent|DataDependentOutput|is_nonzero|aten\.equal|_local_scalar_dense",
-        "an assertion depends on a tensor's value",
-        "check the batch before the step, or only outside of capture: "
-        "if not torch.compiler.is_compiling(): assert …",
-        line=r"^\s*assert\b|torch\._assert|torch\._check|\braise\b|check_.*\(",
-    ),
-    Cure(
-        r"functorch|torch\.func",
-        "forward takes derivatives itself (torch.func), which a captured graph cannot contain",
-        "write the derivative out with torch operations",
-    ),
-    Cure(
-        r"higher[- ]order operator (cond|while_loop|scan|map|associative_scan|doesn't work unless)",
-        "the operator chooses its code by a tensor's value, and cannot be sharded",
-        f"{_WHERE}; a loop with a fixed number of iterations; or a Python value of the "
-        "configuration",
-    ),
-    Cure(
-        r"higher-order operator",
-        "the operator runs nested code, for which there is no sharding rule",
-        "call the operations themselves, or wrap them in torch.library.custom_op",
-    ),
-    Cure(
-        r"Could not guard on data-dependent|Could not extract|GuardOnDataDependent"
-        r"|DataDependentOutput|is_nonzero|aten\.equal",
-        "Python code depends on a tensor's value (if, while, item(), int(), range over data)",
-        f"{_WHERE}; or decide with a Python value of the configuration",
-    ),
-    Cure(
-        r"\.numpy\(\)|numpy|data_ptr|Cannot access data pointer",
-        "forward leaves PyTorch (numpy, a raw pointer)",
-        "use torch operations, or wrap the code in torch.library.custom_op",
-    ),
-    _NESTED,
-    Cure(
-        r"SparseTensorImpl|sparse_coo|SparseCsr|layout torch\.sparse",
-        "sparse tensors have a size that depends on the data",
-        "a dense tensor, or index_add and gather with indices from the batch",
-    ),
-    Cure(
-        r"were assigned during export",
-        "forward assigns a tensor to an attribute, which would carry it to the next step",
-        'self.register_buffer("name", tensor) makes it part of the state',
-    ),
-    Cure(
-        r"no fake impl|fake impl|not implemented for.*[Mm]eta|Meta.*backend",
-        "an operator has no shape function",
-        "register one with torch.library.register_fake",
-    ),
-)
+
+
+@functools.cache
+def _cures(kind: str) -> tuple[Cure, ...]:
+    """Return the cures of one kind in `causes.yaml`: "causes", or those for "operators"."""
+    text = resources.files("shardwise.frontend").joinpath("causes.yaml").read_text("utf-8")
+    text = text.replace("<loader>", _LOADER).replace("<where>", _WHERE)
+    return tuple(Cure(**entry) for entry in yaml.safe_load(text)[kind])
 
 
 def cure_for(message: str, line: str = "", *, experts: bool = False) -> Cure | None:
@@ -233,8 +152,8 @@ def cure_for(message: str, line: str = "", *, experts: bool = False) -> Cure | N
 
     With `experts`, the code may be that of a mixture of experts.
     """
-    causes = (c for c in _CAUSES if re.search(c.pattern, message) and re.search(c.line, line))
-    cure = next(causes, None)
+    causes = (c for c in _cures("causes") if re.search(c.pattern, message))
+    cure = next((c for c in causes if re.search(c.line, line)), None)
     if cure is None or re.search(r"DynamicOutputShape|data-dependent output shape", message):
         cure = cure_for_operator(message) or cure
     if cure is None and re.search(r"data-dependent|[Uu]nbacked", message):
@@ -246,7 +165,7 @@ def cure_for(message: str, line: str = "", *, experts: bool = False) -> Cure | N
 
 def cure_for_operator(name: str) -> Cure | None:
     """Return the cause for an operator whose result has a size that depends on the data."""
-    return next((cure for cure in _OPERATORS if re.search(cure.pattern, name)), None)
+    return next((c for c in _cures("operators") if re.search(c.pattern, name)), None)
 
 
 # ---------------------------------------------------------------- errors while tracing

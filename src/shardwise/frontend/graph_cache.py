@@ -40,19 +40,12 @@ from torch import nn
 from shardwise.batch import Call
 from shardwise.errors import ShardwiseError
 from shardwise.files import read_json, write_text
+from shardwise.frontend import snapshots
 from shardwise.frontend.errors import is_user_code
 from shardwise.frontend.fake import has_data
 from shardwise.frontend.hooks import MODULE_HOOKS, hooks_of, module_hooks
 from shardwise.frontend.objective import Objective, StepFunction
 from shardwise.frontend.python_state import Place, Reach, Reads, is_called_by_model, reachable
-from shardwise.frontend.snapshots import (
-    ATOMS,
-    MAX_ARRAY_BYTES,
-    MAX_PLAIN_ITEMS,
-    MISSING,
-    attributes_of,
-    cell_value,
-)
 from shardwise.frontend.tracing import patched
 from shardwise.ir import Graph, tensor_bytes
 from shardwise.ir.stored import NotStorable, graph_from_json, graph_to_json, qualified_name
@@ -269,7 +262,7 @@ def _members(module: types.ModuleType, names: Set[str], depth: int = 3) -> Itera
                 yield from _members(value, names, depth - 1)
         elif isinstance(value, types.FunctionType):
             yield f"{place} {describe_code(value.__code__)}"
-        elif isinstance(value, ATOMS):
+        elif isinstance(value, snapshots.ATOMS):
             yield f"{place} {value!r}"
         elif type(value).__module__.partition(".")[0] not in (*_LIBRARY_CLASSES, "builtins"):
             raise NotStorable(f"{place} is an object of {type(value).__module__}")
@@ -317,7 +310,7 @@ def _require_pure(reach: Reach) -> None:
             continue
         names = frozenset(code.co_names)
         for name, value in loads.items():
-            if value is MISSING and name not in ("__class__", "__name__"):
+            if value is snapshots.MISSING and name not in ("__class__", "__name__"):
                 raise NotStorable(f"{name} is not known yet")
             if name in _STATE_BUILTINS and value is vars(builtins).get(name):
                 raise NotStorable(f"{code.co_name} calls {name}")
@@ -463,9 +456,9 @@ class Describe:
             return f"{qualified_name(type(value))}.{value.name} {self(value.value)}"
         if value is NotImplemented or value is Ellipsis:
             return repr(value)
-        if isinstance(value, ATOMS) and type(value).__flags__ & _HEAP_TYPE == 0:
+        if isinstance(value, snapshots.ATOMS) and type(value).__flags__ & _HEAP_TYPE == 0:
             return f"{type(value).__name__} {value!r}"
-        if value is MISSING:
+        if value is snapshots.MISSING:
             return "missing"
         if id(value) in self._memo:
             return self._memo[id(value)][1]
@@ -510,7 +503,7 @@ class Describe:
         if isinstance(value, torch.Tensor):
             return _tensor(value)
         if isinstance(value, np.ndarray):
-            if value.nbytes > MAX_ARRAY_BYTES or value.dtype.hasobject:
+            if value.nbytes > snapshots.MAX_ARRAY_BYTES or value.dtype.hasobject:
                 raise NotStorable("a large array")
             return [kind, str(value.shape), str(value.dtype), _sha(value.tobytes())]
         if isinstance(value, re.Pattern):
@@ -529,7 +522,7 @@ class Describe:
             raise NotStorable(f"a {type(value).__name__} may have hidden state")
         # Methods of Python's and torch's classes are not followed: they may read any attribute.
         followed = is_user_code(_file_of(type(value))) or isinstance(value, ContextDecorator)
-        attributes = attributes_of(value)
+        attributes = snapshots.attributes_of(value)
         texts = [
             f"{name}: {self(attributes[name])}"
             for name in sorted(attributes)
@@ -539,7 +532,7 @@ class Describe:
             base = next(c for c in native if c in _NUMBERS)
             texts.append(base.__repr__(value))
         if isinstance(value, (*_CONTAINERS, deque, UserList, Mapping)):
-            if len(value) > MAX_PLAIN_ITEMS:
+            if len(value) > snapshots.MAX_PLAIN_ITEMS:
                 raise NotStorable("a large container")
             if isinstance(value, Mapping):
                 texts += [f"{self(key)} = {self(item)}" for key, item in value.items()]
@@ -551,7 +544,7 @@ class Describe:
     def _function(self, function: types.FunctionType) -> list[str]:
         if (function.__module__ or "").startswith("torch."):  # whose attributes torch may change
             return ["function", function.__module__, describe_code(function.__code__)]
-        closure = [cell_value(cell) for cell in function.__closure__ or ()]
+        closure = [snapshots.cell_value(cell) for cell in function.__closure__ or ()]
         defaults = (function.__defaults__, function.__kwdefaults__)
         own = {k: v for k, v in vars(function).items() if k != "__wrapped__"}
         parts = self._all((*defaults, *closure, own, getattr(function, "__wrapped__", None)))
@@ -568,7 +561,7 @@ class Describe:
             if base.__flags__ & _HEAP_TYPE:
                 parts.append(qualified_name(base))
                 for name, member in sorted(vars(base).items()):
-                    if isinstance(member, (types.FunctionType, *_WRAPPERS, *ATOMS)):
+                    if isinstance(member, (types.FunctionType, *_WRAPPERS, *snapshots.ATOMS)):
                         parts.append(f"{name}: {self(member)}")
         return parts
 
@@ -601,7 +594,7 @@ def _sha(content: bytes) -> str:
 
 def _tensor(value: torch.Tensor) -> list[str]:
     plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
-    if not plain or not has_data(value) or value.nbytes > MAX_ARRAY_BYTES:
+    if not plain or not has_data(value) or value.nbytes > snapshots.MAX_ARRAY_BYTES:
         raise NotStorable("a tensor that is large, without data, or of a subclass")
     about = (value.dtype, value.device, tuple(value.shape), value.stride(), value.requires_grad)
     return ["tensor", *map(str, about), _sha(tensor_bytes(value))]

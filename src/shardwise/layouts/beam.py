@@ -17,18 +17,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.errors import InfeasiblePlan
 from shardwise.ir import Graph, Node, TensorType
-from shardwise.layouts.moves import (
-    IMPOSSIBLE,
-    PER_BYTE,
-    PER_MADE_BYTE,
-    PER_MADE_TRANSFER,
-    PER_SLICE,
-    PER_TRANSFER,
-    move_cost,
-    multiply_adds,
-    same_placement,
-    work,
-)
+from shardwise.layouts import moves
 from shardwise.layouts.problem import Allowed, Assignment, Task, constant_values, nest
 from shardwise.sharding.candidates import Candidate, Pass, Same, ShardAxis
 from shardwise.sharding.factors import Facts
@@ -45,7 +34,9 @@ from shardwise.shares import AxisSize, num_ranks
 FULL_INPUT = 1e7  # a batch axis uses the shard of an input that it loads, wherever it can
 RIVALS = 6  # the number of cheaper states with which a state is compared
 MAX_STORAGES = 128  # combinations of storages of the parameters that later nodes use
-SHARDED_VECTOR = 10 * PER_TRANSFER  # a norm's weight is sharded only if the nodes around it ask
+SHARDED_VECTOR = (
+    10 * moves.PER_TRANSFER
+)  # a norm's weight is sharded only if the nodes around it ask
 MOVED_PARAMETER = 20.0  # prefer storing parameters as they are used to moving them in every step
 
 UNBORN = -1  # in place of the placements of a value that has none yet
@@ -196,16 +187,16 @@ class Search:
         task = self.task
         rule = self.facts.rules[node.name]
         made = all(name in self.made for name in node.outputs)
-        effort = (multiply_adds if made else work)(self.facts.calls[node.name], rule)
+        effort = (moves.multiply_adds if made else moves.work)(self.facts.calls[node.name], rule)
         cost = effort
         if isinstance(candidate.choice, ShardAxis):
             cost = (
                 effort / num_ranks(task.ranks)
-                + rule.axes[candidate.choice.axis].num_collectives * PER_TRANSFER
+                + rule.axes[candidate.choice.axis].num_collectives * moves.PER_TRANSFER
             )
             cost += self._irregular(node) if task.shard_parameters else 0.0
         elif isinstance(candidate.choice, Pass) and len(node.inputs) > 1:
-            cost += PER_SLICE  # at a tie, complete sums before adding them to other values
+            cost += moves.PER_SLICE  # at a tie, complete sums before adding them to other values
         after = dict(present)
         stored: list[tuple[str, Placement]] = []
         for name, needed in zip(node.inputs, candidate.operands, strict=True):
@@ -220,19 +211,21 @@ class Search:
                 if name in self.parameters or name in self.received:
                     stored.append((name, first))
             price = self._price(name, available, needed)
-            if price == IMPOSSIBLE:
+            if price == moves.IMPOSSIBLE:
                 return None
             free = price == 0 or node.name in task.choices  # a plan may begin to shard anywhere
             if not (free or self.allowed.may_begin(node, name, available[0], needed)):
                 return None
-            if price > 0 and not any(same_placement(h, needed, task.ranks) for h in available):
+            if price > 0 and not any(
+                moves.same_placement(h, needed, task.ranks) for h in available
+            ):
                 available = (*available, needed)
             cost += price
             after[name] = available
         for name, placement in zip(node.outputs, candidate.results, strict=True):
             if name in self.ends or (name in self.sends and isinstance(placement, Partial)):
                 value = self.graph.values[name]
-                cost += move_cost(value, placement, REPLICATE, task.ranks, False)
+                cost += moves.move_cost(value, placement, REPLICATE, task.ranks, False)
         return cost, {k: v for k, v in after.items() if v is not None}, tuple(stored)
 
     def _irregular(self, node: Node) -> float:
@@ -242,7 +235,7 @@ class Search:
             return 0.0
         if node.op.split(".")[1] in ("add", "sub"):  # a bias follows the product before it
             return 0.0
-        return SHARDED_VECTOR + 2 * PER_BYTE * self.graph.values[node.outputs[0]].num_bytes
+        return SHARDED_VECTOR + 2 * moves.PER_BYTE * self.graph.values[node.outputs[0]].num_bytes
 
     def _store(self, name: str, needed: Placement, made: bool) -> Placement | None:
         """Return the storage of a value at its first use, or None if that use is impossible.
@@ -284,7 +277,7 @@ class Search:
             return _made_price(value, current, needed, ranks, grad)
         if name in self.pure and needed == PARTIAL_GRAD and isinstance(current, Replicate):
             grad = False  # a parameter's partial gradient is reduced with the others, in buckets
-        return move_cost(value, current, needed, ranks, grad)
+        return moves.move_cost(value, current, needed, ranks, grad)
 
     def _free_price(self, name: str, needed: Placement) -> float:
         """Return the cost of a replicated input, buffer or constant: sharding it is free."""
@@ -293,8 +286,8 @@ class Search:
         allowed = self.task.inputs.get(name)
         if not isinstance(needed, Shard):
             return 0.0 if allowed is None else FULL_INPUT
-        fits = allowed is not None and same_placement(allowed, needed, self.task.ranks)
-        return 0.0 if fits else IMPOSSIBLE
+        fits = allowed is not None and moves.same_placement(allowed, needed, self.task.ranks)
+        return 0.0 if fits else moves.IMPOSSIBLE
 
 
 def _made_price(
@@ -306,15 +299,15 @@ def _made_price(
     parameters. Shards are gathered sooner or later for work that differs between ranks.
     """
     if isinstance(current, Replicate):
-        return move_cost(value, current, needed, ranks, False)
-    return move_cost(
+        return moves.move_cost(value, current, needed, ranks, False)
+    return moves.move_cost(
         value,
         current,
         PARTIAL_GRAD if needed == REPLICATE else needed,
         ranks,
         grad,
-        per_byte=PER_MADE_BYTE,
-        per_transfer=PER_MADE_TRANSFER,
+        per_byte=moves.PER_MADE_BYTE,
+        per_transfer=moves.PER_MADE_TRANSFER,
     )
 
 
@@ -403,10 +396,12 @@ def _as_used(
         return current
     needs = [nodes[user].operands[position] for user, position in users.get(node.outputs[0], ())]
     shard = needs[0] if needs else None
-    if not isinstance(shard, Shard) or not all(same_placement(shard, n, ranks) for n in needs):
+    if not isinstance(shard, Shard) or not all(
+        moves.same_placement(shard, n, ranks) for n in needs
+    ):
         return current
     for candidate in facts.candidates(node.name):
-        fits = isinstance(candidate.choice, ShardAxis) and same_placement(
+        fits = isinstance(candidate.choice, ShardAxis) and moves.same_placement(
             candidate.results[0], shard, ranks
         )
         summed = any(isinstance(p, Partial) for p in candidate.operands)

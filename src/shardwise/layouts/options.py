@@ -29,18 +29,8 @@ from math import prod
 
 from shardwise.errors import InfeasiblePlan, PlanError
 from shardwise.ir import Graph, Node
+from shardwise.layouts import problem
 from shardwise.layouts.moves import may_exchange, same_placement
-from shardwise.layouts.problem import (
-    LayoutAxis,
-    LayoutTask,
-    Placements,
-    constant_values,
-    forced_candidates,
-    input_values,
-    nest,
-    products,
-    splits_heads,
-)
 from shardwise.layouts.tie_layers import roots_of
 from shardwise.sharding.candidates import Candidate, Pass, Same, ShardAxis
 from shardwise.sharding.factors import Facts
@@ -68,8 +58,8 @@ class Option:
     """
 
     choice: tuple[Candidate, ...]
-    needs: tuple[Placements, ...]
-    gives: tuple[Placements, ...]
+    needs: tuple[problem.Placements, ...]
+    gives: tuple[problem.Placements, ...]
     pure: frozenset[int] = frozenset()
     demands: tuple[Demand, ...] = ()
 
@@ -92,7 +82,9 @@ class Pure:
     def __init__(self, graph: Graph, facts: Facts) -> None:
         self.parameters = frozenset(p.value for p in graph.parameters)
         self.carries = facts.carries_grad
-        self.ends = frozenset[str]() if len(graph.nodes) <= SMALL else products(graph, facts)
+        self.ends = (
+            frozenset[str]() if len(graph.nodes) <= SMALL else problem.products(graph, facts)
+        )
         self.ancestors: dict[str, frozenset[str]] = {}  # value that may be pure -> nodes above it
         for node in graph.nodes:
             above = self._above(node)
@@ -141,13 +133,13 @@ Narrow = Mapping[int, Mapping[str, tuple[Candidate, ...]]]  # mesh axis -> node 
 class Options:
     """The candidates of every node on each mesh axis, and its joint options."""
 
-    def __init__(self, graph: Graph, facts: Facts, task: LayoutTask) -> None:
+    def __init__(self, graph: Graph, facts: Facts, task: problem.LayoutTask) -> None:
         self.graph, self.facts, self.task = graph, facts, task
         self.pure = Pure(graph, facts)
         self.parameters = {p.value for p in graph.parameters}
         self.inputs = {i.value for i in graph.inputs if i.kind == "batch"}
         self.received = {i.value for i in graph.inputs if i.kind == "received"}
-        self.varying = input_values(graph)
+        self.varying = problem.input_values(graph)
         self.roots = roots_of(task.tied)
         self._results: list[dict[str, list[Placement]]] = [{} for _ in task.axes]
         _check_names(graph, task)
@@ -191,7 +183,7 @@ class Options:
         axis = self.task.axes[index]
         forced = self.task.nodes.get(node.name, {}).get(axis.name)
         if forced is not None:
-            admitted = list(forced_candidates(node, self.facts, axis.name, forced))
+            admitted = list(problem.forced_candidates(node, self.facts, axis.name, forced))
         else:
             options = self.facts.candidates(node.name)
             if axis.ranks == 1:
@@ -216,11 +208,11 @@ class Options:
             )
         if isinstance(candidate.choice, Same):
             return True
-        if not node.inputs or splits_heads(node, self.facts, candidate.choice, axis.ranks):
+        if not node.inputs or problem.splits_heads(node, self.facts, candidate.choice, axis.ranks):
             return False
         return not axis.follows_inputs or self._follows(index, node, candidate)
 
-    def _source_admits(self, axis: LayoutAxis, name: str, need: Placement) -> bool:
+    def _source_admits(self, axis: problem.LayoutAxis, name: str, need: Placement) -> bool:
         """Return whether a parameter or an input may be used with this placement."""
         if not isinstance(need, Shard):
             return True
@@ -253,7 +245,7 @@ class Options:
     def _drop_tables(self, index: int, row: dict[str, list[Candidate]]) -> None:
         """Drop shards of tables, which depend on no input or parameter, that no use can take."""
         axis = self.task.axes[index]
-        tables = constant_values(self.graph)
+        tables = problem.constant_values(self.graph)
         needed: dict[str, set[Placement]] = {}
         for node in reversed(self.graph.nodes):
             if node.outputs[0] in tables and axis.name not in self.task.nodes.get(node.name, {}):
@@ -282,7 +274,8 @@ class Options:
                 for row in rows
                 for c in row_candidates
                 if all(
-                    nest(node, self.facts, c, ranks, row[i], axes[i].ranks) for i in range(index)
+                    problem.nest(node, self.facts, c, ranks, row[i], axes[i].ranks)
+                    for i in range(index)
                 )
             ]
         options = tuple(option for row in rows for option in self._variants(node, row))
@@ -330,7 +323,7 @@ class Options:
         return Option(row, tuple(needs), gives, pure, tuple(demands))
 
 
-def _check_names(graph: Graph, task: LayoutTask) -> None:
+def _check_names(graph: Graph, task: problem.LayoutTask) -> None:
     names_by_kind: Mapping[str, set[str]] = {
         "node": {n.name for n in graph.nodes},
         "parameter": {p.value for p in graph.parameters},

@@ -123,7 +123,9 @@ def subsets(cluster: Cluster, rates: Sequence[float]) -> Iterator[Subset]:
     speeds = [_speeds(cluster, rates, rank) for rank in range(cluster.num_ranks)]
     classes: list[list[int]] = []
     for rank in sorted(range(cluster.num_ranks), key=lambda r: (speeds[r], r)):
-        if not classes or not _same_class(speeds[classes[-1][0]], speeds[rank]):
+        slowest = speeds[classes[-1][0]] if classes else (0.0,) * len(speeds[rank])
+        pairs = list(zip(slowest, speeds[rank], strict=True))
+        if not classes or any(max(a, b) > SAME_SPEED * min(a, b) for a, b in pairs):
             classes.append([])
         classes[-1].append(rank)
     choices = [
@@ -151,11 +153,6 @@ def _speeds(cluster: Cluster, rates: Sequence[float], rank: int) -> tuple[float,
     nic = node.nic.bandwidth_bytes_per_s * node.nic.count if node.nic else 0.0
     link = node.link.bandwidth_bytes_per_s if node.link else 0.0
     return rates[rank], nic, link
-
-
-def _same_class(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    pairs = zip(one, other, strict=True)
-    return all(max(a, b) <= SAME_SPEED * min(a, b) for a, b in pairs)
 
 
 def left_out(cluster: Cluster, subset: Subset, seconds: float | None) -> LeftOutDevices:

@@ -15,16 +15,10 @@ from shardwise.cost import OpTable
 from shardwise.cost.selection import chooser
 from shardwise.errors import InfeasiblePlan
 from shardwise.ir import Graph
+from shardwise.planner import search_space
 from shardwise.planner.figures import described, with_figures
 from shardwise.planner.options import Constraints
 from shardwise.planner.search import RUNNERS_UP, SIMPLER_SLACK, SearchOutcome
-from shardwise.planner.search_space import (
-    RECOMPUTES,
-    ZERO_LEVELS,
-    UserOptions,
-    divisors,
-    restrictions,
-)
 from shardwise.planner.strategies.experts import expert_parameters
 from shardwise.planner.strategies.make import batch_inputs, make_plan
 from shardwise.planner.strategies.sequence import ATTENTION, attentions
@@ -47,7 +41,7 @@ class _Candidate(NamedTuple):
 def faster_with_extra_axes(
     graph: Graph,
     cluster: Cluster,
-    options: UserOptions,
+    options: search_space.UserOptions,
     than: SearchOutcome,
     *,
     constraints: Constraints | None = None,
@@ -74,11 +68,22 @@ def faster_with_extra_axes(
     for sizes in _sizes(graph, cluster, options, short_of_memory=short_of_memory):
         drafts = _drafts(graph, cluster, sizes, options, constraints, precision)
         fastest = min(map(simulated, drafts), key=lambda c: c.step_time_s, default=None)
-        for recompute in RECOMPUTES if options.recompute is None else (options.recompute,):
+        for recompute in (
+            search_space.RECOMPUTES if options.recompute is None else (options.recompute,)
+        ):
             if fastest is None:
                 break
-            levels = ZERO_LEVELS if options.zero is None else (options.zero,)
-            plans = [simulated(_with_savings(fastest.plan, recompute, zero)) for zero in levels]
+            levels = search_space.ZERO_LEVELS if options.zero is None else (options.zero,)
+            entries = fastest.plan.parameters
+            plans = [
+                simulated(
+                    fastest.plan.with_(
+                        recompute=recompute,
+                        parameters={glob: replace(e, zero=zero) for glob, e in entries.items()},
+                    )
+                )
+                for zero in levels
+            ]
             if min(c.step_time_s for c in plans) >= shortest_s:
                 break  # recomputing more would only take longer
             fits = [c for c in plans if c.peak_bytes < limit]
@@ -96,13 +101,13 @@ def faster_with_extra_axes(
     plan = with_figures(graph, best, cluster, table)
     figures = replace(
         plan.figures,
-        fixed=restrictions(options, memory_gib, constraints),
+        fixed=search_space.restrictions(options, memory_gib, constraints),
         runners_up=tuple(sorted(others, key=lambda other: other.step_time_s)),
     )
     return plan.with_(search=figures)
 
 
-def has_extra_axes(graph: Graph, options: UserOptions) -> bool:
+def has_extra_axes(graph: Graph, options: search_space.UserOptions) -> bool:
     """Return whether there are experts or attention that the user lets the planner divide."""
     experts = options.ep is None and bool(expert_parameters(graph))
     return experts or (options.cp is None and bool(attentions(graph)))
@@ -116,7 +121,7 @@ def num_rows(graph: Graph) -> int:
 
 
 def _sizes(
-    graph: Graph, cluster: Cluster, options: UserOptions, *, short_of_memory: bool
+    graph: Graph, cluster: Cluster, options: search_space.UserOptions, *, short_of_memory: bool
 ) -> Iterator[dict[str, int]]:
     """Yield the numbers of ranks along all axes, with more than one along `ep` or `cp`.
 
@@ -130,7 +135,7 @@ def _sizes(
         length = 1
     asked = options.tp or options.ep or options.cp
     tensor_ranks = ranks if asked else max(node.count for node in cluster.nodes)
-    for ep, cp, tp in product(divisors(ranks), repeat=3):
+    for ep, cp, tp in product(search_space.divisors(ranks), repeat=3):
         dp, remainder = divmod(ranks, ep * cp * tp * pp)
         sizes = {"dp": dp, "ep": ep, "cp": cp, "tp": tp, "pp": pp}
         is_open = all((getattr(options, axis) or n) == n for axis, n in sizes.items())
@@ -148,7 +153,7 @@ def _drafts(
     graph: Graph,
     cluster: Cluster,
     sizes: dict[str, int],
-    options: UserOptions,
+    options: search_space.UserOptions,
     constraints: Constraints | None,
     precision: Precision | None,
 ) -> Iterator[Plan]:
@@ -174,8 +179,3 @@ def _drafts(
             )
         except InfeasiblePlan:  # fewer rows than ranks, or nothing to shard
             continue
-
-
-def _with_savings(plan: Plan, recompute: str, zero: int) -> Plan:
-    entries = {glob: replace(entry, zero=zero) for glob, entry in plan.parameters.items()}
-    return plan.with_(recompute=recompute, parameters=entries)

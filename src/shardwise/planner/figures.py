@@ -17,7 +17,7 @@ from shardwise.collectives.messages.choice import chosen
 from shardwise.cost import OpTable
 from shardwise.ir import Graph
 from shardwise.ir.blocks import block_glob
-from shardwise.planner.module_tree import module_tree
+from shardwise.planner.module_tree import PlanModules
 from shardwise.planner.search import RUNNERS_UP, Candidate, Search, SearchOutcome
 from shardwise.planner.search_space import UserOptions
 from shardwise.planner.step_details import SimulatedStep, link_traffic, memory_curves
@@ -118,7 +118,7 @@ def with_details(plan: Plan, step: SimulatedStep) -> Plan:
     """Return the plan with the details of its step that reports show."""
     details = PlanDetails(
         cluster=cluster_json(step.evaluator.cluster),
-        modules=module_tree(step, plan),
+        modules=PlanModules(step, plan).folded(),
         memory=tuple(memory_curves(step)),
         links=link_traffic(step),
         what_if=sensitivity(step, plan.figures.relaxations),
@@ -178,14 +178,14 @@ def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     for candidate in candidates:
         if len(ranked) > RUNNERS_UP:
             break
-        if not any(_is_no_better(candidate.estimate, other.estimate) for other in ranked):
+        time, peak = candidate.estimate.step_time_s, candidate.estimate.peak.peak_bytes
+        if not any(
+            isclose(time, other.step_time_s, rel_tol=SAME)
+            and peak >= other.peak.peak_bytes * (1 - SAME)
+            for other in (better.estimate for better in ranked)
+        ):
             ranked.append(candidate)
     return ranked
-
-
-def _is_no_better(one: Estimate, other: Estimate) -> bool:
-    same = isclose(one.step_time_s, other.step_time_s, rel_tol=SAME)
-    return same and one.peak.peak_bytes >= other.peak.peak_bytes * (1 - SAME)
 
 
 def described(

@@ -39,12 +39,7 @@ def numbering() -> defaultdict[Any, int]:
     return numbers
 
 
-def module_tree(step: SimulatedStep, plan: Plan) -> ModuleTree:
-    """Return the folded tree of the plan's modules."""
-    return _Tree(step, plan).folded()
-
-
-class _Tree:
+class PlanModules:
     """Assign positions and parameters to modules, then fold equal modules."""
 
     def __init__(self, step: SimulatedStep, plan: Plan) -> None:
@@ -58,6 +53,7 @@ class _Tree:
         self.parameters: list[tuple[Any, ...]] = []
 
     def folded(self) -> ModuleTree:
+        """Return the folded tree of the plan's modules."""
         self._place_nodes()
         self._place_parameters()
         self._place_messages()

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from shardwise.arrays import before
 from shardwise.errors import InfeasiblePlan, PlanError, did_you_mean
-from shardwise.ir import Graph, Node, TensorType, node_keys
+from shardwise.ir import Graph, Node, node_keys
 from shardwise.ir.operators import is_random
 from shardwise.ir.ragged import row_counts
 from shardwise.layouts.microbatch_axis import values_of_inputs
@@ -305,7 +305,10 @@ def node_work(graph: Graph, facts: Facts) -> list[float]:
 def _forward(node: Node, graph: Graph, facts: Facts, parameters: frozenset[str]) -> float:
     types = graph.values
     read = dict.fromkeys(node.inputs)
-    lookup = any(_is_integer(types[name]) for name in read)
+    lookup = any(
+        dtype.itemsize > 1 and not (dtype.is_floating_point or dtype.is_complex)
+        for dtype in (types[name].dtype for name in read)
+    )
     # A lookup multiplies nothing, and reads the rows that it returns rather than its entire table.
     moved = [*node.outputs, *(name for name in read if not (lookup and name in parameters))]
     by_bytes = PER_MEMORY_BYTE * sum(types[name].num_bytes for name in moved)
@@ -326,12 +329,6 @@ def _multiply_adds(node: Node, facts: Facts) -> float:
         other = call.results[0] if "transpose" in name else call.operands[0]
         total /= prod(other[2 - len(call.operands[1]) :])
     return total
-
-
-def _is_integer(value: TensorType) -> bool:
-    return (
-        not (value.dtype.is_floating_point or value.dtype.is_complex) and value.dtype.itemsize > 1
-    )
 
 
 def crossing_bytes(graph: Graph, facts: Facts) -> list[int]:

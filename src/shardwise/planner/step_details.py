@@ -17,7 +17,7 @@ import numpy as np
 
 from shardwise.arrays import Floats, Ints
 from shardwise.cluster.topology import ResourceKind
-from shardwise.cost.collectives import PHASES, CollectiveModel, crossing_bytes
+from shardwise.cost.collectives import PHASES, crossing_bytes
 from shardwise.ir import Graph
 from shardwise.plans.search_result import LinkTraffic, MemoryCurve
 from shardwise.schedules.levels import levels_of
@@ -124,19 +124,16 @@ def link_traffic(step: SimulatedStep) -> tuple[LinkTraffic, ...]:
     for message in messages(step):
         if message.rows.shape[-1] < 2 or not message.num_bytes * message.count:
             continue
-        algorithm = _algorithm(costs.collective(message.op, message.rows), message.num_bytes)
+        # The library's fastest algorithm: solved trees send about as many bytes.
+        lines = costs.collective(message.op, message.rows).lines
+        known = [line for line in lines if line.algorithm in PHASES]
+        algorithm = min(known, key=lambda line: line.seconds(message.num_bytes)).algorithm
         key = (message.op, message.rows.tobytes(), message.rows.shape, algorithm)
         if key not in crossing:
             crossing[key] = crossing_bytes(cluster, message.op, message.rows, algorithm)
         total = traffic.setdefault(message.purpose, np.zeros_like(cluster.topology.capacity))
         total += crossing[key] * (message.num_bytes * message.count)
     return tuple(_link_rows(step, traffic))
-
-
-def _algorithm(model: CollectiveModel, num_bytes: float) -> str:
-    """Return the library's fastest algorithm; solved trees send about as many bytes."""
-    lines = [line for line in model.lines if line.algorithm in PHASES]
-    return min(lines, key=lambda line: line.seconds(num_bytes)).algorithm
 
 
 def messages(step: SimulatedStep) -> Iterator[Message]:

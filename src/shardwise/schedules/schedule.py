@@ -115,10 +115,6 @@ class Schedule:
         """Whether some backward is split into two actions, I and W."""
         return any(action.kind in "IW" for actions in self.actions for action in actions)
 
-    def stages_of(self, group: int) -> tuple[int, ...]:
-        """Return the stages that a group runs."""
-        return tuple(s for s, owner in enumerate(self.placement) if owner == group)
-
     # ------------------------------------------------------------ files and text
     def to_text(self) -> str:
         """Return one line per group, in the form that torch.distributed.pipelining reads."""

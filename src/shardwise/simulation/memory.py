@@ -218,7 +218,11 @@ class _RankMemory:
 
     def at(self, action: Action, following: Action | None) -> dict[str, float]:
         """Return the parts of memory at the peak of an action; equal states are computed once."""
-        passing = self.sent + (self._arriving(following) if following is not None else 0.0)
+        passing = self.sent
+        if following is not None:  # its input is received ahead of it
+            stage = self.stages[following.stage]
+            arriving = {"F": stage.received, "B": stage.sends, "I": stage.sends}
+            passing += arriving.get(following.kind, 0.0)
         key = (action.kind, action.stage, self._is_last(action), passing, len(self.begun),
                len(self.done), *self.flying.values(), *self.waiting.values())  # fmt: skip
         if key not in self._known:
@@ -261,11 +265,6 @@ class _RankMemory:
         if stage in self.done:
             return static.reduced
         return static.gradients if stage in self.begun else 0.0
-
-    def _arriving(self, action: Action) -> float:
-        """Return the bytes that are received ahead of an action."""
-        stage = self.stages[action.stage]
-        return {"F": stage.received, "B": stage.sends, "I": stage.sends}.get(action.kind, 0.0)
 
     def after(self, action: Action) -> None:
         """Update the state after an action."""

@@ -39,8 +39,9 @@ class SavedActivations:
         self.begun = max(float(before - layers.at_positions("freed" + mode)[:first].sum()), 0.0)
         self.entered = 0.0
         if first:  # received values stay even if unneeded; every stage recomputes shared ones
-            counted = self.begun + self._entering()
-            self.entered = max(self.received - counted, 0.0)
+            _, _, block_end = layers.fold.runs(first, end)[0]
+            entering = float(layers.at_positions("entering" + mode)[first:block_end].sum())
+            self.entered = max(self.received - (self.begun + entering), 0.0)
             self.entered += float(layers.at_positions("shared")[first])
         self._saved = np.cumsum(self.slice("freed" + mode))
         self.total = self.entered + (float(self._saved[-1]) if end > first else 0.0)
@@ -75,11 +76,6 @@ class SavedActivations:
         gradients = self.slice("gradients")[last] + self.incoming[last]
         recomputing = saved[last] + in_block + temporary + gradients
         return self.entered + np.where(inside, restored, saved), np.where(inside, recomputing, 0.0)
-
-    def _entering(self) -> float:
-        """Return the bytes that enter the first block of the stage and are saved there."""
-        _, _, end = self.layers.fold.runs(self.first, self.end)[0]
-        return float(self.layers.at_positions("entering" + self.mode)[self.first : end].sum())
 
 
 def _blocks(fold: FoldedGraph, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
@@ -299,8 +295,7 @@ class StageMemory:
         return itemsize(self.execution.precision.master, params.share.itemsize)
 
     def _gradient(self, params: _ReducedParameters) -> int:
-        precision = self.execution.precision
-        return itemsize(precision.gradients or precision.master, params.share.itemsize)
+        return itemsize(self.execution.precision.gradients, self._master(params))
 
     def _parameter_gradients(self, kind: str) -> Floats:
         """Return the bytes of parameters' gradients while each position's backward runs."""
@@ -311,7 +306,11 @@ class StageMemory:
             total_numel = (
                 np.full_like(total, params.numel + self.replicas) if begun else params.arrived
             )
-            fresh = self._fresh(params, begun)
+            computed = params.share.itemsize
+            item_bytes = computed if begun or size != computed else 0
+            if begun and size != computed:
+                item_bytes += size  # converted, then added
+            fresh = params.by_position * item_bytes  # new gradients, before they are added or cast
             if kind in ("last", "only") and params.ranks > 1:
                 under_way = self._under_way(params)
                 total += under_way
@@ -322,14 +321,6 @@ class StageMemory:
                         fresh = np.maximum(fresh, under_way * (1 - 1 / params.ranks))
             total += total_numel * size + fresh
         return total
-
-    def _fresh(self, params: _ReducedParameters, begun: bool) -> Floats:
-        """Return the bytes of a position's new gradients before they are added or cast."""
-        stored, computed = self._gradient(params), params.share.itemsize
-        item_bytes = computed if begun or stored != computed else 0
-        if begun and stored != computed:
-            item_bytes += stored  # converted, then added
-        return params.by_position * item_bytes
 
     def _under_way(self, params: _ReducedParameters) -> Floats:
         """Return the bytes of copies of gradients while they are reduced over ranks."""

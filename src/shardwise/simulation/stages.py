@@ -15,13 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.arrays import Bools, Floats, Ints, before, float_arrays
-from shardwise.cost.sync import (
-    SyncMessage,
-    encoding_seconds,
-    level_groups,
-    step_rows,
-    sync_messages,
-)
+from shardwise.cost import sync
 from shardwise.dtypes import itemsize as itemsize_of
 from shardwise.plans import Sync
 from shardwise.plans.search_result import SyncTraffic
@@ -95,12 +89,12 @@ def _level(parameter: LocalParameter, execution: ExecutionConfig) -> int:
 
 def special_messages(
     fold: FoldedGraph, work: Workload, execution: ExecutionConfig
-) -> Iterator[tuple[LocalParameter, Sync, SyncMessage, float]]:
+) -> Iterator[tuple[LocalParameter, Sync, sync.SyncMessage, float]]:
     """Yield parameters with a synchronization of their own, and its collectives.
 
     The last value is how many of these messages the parameter adds: others share them.
     """
-    rows, syncs = step_rows(fold.graph), execution.syncs
+    rows, syncs = sync.step_rows(fold.graph), execution.syncs
     values = {p.name: p.value for p in fold.graph.parameters}
     special = [p for p in work.parameters if p.name in syncs and p.sync and p.requires_grad]
     joined: Counter[Sync] = Counter()  # parameters with the same synchronization
@@ -118,7 +112,7 @@ def special_messages(
         if form.inexact or (form.has_owners and form.dim is None and not form.sparse):
             filled = 0.0 if form.every > 1 else parameter.numel * reduced / BUCKET_BYTES
             count = min(1.0, max(filled, form.fragments / joined[form]))
-        for message in sync_messages(form, parameter.shape, item, reduced, used, num, rates):
+        for message in sync.sync_messages(form, parameter.shape, item, reduced, used, num, rates):
             yield parameter, form, message, count / message.steps
 
 
@@ -169,7 +163,7 @@ class Traffic:
 
     def groups(self, rows: Ints) -> Ints:
         """Return the groups of ranks that communicate, given those along the axes."""
-        return level_groups(rows, self.level)
+        return sync.level_groups(rows, self.level)
 
     def seconds(self, time: Callable[[float], float]) -> list[float]:
         """Return the seconds of each unit, where a message takes `time(bytes)`."""
@@ -565,5 +559,5 @@ def _messages(stage: LocalStage, costs: ClusterCosts) -> dict[str, list[float]]:
             numel = float(layers.fold.copies[parameter.node] * parameter.numel)
             item = itemsize_of(execution.precision.master, parameter.itemsize)
             purpose = "update" if form.every > 1 else "reduce"  # of the first unit: after the rest
-            seconds[purpose][0] += encoding_seconds(form, numel, item, layers.device)
+            seconds[purpose][0] += sync.encoding_seconds(form, numel, item, layers.device)
     return seconds

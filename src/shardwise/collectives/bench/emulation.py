@@ -68,10 +68,8 @@ def _hardware(kind: int, number: int) -> str:
 
 
 def _pair(first: str, second: str, hardware: str, into: str = "") -> str:
-    return (
-        f"link add {first} address {hardware} type veth peer name {second} address {hardware}"
-        + (f" netns {into}" if into else "")
-    )
+    peer = f"peer name {second} address {hardware}" + (f" netns {into}" if into else "")
+    return f"link add {first} address {hardware} type veth {peer}"
 
 
 def _queues(network: Network) -> Iterator[str]:
@@ -137,9 +135,8 @@ def _rates(network: Network) -> Iterator[str]:
         rate = float(network.capacity[number]) * FRAME
         burst = math.ceil(max(BURST_BYTES, rate * BURST_S))
         limit = burst + math.ceil(max(rate * QUEUE_S, BURST_BYTES))
-        yield f"qdisc add dev q{number} root tbf rate {max(8, round(rate * 8))}bit " + (
-            f"burst {burst} limit {limit}"
-        )
+        sizes = f"rate {max(8, round(rate * 8))}bit burst {burst} limit {limit}"
+        yield f"qdisc add dev q{number} root tbf {sizes}"
 
 
 # ------------------------------------------------------------ namespaces

@@ -112,10 +112,13 @@ class MessageProgram:
         self._check_counts()
         ranks, chunks = self.num_ranks, len(self.chunks)
         for rank, steps in enumerate(self.instructions):
-            for number, (kind, peer, first, stop) in enumerate(steps):
-                valid = kind in KINDS and 0 <= first < stop <= chunks and 0 <= peer < ranks
-                if not valid or peer == rank:
-                    raise self._invalid_step(rank, number)
+            for number, step in enumerate(steps):
+                valid = 0 <= step.first < step.stop <= chunks and 0 <= step.peer < ranks
+                if not valid or step.kind not in KINDS or step.peer == rank:
+                    sizes = f"{chunks} chunks, {ranks} ranks"
+                    problem = "a rank cannot send to itself" if step.peer == rank else sizes
+                    where = f"rank {rank}, instruction {number}"
+                    raise ProgramError(f"{step}: {problem}", where=where)
 
     def _check_counts(self) -> None:
         sharded = self.operation in SHARDED
@@ -128,15 +131,6 @@ class MessageProgram:
                 raise ProgramError(
                     f"chunk {number} is {chunk.start}:{chunk.stop} of {self.numel} elements"
                 )
-
-    def _invalid_step(self, rank: int, number: int) -> ProgramError:
-        step = self.instructions[rank][number]
-        where = f"rank {rank}, instruction {number}"
-        if step.peer == rank:
-            return ProgramError(f"{step}: a rank cannot send to itself", where=where)
-        return ProgramError(
-            f"{step}: {len(self.chunks)} chunks, {self.num_ranks} ranks", where=where
-        )
 
     # ------------------------------------------------------------ derived facts
     @property
@@ -210,9 +204,7 @@ class MessageProgram:
         return lines
 
 
-# Ranks as text: ranges such as `0-2,5`, with the step where it is not 1.
-
-
+# ------------------------------------------------------------ ranks as text
 Ranks = tuple[int, ...]
 MAX_RANKS = 1 << 20  # as in a cluster: a short text in a file must not expand without limit
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?:/([1-9]\d{0,8}))?)?", re.ASCII)

@@ -14,7 +14,7 @@ import numpy as np
 from shardwise.arrays import Ints
 from shardwise.collectives.messages import Chunk
 from shardwise.collectives.messages.choice import Tree
-from shardwise.collectives.solver.lower import Lowered, Message
+from shardwise.collectives.solver.lower import Lowered, Message, Occupation
 from shardwise.collectives.solver.network import Network
 from shardwise.collectives.solver.spec import Demand
 from shardwise.collectives.solver.trees import INWARD, OUTWARD, edges_of, load_time
@@ -144,14 +144,10 @@ class Rounds:
         """Simulate the rounds; return the seconds until the last message has arrived.
 
         A message starts when its chunks are available; its sender and every resource on its path
-        process their messages in the order of the rounds, never idling while one waits. It arrives
-        one latency after the slowest of them is done. Summation is free compared to messages.
+        process their messages in the order of the rounds, never idling while one waits. Summation
+        is free compared to messages.
         """
-        uses = [[r for r in row if r >= 0] for row in network.uses.tolist()]
-        capacity, latency = network.capacity.tolist(), network.latency_s.tolist()
-        edge = network.edge.tolist()
-        free = [0.0] * len(capacity)  # when each resource is free again
-        busy = [0.0] * network.num_ranks
+        occupation, edge = Occupation(network), network.edge.tolist()
         arrived: dict[tuple[int, int], float] = {}  # by rank and chunk
         ends = list(itertools.accumulate((chunk.size for chunk in self.chunks), initial=0))
         last = 0.0
@@ -161,14 +157,8 @@ class Rounds:
                 for a, _, _, first, stop in messages
             ]
             for begin, (a, b, _, first, stop) in zip(ready, messages, strict=True):
-                number = edge[a][b]
                 num_bytes = (ends[stop] - ends[first]) * item_bytes
-                done = start = busy[a] = max(busy[a], begin) + network.message_s
-                for resource in uses[number]:
-                    free[resource] = max(free[resource], start) + num_bytes / capacity[resource]
-                    done = max(done, free[resource])
-                done += latency[number]
-                busy[b] += network.message_s
+                done = occupation.send(begin, a, b, edge[a][b], num_bytes)
                 for chunk in range(first, stop):
                     arrived[b, chunk] = max(arrived.get((b, chunk), 0.0), done)
                 last = max(last, done)

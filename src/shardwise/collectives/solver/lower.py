@@ -70,19 +70,44 @@ def tree_path(tree: Tree) -> MessagePath:
     return MessagePath(sends=tuple(sends), waits=tuple(waits), opens=tuple(map(tuple, opens)))
 
 
+class Occupation:
+    """The times at which the resources and ranks of a network are free again."""
+
+    def __init__(self, network: Network) -> None:
+        self.capacity, self.latency = network.capacity.tolist(), network.latency_s.tolist()
+        self.uses = [[r for r in row if r >= 0] for row in network.uses.tolist()]
+        self.message_s = network.message_s
+        self.free = [0.0] * len(self.capacity)
+        self.busy = [0.0] * network.num_ranks
+
+    def send(self, time: float, a: int, b: int, edge: int, num_bytes: float) -> float:
+        """Send a message that is ready at `time`; return when it arrives.
+
+        It occupies both ranks, and every resource of its edge. It arrives one latency after the
+        slowest of them is done.
+        """
+        free, busy = self.free, self.busy
+        begin = busy[a] if busy[a] > time else time
+        done = start = busy[a] = begin + self.message_s
+        for resource in self.uses[edge]:
+            begin = free[resource] if free[resource] > start else start
+            free[resource] = begin = begin + num_bytes / self.capacity[resource]
+            if begin > done:
+                done = begin
+        busy[b] += self.message_s
+        arrives: float = done + self.latency[edge]
+        return arrives
+
+
 class _Simulation:
-    """The queue of messages that may leave, and the times at which resources and ranks are free."""
+    """The queue of messages that may leave, while others occupy the network."""
 
     def __init__(self, network: Network, released: Sequence[Released]) -> None:
-        self.released = released
-        self.capacity, self.latency = network.capacity.tolist(), network.latency_s.tolist()
-        self.message_s, self.count = network.message_s, network.num_ranks
-        self.uses = [[r for r in row if r >= 0] for row in network.uses.tolist()]
+        self.released, self.count = released, network.num_ranks
+        self.occupation = Occupation(network)
         edge = network.edge.tolist()
         paths = {id(item.path): item.path for item in released}
         self.edges = {key: [edge[a][b] for a, b, _, _ in path.sends] for key, path in paths.items()}
-        self.free = [0.0] * len(self.capacity)
-        self.busy = [0.0] * self.count
         self.waits = [list(item.path.waits) for item in released]
         self.opened = [[0.0] * len(item.path.waits) for item in released]
         self.queue: list[Entry] = []
@@ -131,19 +156,10 @@ class _Simulation:
             heapq.heappush(self.queue, (time, (b - a) % self.count, number, send))
 
     def send(self, time: float, number: int, send: int, edge: int) -> None:
-        """Send a message: occupy the resources on its path and deliver it to a gate."""
+        """Send a message and deliver it to a gate."""
         _, path, chunk, num_bytes = self.released[number]
         a, b, kind, gate = path.sends[send]
-        free, busy = self.free, self.busy
-        begin = busy[a] if busy[a] > time else time
-        done = start = busy[a] = begin + self.message_s
-        for resource in self.uses[edge]:
-            begin = free[resource] if free[resource] > start else start
-            free[resource] = begin = begin + num_bytes / self.capacity[resource]
-            if begin > done:
-                done = begin
-        done += self.latency[edge]
-        busy[b] += self.message_s
+        done = self.occupation.send(time, a, b, edge, num_bytes)
         self.arrivals[edge].append(done)
         self.messages.append((a, b, kind, chunk, chunk + 1))
         self.times += (time, done)
@@ -308,11 +324,6 @@ class Load:
         """Per-rank overhead of one turn of chunks; sends and receives do not overlap."""
         return 2 * self.per_turn / self.num_ranks * self.message_s
 
-    @property
-    def max_turns(self) -> int:
-        """The largest number of turns that the messages and bytes allow."""
-        return int(max_chunks(self.largest_bytes, self.num_ranks, self.per_turn))
-
     def first(self) -> Pace:
         """Return a pace for comparing candidates: a guess of the fill time, and few messages."""
         turns = self._best(self.hops * self.bytes_s)
@@ -342,4 +353,5 @@ class Load:
             return 1
         saves = filling_s / (WORTH * self.bytes_s) if self.bytes_s > 0 else 1.0
         cheap = math.sqrt(filling_s / self.turn_s) if self.turn_s > 0 else math.inf
-        return max(1, min(self.max_turns, math.ceil(min(saves, cheap))))
+        allowed = int(max_chunks(self.largest_bytes, self.num_ranks, self.per_turn))
+        return max(1, min(allowed, math.ceil(min(saves, cheap))))

@@ -163,7 +163,6 @@ class Master:
 # columns are priced between the best prices so far and the solver's (Wentges' smoothing), which
 # needs far fewer rounds.
 
-
 Pricing = Callable[[Floats], tuple[list[Column], Floats]]
 
 TOLERANCE = 1e-6  # relative gap at which column generation stops

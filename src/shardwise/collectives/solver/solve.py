@@ -15,13 +15,7 @@ import numpy as np
 
 from shardwise.collectives.messages import MessageProgram
 from shardwise.collectives.messages.choice import Tree
-from shardwise.collectives.solver.classical import (
-    Rounds,
-    best_ring,
-    binomial,
-    halving_doubling,
-    recursive_doubling,
-)
+from shardwise.collectives.solver import classical
 from shardwise.collectives.solver.lower import (
     SMALLEST_CHUNK_BYTES,
     WORTH,
@@ -266,14 +260,14 @@ class _Solver:
             return
         yield from self.packings()
         for name, trees in (
-            ("ring", best_ring(self.network, self.demand)),
-            ("binomial tree", binomial(self.network, self.demand)),
+            ("ring", classical.best_ring(self.network, self.demand)),
+            ("binomial tree", classical.binomial(self.network, self.demand)),
         ):
             if trees is not None:
                 yield self.trees(name, trees, load_time(self.network, trees), max_depth_of(trees))
         for name, build in (
-            ("recursive doubling", recursive_doubling),
-            ("halving and doubling", halving_doubling),
+            ("recursive doubling", classical.recursive_doubling),
+            ("halving and doubling", classical.halving_doubling),
         ):
             if (rounds := build(self.network, self.demand, self.numel)) is not None:
                 yield self.in_rounds(name, rounds)
@@ -343,7 +337,7 @@ class _Solver:
             trees=tuple(trees),
         )
 
-    def in_rounds(self, name: str, rounds: Rounds) -> _Candidate:
+    def in_rounds(self, name: str, rounds: classical.Rounds) -> _Candidate:
         """Return rounds of messages, which cannot be chunked, as a candidate."""
         return _Candidate(
             name=name,

@@ -15,15 +15,7 @@ from shardwise.cluster import Mesh
 from shardwise.equivalence.certificate import Certificate
 from shardwise.equivalence.check import check
 from shardwise.equivalence.reference import Reference, run_graph
-from shardwise.equivalence.twin.scale import (
-    Counts,
-    computed_indices,
-    fewer_stages,
-    make_batches,
-    make_inputs,
-    make_state,
-    on_meshes,
-)
+from shardwise.equivalence.twin import scale
 from shardwise.equivalence.twin.sizes import Key, Sizes, Unscalable, pinned, rewrite, size_keys
 from shardwise.errors import PlanError, RuleError, VerifyError
 from shardwise.ir import Graph, node_keys
@@ -178,14 +170,14 @@ class Twin:
 
 def build_twin(graph: Graph, plan: Plan) -> Twin:
     """Return a twin that is as small as possible."""
-    fewer, stages = fewer_stages(plan)
+    fewer, stages = scale.fewer_stages(plan)
     small, layers, fewer = _drop_layers(graph, fewer)
     facts = analyze(small)
     decided: Resolved | Pipeline = (
         build_pipeline(small, fewer) if fewer.is_scheduled else resolve(small, fewer, facts)
     )
-    counts = Counts.of(small, fewer)
-    pins: set[Key] = {*pinned(small, facts.calls, facts.rules), *computed_indices(small)}
+    counts = scale.Counts.of(small, fewer)
+    pins: set[Key] = {*pinned(small, facts.calls, facts.rules), *scale.computed_indices(small)}
     why = ""
     for _ in range(ATTEMPTS):
         sizes = Sizes(small, facts.rules)
@@ -239,14 +231,14 @@ def _drop_layers(graph: Graph, plan: Plan) -> tuple[Graph, tuple[str, ...], Plan
 
 
 def _decide(
-    decided: Resolved | Pipeline, scaled: Graph, counts: Counts, sizes: Sizes
+    decided: Resolved | Pipeline, scaled: Graph, counts: scale.Counts, sizes: Sizes
 ) -> tuple[Program | Pipeline, tuple[str, ...]]:
     """Return the program with all decisions in new sizes, and notes on other changes."""
     try:
         facts = analyze(scaled)
     except RuleError as error:
         raise VerifyError(f"the twin's rules: {error.message}", where=error.where) from error
-    plan, notes = on_meshes(decided.plan, counts.meshes, counts.num_microbatches)
+    plan, notes = scale.on_meshes(decided.plan, counts.meshes, counts.num_microbatches)
     if isinstance(decided, Resolved):
         return lower(scale_resolved(decided, scaled, facts, plan.mesh, sizes)), notes
     return _scaled_pipeline(decided, scaled, facts, plan, sizes, notes)
@@ -321,11 +313,11 @@ def prepare_twin(
             f"{max_bytes / 2**30:.1f} GiB are available",
             hint="verify a smaller configuration of the model",
         )
-    state = make_state(small, buffers)
+    state = scale.make_state(small, buffers)
     if twin.plan.per_microbatch and twin.plan.num_microbatches > 1:
-        data, batches = make_batches(small, twin.plan, inputs)
+        data, batches = scale.make_batches(small, twin.plan, inputs)
     else:
-        data = make_inputs(small, inputs)
+        data = scale.make_inputs(small, inputs)
         batches = [data]
     try:
         reference, _ = run_graph(small, twin.plan, state, batches)

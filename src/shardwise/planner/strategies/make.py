@@ -14,15 +14,8 @@ from shardwise.ir import Graph, node_keys
 from shardwise.ir.blocks import large_blocks
 from shardwise.planner.options import Constraints, constrained_entries, known_options
 from shardwise.planner.stage_balance import balance, find_places
+from shardwise.planner.strategies import sequence
 from shardwise.planner.strategies.experts import EXPERTS_AXIS, expert_entries
-from shardwise.planner.strategies.sequence import (
-    SequenceDim,
-    attention_choices,
-    context_axes,
-    norm_choices,
-    sequence_choices,
-    sequence_inputs,
-)
 from shardwise.plans import (
     ParameterEntry,
     Plan,
@@ -65,7 +58,7 @@ def make_plan(
     zero: int = 0,
     sequence_parallel: bool = False,
     batch_dim: int | None = None,
-    sequence_dim: SequenceDim = None,
+    sequence_dim: sequence.SequenceDim = None,
     attention: str = "auto",
     rng: str = "exact",
     seed: int = 0,
@@ -112,7 +105,7 @@ def make_plan(
     order, placement = _order(schedule, groups, num_stages, num_microbatches)
     is_scheduled = len(placement) > 1 or num_microbatches > 1
     facts = analyze(graph)
-    context = context_axes(graph, cp, attention)
+    context = sequence.context_axes(graph, cp, attention)
     same = (
         meshes or [_mesh(graph, facts, (dp, ep, tp), context, keep_one=not is_scheduled)] * groups
     )
@@ -128,12 +121,14 @@ def make_plan(
         mesh=meshes[0],
         roles={axis: axis_role(axis) for axis in axes},
         inputs=rows if splits else {},
-        sequence=sequence_inputs(graph, rows, sequence_dim) if context or sequence_parallel else {},
+        sequence=sequence.sequence_inputs(graph, rows, sequence_dim)
+        if context or sequence_parallel
+        else {},
         parameters={
             **fold_entries(expert_entries(graph, meshes, name)),
             **constrained_entries(constraints),
         },
-        nodes=attention_choices(graph, facts, context, attention, free_heads=tp == 1),
+        nodes=sequence.attention_choices(graph, facts, context, attention, free_heads=tp == 1),
         units=large_blocks(graph),
         stages=_stages(graph, facts, meshes, placement, cuts),
         schedule=order if is_scheduled else "",
@@ -166,10 +161,10 @@ def _completed(graph: Graph, draft: Plan, facts: Facts, zero: int, sequence_para
     check_micro_batches(graph, draft)
     if sequence_parallel:
         tensor = [axis for axis, role in draft.roles.items() if role == "parameters"]
-        full = draft.with_(nodes={**norm_choices(graph, facts, tensor), **draft.nodes})
+        full = draft.with_(nodes={**sequence.norm_choices(graph, facts, tensor), **draft.nodes})
         nodes: dict[str, dict[str, str]] = {}
         for on_mesh in _resolve(graph, full, facts).values():
-            nodes |= sequence_choices(graph, on_mesh)
+            nodes |= sequence.sequence_choices(graph, on_mesh)
         draft = draft.with_(nodes={**nodes, **draft.nodes})
     resolved = _resolve(graph, draft, facts)
     entries = parameter_entries(graph, resolved, zero)
