@@ -34,12 +34,13 @@ def add_rows(folder: Path, steps: range, **changes: Any) -> None:
         file.writelines(json.dumps(row(step, **changes)) + "\n" for step in steps)
 
 
-def ranks_line(step: int, own: list[float]) -> dict[str, Any]:
+def ranks_line(step: int, own: list[float], load: float = 0.0) -> dict[str, Any]:
     """Return the times of all ranks as the trainer writes them."""
     from shardwise.training.run_files import ranks_row
 
     rows = [
-        [seconds, 0.01, max(own) * 1.1, (2 + rank / 10) * 2**30] for rank, seconds in enumerate(own)
+        [seconds, 0.01, max(own) * 1.1, (2 + rank / 10) * 2**30, load]
+        for rank, seconds in enumerate(own)
     ]
     return ranks_row(step, rows, [tuple(range(len(own)))])
 

@@ -377,6 +377,7 @@ EXPERTS = {
     "deepseek_v3": causal("deepseek_v3", **_LATENT),
     "llama4": causal("llama4_text", num_local_experts=5, num_experts=5),
     "glm4_moe": causal("glm4_moe", n_group=1, topk_group=1),
+    "jetmoe": causal("jetmoe", num_local_experts=5, kv_channels=16),
     "jamba": causal("jamba", num_experts=5),
     "hunyuan_moe": causal("hunyuan_v1_moe", num_experts=5),
     "ernie4_5_moe": causal("ernie4_5_moe"),

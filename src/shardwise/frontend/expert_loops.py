@@ -8,6 +8,13 @@ Each expert selects the tokens that chose it, computes, and adds the results to 
 experts compute the same with other weights, their nodes become those of `shardwise.routing`: the
 selections one `route`, reads of tokens `dispatch`, products `grouped_linear` with stacked weights,
 and the additions `collect`. Any other loop is left as it is, and refused for its unknown sizes.
+
+Tokens may also be sorted first, so that each expert takes a number of rows:
+
+    order = ids.flatten().argsort()
+    parts = x[order // top_k].split(ids.flatten().bincount(minlength=len(experts)).tolist())
+    rows = torch.cat([expert(part) for expert, part in zip(experts, parts)])
+    out.index_add_(0, order // top_k, rows * weights.flatten()[order, None])
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +26,12 @@ from typing import Any
 
 import torch
 
+from shardwise.frontend.builder import SYMBOLIC
 from shardwise.ir import Node, Ref, TensorType, map_refs
+from shardwise.ir.operators import bind
 from shardwise.routing import COLLECT, DISPATCH, GROUPED_LINEAR, ROUTE
+from shardwise.sharding import Call
+from shardwise.sharding.registry import rule_for
 
 _VIEWS = ("select", "unsqueeze", "view", "reshape", "transpose", "t", "permute", "flatten")
 _PRODUCTS = {"linear": False, "matmul": True, "mm": True}  # whether the weight is [in, out]
@@ -61,6 +72,9 @@ def merge_expert_loops(nodes: list[Node], types: dict[str, TensorType]) -> list[
     for ids, experts in loops.items():
         with suppress(_Mismatch):
             nodes = _Loop(ids, experts, nodes, types).merged()
+    for ids, sizes in _sizes_of_experts(nodes, types).items():
+        with suppress(_Mismatch):
+            nodes = _SortedRows(ids, sizes, nodes, types).merged()
     return nodes
 
 
@@ -72,7 +86,7 @@ def _add_selection(
     node: Node, producers: Mapping[str, Node], loops: dict[str, dict[int, _Expert]]
 ) -> None:
     """Record a mask such as `ids == 2` or `one_hot(ids)[..., 2]`, and the indices of its rows."""
-    if _op(node) == "where" and len(node.args) == 1:
+    if _op(node) in ("where", "nonzero_numpy") and len(node.args) == 1:
         mask, outputs = node.args[0].name, node.outputs
     elif _op(node) == "index" and len(node.args[1]) == 1 and isinstance(node.args[1][0], Ref):
         mask, outputs = node.args[1][0].name, ()
@@ -98,6 +112,19 @@ def _add_selection(
     expert.where[mask] = -1
     for position, name in enumerate(outputs):
         expert.where[name] = order[position] if order else position
+
+
+def _separates_rows(node: Node, types: Mapping[str, TensorType]) -> bool:
+    """Return whether a node computes every row of its results from the same rows of operands."""
+    rule, num_rows = rule_for(Call.of(node, types)), types[node.outputs[0]].shape[:1]
+    if rule is None:
+        return False
+    operands = zip(node.inputs, rule.operands, strict=True)
+    first = {dims[0] for name, dims in operands if types[name].shape[:1] == num_rows}
+    first |= {dims[0] for dims in rule.results}
+    axes = [rule.axes[name] for dim in first if isinstance(dim, tuple) for name in dim]
+    shards_all = len(first) == 1 == len(axes)
+    return shards_all and not any(a.frozen or a.num_collectives or a.joins for a in axes)
 
 
 def _pairs(args: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -160,15 +187,11 @@ class _Loop:
 
     def merged(self) -> list[Node]:
         """Return all nodes, with those of the experts replaced."""
-        count, pairs = len(self.experts), prod(self.shape)
-        _require(len({len(expert.nodes) for expert in self.experts}) == 1)
         if len(self.shape) == 1:
             kind = TensorType((*self.shape, 1), torch.int64)
             (self.ids,) = self._add("aten.unsqueeze.default", (self.ids, 1), kind)
-        kinds = [TensorType((size,), torch.int64) for size in (count * pairs, count)]
-        self.order, self.counts = self._add(ROUTE, (self.ids, count), *kinds)
-        for counterparts in zip(*(expert.nodes for expert in self.experts), strict=True):
-            self._merge(counterparts)
+        self._route()
+        self._merge_nodes()
         self._add_results()
         at = self.nodes.index(self.experts[-1].replaced[-1])
         before, after = (
@@ -176,6 +199,18 @@ class _Loop:
             for part in (self.nodes[:at], self.nodes[at:])
         )
         return [*before, *self.new, *after]
+
+    def _route(self) -> None:
+        """Add the node that sorts pairs of tokens and choices by expert."""
+        count = len(self.experts)
+        kinds = [TensorType((n,), torch.int64) for n in (count * prod(self.shape), count)]
+        self.order, self.counts = self._add(ROUTE, (self.ids, count), *kinds)
+
+    def _merge_nodes(self) -> None:
+        """Add the nodes that compute the rows of all experts."""
+        _require(len({len(expert.nodes) for expert in self.experts}) == 1)
+        for counterparts in zip(*(expert.nodes for expert in self.experts), strict=True):
+            self._merge(counterparts)
 
     def _merge(self, counterparts: Sequence[Node]) -> None:
         """Add the node that computes the rows of all experts."""
@@ -199,6 +234,7 @@ class _Loop:
         else:
             args = tuple(self._rows(column, stack=False) for column in columns)
             results = self._add(first.op, args, *kinds, kwargs=first.kwargs)
+            _require(_separates_rows(self.new[-1], self.types))
         self.rows |= dict(zip(first.outputs, results, strict=True))
         for expert, node in zip(self.experts, counterparts, strict=True):
             expert.names |= dict(zip(node.outputs, first.outputs, strict=True))
@@ -305,3 +341,180 @@ class _Loop:
         self.types.update(zip(names, kinds, strict=True))
         self.new.append(replace(self.sinks[-1], op=op, args=args, kwargs=kwargs, outputs=names))
         return tuple(map(Ref, names))
+
+
+# ---------------------------------------------------------------- rows sorted by expert
+_SAME_ORDER = ("view", "reshape", "flatten", "unsqueeze")
+
+
+def _sizes_of_experts(
+    nodes: Sequence[Node], types: Mapping[str, TensorType]
+) -> dict[str, list[Ref]]:
+    """Map ids to the plain numbers that count how often they choose each expert."""
+    producers = {name: node for node in nodes for name in node.outputs}
+    sizes: dict[str, dict[int, Ref]] = {}
+    for node in nodes:
+        if node.op == SYMBOLIC and node.args[0] == "aten.item.default":
+            (name,) = node.inputs
+            counts = producers.get(name)
+            if _op(counts) == "unbind" and counts is not None:
+                ids = _counted_ids(counts.inputs[0], producers, types)
+                number = counts.outputs.index(name)
+                sizes.setdefault(ids, {})[number] = Ref(node.outputs[0])
+    return {ids: [row[i] for i in sorted(row)] for ids, row in sizes.items() if ids}
+
+
+def _counted_ids(name: str, producers: Mapping[str, Node], types: Mapping[str, TensorType]) -> str:
+    """Return the ids if a value is their count for each expert: a sum of one-hot rows."""
+
+    def producer(name: str) -> Node | None:
+        while _op(node := producers.get(name)) == "to" and node is not None:
+            name = node.inputs[0]
+        return node
+
+    total = producer(name)
+    if total is None or _op(total) != "sum" or len(total.args) != 2:
+        return ""
+    hot, rank = producer(total.inputs[0]), len(types[total.inputs[0]].shape)
+    if hot is None or sorted(dim % rank for dim in total.args[1]) != [*range(rank - 1)]:
+        return ""
+    if _op(hot) == "scatter" and _op(producers.get(hot.inputs[-1])) == "topk":
+        start, dim, index, value = hot.args
+        is_hot = _op(producers.get(start.name)) in _ZEROS and dim % rank == rank - 1 and value == 1
+        return str(index.name) if is_hot else ""
+    return _source(hot.inputs[0], producers) if _op(hot) == "one_hot" else ""
+
+
+def _source(name: str, producers: Mapping[str, Node]) -> str:
+    """Return the value of which a value has the same elements in the same order."""
+    while _op(node := producers.get(name)) in _SAME_ORDER and node is not None:
+        name = node.inputs[0]
+    return name
+
+
+class _SortedRows(_Loop):
+    """Rows sorted by expert, of which each expert takes as many as counts say.
+
+    `places` says what indices are: "order", the pairs of token and choice by expert; "tokens", the
+    token of each; "inverse", the row of each pair.
+    """
+
+    def __init__(
+        self, ids: str, sizes: list[Ref], nodes: list[Node], types: dict[str, TensorType]
+    ) -> None:
+        self.source, self.sizes, self.nodes, self.types = ids, sizes, nodes, types
+        self.producers = {name: node for node in nodes for name in node.outputs}
+        shape = types[ids].shape
+        self.top_k = shape[-1] if len(shape) > 1 else 1
+        self.shape = (prod(shape) // self.top_k, self.top_k)
+        self.experts = [_Expert() for _ in sizes]
+        self.new, self.rows = [], {}
+        self.places: dict[str, str] = {}
+        self.expert_of: dict[str, int] = {}  # values of one expert
+
+    def merged(self) -> list[Node]:
+        """Return all nodes, with those of sorted rows replaced."""
+        for node in self.nodes:
+            self.sinks = [node]
+            if not self._replace(node):
+                self.new.append(node)
+        removed = self.producers.keys() - {name for node in self.new for name in node.outputs}
+        _require(all(removed.isdisjoint(node.inputs) for node in self.new if node.op != SYMBOLIC))
+        return self.new
+
+    def _replace(self, node: Node) -> bool:
+        """Add what replaces a node; return whether anything does."""
+        inputs = set(node.inputs)
+        if _op(node) in ("sort", "argsort"):
+            return self._sort(node)
+        if not inputs.isdisjoint(self.expert_of):
+            self._follow_experts(node, {self.expert_of[n] for n in inputs & self.expert_of.keys()})
+        elif not inputs.isdisjoint(self.places):
+            self._use_indices(node)
+        elif _op(node) == "split_with_sizes" and not inputs.isdisjoint(r.name for r in self.sizes):
+            _require(list(node.args[1]) == self.sizes and bind(node)["dim"] == 0)
+            _require(node.inputs[0] in self.rows)
+            for number, (expert, part) in enumerate(zip(self.experts, node.outputs, strict=True)):
+                self.expert_of[part] = number
+                expert.names[part] = node.inputs[0]
+        elif not inputs.isdisjoint(self.rows):
+            self._compute(node)
+        else:
+            return False
+        return True
+
+    def _sort(self, node: Node) -> bool:
+        """Sort the pairs by expert, or invert that order."""
+        source, kind = node.inputs[0], TensorType(self.shape, torch.int64)
+        inverts = self.places.get(source) == "order"
+        if not inverts and _source(source, self.producers) != self.source:
+            return False
+        _require(len(self.types[source].shape) == 1 and not bind(node)["descending"])
+        if "order" not in self.places.values():
+            (self.ids,) = self._add("aten.view.default", (Ref(self.source), self.shape), kind)
+            self._route()
+        self.places[node.outputs[-1]] = "inverse" if inverts else "order"
+        return True
+
+    def _use_indices(self, node: Node) -> None:
+        """Read rows of tokens, return rows to them, or compute the tokens of rows."""
+        op, (source, *args) = _op(node), node.args
+        if op in ("floor_divide", "div"):
+            _require(op == "floor_divide" or bind(node)["rounding_mode"])
+            _require(self.places.get(source.name) == "order" and args == [self.top_k])
+            self.places[node.outputs[0]] = "tokens"
+        elif op == "index_add":
+            _require(args[0] == 0 and len(args) == 3 and not node.kwargs)
+            self._return(node, args[2], self.places.get(args[1].name, "inverse"), source)
+        else:
+            _require(op == "index" and len(args[0]) == 1)
+            place = self.places[args[0][0].name]
+            if place == "inverse":
+                self._return(node, source, "order")
+                return
+            top_k = self.top_k if place == "tokens" else 1
+            _require(self.types[source.name].shape[0] == prod(self.shape) // top_k)
+            call = (source, self.order, top_k)
+            (self.rows[node.outputs[0]],) = self._add(DISPATCH, call, self._kind(node.outputs[0]))
+
+    def _return(self, node: Node, values: Ref, place: str, start: Ref | None = None) -> None:
+        """Return rows to their pairs or tokens, and add them to a value."""
+        _require(values.name in self.rows and place != "inverse")
+        rows, result = self.rows[values.name], self.types[node.outputs[0]]
+        size = self.types[rows.name].shape[1:]
+        chosen = replace(result, shape=(*self.shape, *size))
+        (pairs,) = self._add(COLLECT, (rows, self.order, self.ids), chosen)
+        args: tuple[Any, ...] = (pairs, 0, 1)
+        op, count = "aten.flatten.using_ints", prod(self.shape)
+        if place == "tokens":
+            op, args, count = "aten.sum.dim_IntList", (pairs, (1,)), self.shape[0]
+        _require(result == replace(self.types[rows.name], shape=(count, *size)))
+        if start is not None:
+            (summed,) = self._add(op, args, result)
+            op, args = "aten.add.Tensor", (start, summed)
+        self.new.append(replace(node, op=op, args=args, kwargs=()))
+
+    def _follow_experts(self, node: Node, numbers: set[int]) -> None:
+        """Note a node of one expert, or compute those of all where their rows are joined."""
+        if _op(node) != "cat":
+            _require(len(numbers) == 1)
+            self.expert_of |= dict.fromkeys(node.outputs, *numbers)
+            self.experts[numbers.pop()].nodes.append(node)
+            return
+        order = [self.expert_of.get(part.name) for part in node.args[0]]
+        _require(order == [*range(len(self.experts))] and bind(node)["dim"] == 0)
+        self._merge_nodes()
+        for expert in self.experts:
+            expert.nodes.clear()
+        self.rows[node.outputs[0]] = self._rows(node.args[0], stack=False)
+
+    def _compute(self, node: Node) -> None:
+        """Compute all rows at once, each by itself."""
+        rank = len(self.types[node.outputs[0]].shape)
+        others = [self.types[name].shape for name in node.inputs if name not in self.rows]
+        _require(all(len(shape) < rank or shape[0] == 1 for shape in others))
+        _require(_op(node) not in _VIEWS[2:] and not any(word in node.op for word in _RANDOM))
+        args, kwargs = map_refs((node.args, node.kwargs), lambda r: self.rows.get(r.name, r))
+        results = self._add(node.op, args, *map(self._kind, node.outputs), kwargs=kwargs)
+        _require(_separates_rows(self.new[-1], self.types))
+        self.rows |= dict(zip(node.outputs, results, strict=True))

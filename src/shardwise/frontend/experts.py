@@ -9,18 +9,31 @@ import contextlib
 import sys
 from typing import Any, cast
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from shardwise.frontend.tracing import patched
 from shardwise.routing import collect, dispatch, grouped_linear, route
 
 
 def routed_experts() -> contextlib.AbstractContextManager[None]:
-    """Make experts of transformers use the operators of `shardwise.routing`."""
+    """Make experts of transformers use the operators of `shardwise.routing`; know sizes of counts.
+
+    `torch.bincount` has at least `minlength` elements, and exactly as many if no id is larger.
+    """
+
+    def count(ids: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+        if weights is not None or not minlength:
+            return bincount(ids, weights, minlength)
+        return functional.one_hot(ids, minlength).sum(0)  # which refuses larger ids
+
+    bincount = torch.bincount
+    patches: list[tuple[Any, str, Any]] = [(o, "bincount", count) for o in (torch, Tensor)]
     module = sys.modules.get("transformers.integrations.moe")
-    if module is None:
-        return contextlib.nullcontext()
-    return patched((module.ExpertsInterface, "get_interface", lambda *_: _forward))
+    if module is not None:
+        patches.append((module.ExpertsInterface, "get_interface", lambda *_: _forward))
+    return patched(*patches)
 
 
 def _forward(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

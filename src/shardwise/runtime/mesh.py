@@ -32,7 +32,9 @@ class Axis:
     "collectives" for all others of generated code.
     """
 
-    __slots__ = ("_cause", "_group", "_recorder", "_transport", "index", "name", "shares", "size")
+    __slots__ = (
+        "_cause", "_details", "_group", "_recorder", "_transport", "index", "name", "shares", "size"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -42,11 +44,12 @@ class Axis:
         shares: AxisSize | None = None,
         recorder: Recorder | None = None,
         cause: str = "collectives",
+        **details: Any,
     ) -> None:
         self.name, self.size, self.index = name, group.size, group.index
         self.shares = shares if shares is not None else group.size
         self._group, self._transport = group, transport
-        self._recorder, self._cause = recorder, cause
+        self._recorder, self._cause, self._details = recorder, cause, details
 
     def __repr__(self) -> str:
         return f"Axis({self.name}: {self.index} of {self.size})"
@@ -63,11 +66,12 @@ class Axis:
         """Return the length of this rank's part of `n` elements."""
         return part(n, self.shares, self.index)[1]
 
-    def about(self, cause: str) -> Axis:
+    def about(self, cause: str, **details: Any) -> Axis:
         """Return this axis for collectives that a recorder attributes to `cause`."""
         if self._recorder is None:
             return self
-        return Axis(self.name, self._group, self._transport, self.shares, self._recorder, cause)
+        recorded = (self._recorder, cause)
+        return Axis(self.name, self._group, self._transport, self.shares, *recorded, **details)
 
     def levels(self, node_ranks: int) -> tuple[Axis, Axis]:
         """Return the ranks of this rank's node, and the ranks at its place in all nodes.
@@ -137,7 +141,8 @@ class Axis:
         if recorder is None or not recorder.enabled:
             return collective(flat, *args)
         op = collective.__name__
-        transfer = recorder.span("communication", cause, op=op, bytes=flat.nbytes, ranks=self.size)
+        about = {"op": op, "bytes": flat.nbytes, "ranks": self.size, **self._details}
+        transfer = recorder.span("communication", cause, **about)
         transfer.__enter__()
         pending = collective(flat, *args)
 

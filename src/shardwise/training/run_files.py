@@ -244,7 +244,7 @@ def _write_settings(session: Session, folder: Path) -> None:
 FIRST_SAMPLE = 3  # earlier steps are slower: compilation, allocation
 NUM_SLOWEST = 8  # ranks that are listed by number
 MAX_LISTED = 64  # ranks up to which the figures of each are written
-FIGURES = ("own_s", "waiting_s", "step_s", "memory_bytes")
+FIGURES = ("own_s", "waiting_s", "step_s", "memory_bytes", "expert_load")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -332,9 +332,12 @@ class StepRecorder:
     def _sample(self, step: int, seconds: float) -> None:
         module, recorder = self._module, self._module.recorder
         assert recorder is not None
-        own, waiting = own_seconds(recorder.take())
+        events = recorder.take()
+        own, waiting = own_seconds(events)
+        loads = [e.details["expert_load"] for e in events if "expert_load" in e.details]
         device, everyone = module.store.device, module.mesh.everyone
-        figures = [own, waiting, seconds, float(peak_memory_bytes(device))]
+        load = sum(loads) / len(loads) if loads else 0.0
+        figures = [own, waiting, seconds, float(peak_memory_bytes(device)), load]
         local = torch.tensor(figures, dtype=torch.float64, device=device)
         gathered = everyone.all_gather(local, [len(figures)] * everyone.size).wait()
         self._sampled_at = time.monotonic()
@@ -367,6 +370,8 @@ def ranks_row(
     ratios = [time_s / usual if usual > 0 else 1.0 for time_s, usual in pairs]
     slowest = sorted(range(len(rows)), key=lambda rank: (-ratios[rank], rank))[:NUM_SLOWEST]
     row: dict[str, Any] = {"step": step, "ranks": len(rows)}
+    if not any(columns["expert_load"]):  # no experts are divided
+        del columns["expert_load"]
     for name, values in columns.items():
         row[name] = {"min": min(values), "median": median(values), "max": max(values)}
     row["slowest"] = [

@@ -418,6 +418,8 @@ def _ranks_row(row: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if not all(_has(figure, "min", "median", "max") for figure in spread.values()):
         return None
+    if _has(row.get("expert_load"), "min", "median", "max"):
+        spread["expert_load"] = row["expert_load"]
     if not all(_has(rank, "rank", "own_s", "ratio", "memory_bytes") for rank in slowest):
         return None
     by_rank = row.get("each") if isinstance(row.get("each"), dict) else {}

@@ -60,6 +60,7 @@ def _rows(run: Run, width: int) -> list[tuple[str, str]]:
         ("learning rate", _figure(now.get("learning_rate"), "{:.3g}")),
         ("gradient norm", _figure(now.get("gradient_norm"), "{:.4g}")),
         ("ranks", _ranks(run)),
+        ("experts", _experts(run)),
         ("skipped", f"{run.skipped:,} steps without a finite loss" if run.skipped else None),
     ]
     return [(name, text) for name, text in rows if text]
@@ -121,6 +122,11 @@ def _ranks(run: Run) -> str | None:
     text = f"work {short_seconds(own['min'])} to {short_seconds(own['max'])} per step"
     slow = [f"rank {s['rank']} {s['ratio']:.2f}x" for s in run.slow_ranks[:SLOWEST]]
     return f"{text}; slow: {', '.join(slow)}" if slow else f"{text}; no rank is slow"
+
+
+def _experts(run: Run) -> str | None:
+    load = (run.ranks or {}).get("expert_load")
+    return None if load is None else f"{load['max']:.2f} times the mean on the most loaded rank"
 
 
 def line(run: Run) -> str:

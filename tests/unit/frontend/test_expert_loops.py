@@ -84,7 +84,44 @@ class Added(Loop):
         return out.square().mean()
 
 
-@pytest.mark.parametrize("model", [Loop, Separate, Masks, Single, Added])
+class Indices(Loop):
+    """Indices are asked of `nonzero`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(2)
+        out = 2 * x
+        for e in range(EXPERTS):
+            token, choice = (ids == e).nonzero(as_tuple=True)
+            out = out.index_add(0, token, self.expert(x[token], e) * weights[token, choice, None])
+        return out.square().mean()
+
+
+class Sorted(Loop):
+    """Each expert takes a number of rows that are sorted by expert."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(2)
+        order = ids.flatten().argsort(stable=True)
+        sizes = torch.bincount(ids.flatten(), minlength=EXPERTS).tolist()
+        rows = torch.cat([self.expert(r, e) for e, r in enumerate(x[order // 2].split(sizes))])
+        rows = rows * weights.flatten()[order].unsqueeze(-1)
+        return x.index_add(0, order // 2, rows).square().mean()
+
+
+class Inverted(Separate):
+    """Rows return in the order of the pairs; counts are sums of a matrix of zeros and ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(2)
+        order = ids.flatten().sort(0).indices
+        sizes = torch.zeros(len(x), EXPERTS).scatter(1, ids, 1).long().sum(0).tolist()
+        rows = x[order.div(2, rounding_mode="trunc")].split(sizes)
+        rows = torch.cat([self.expert(r, e) for e, r in enumerate(rows)])
+        pairs = rows[order.argsort()].view(*ids.shape, -1)
+        return (pairs * weights.unsqueeze(-1)).sum(1).square().mean()
+
+
+@pytest.mark.parametrize("model", [Loop, Separate, Masks, Single, Added, Indices, Sorted, Inverted])
 def test_a_loop_over_experts_is_captured_as_routing(model: type[Loop]) -> None:
     torch.manual_seed(0)
     loop, x = model().double(), torch.randn(7, 8, dtype=torch.float64)
@@ -124,9 +161,48 @@ class Skipping(Loop):
         return out.square().mean()
 
 
-@pytest.mark.parametrize("model", [Unequal, Skipping])
+class Mixing(Loop):
+    """Rows of an expert depend on each other."""
+
+    def expert(self, x: Tensor, e: int) -> Tensor:
+        return super().expert(x.softmax(0), e)
+
+
+class MixingSorted(Sorted):
+    """Rows of an expert depend on each other."""
+
+    def expert(self, x: Tensor, e: int) -> Tensor:
+        return super().expert(x.cumsum(0), e)
+
+
+class Descending(Sorted):
+    """The rows of the last expert come first, but the counts of the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = self.router(x).argmax(-1)
+        order = ids.argsort(descending=True)
+        parts = x[order].split(torch.bincount(ids, minlength=EXPERTS).tolist())
+        rows = torch.cat([self.expert(part, e) for e, part in enumerate(parts)])
+        return x.index_add(0, order, rows).square().mean()
+
+
+class OtherCounts(Sorted):
+    """Counts of other ids than those by which rows are sorted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = self.router(x).argmax(-1)
+        order = ids.argsort()
+        parts = x[order].split(torch.bincount(2 - ids, minlength=EXPERTS).tolist())
+        rows = torch.cat([self.expert(part, e) for e, part in enumerate(parts)])
+        return x.index_add(0, order, rows).square().mean()
+
+
+@pytest.mark.parametrize(
+    "model", [Unequal, Skipping, Mixing, MixingSorted, Descending, OtherCounts]
+)
 def test_other_loops_are_refused_with_the_rewrite(model: type[Loop]) -> None:
     with pytest.raises(CaptureError) as caught:
         sw.capture(model(), {"x": torch.randn(7, 8)})
-    assert "torch.where(ids == e)" in (caught.value.where or "")
+    line = caught.value.where or ""
+    assert ".tolist()" in line if issubclass(model, Sorted) else "torch.where(ids == e)" in line
     assert "shardwise.routing" in (caught.value.hint or "")

@@ -177,6 +177,16 @@ def test_slow_ranks_and_the_prediction_are_shown(tmp_path: Path) -> None:
     assert "slow: rank 3" in line(run)
 
 
+def test_the_load_of_experts_is_shown(tmp_path: Path) -> None:
+    make_run(tmp_path, 20)
+    (tmp_path / "ranks.jsonl").write_text(json.dumps(ranks_line(20, [0.05] * 4)) + "\n")
+    assert "experts" not in summary(poll_run(tmp_path), 100)
+    (tmp_path / "ranks.jsonl").write_text(json.dumps(ranks_line(20, [0.05] * 4, 1.37)) + "\n")
+    run = poll_run(tmp_path)
+    assert "experts        1.37 times the mean on the most loaded rank" in summary(run, 100)
+    assert run.to_json()["ranks"]["expert_load"]["max"] == 1.37
+
+
 def test_many_ranks_are_aggregated() -> None:
     own = [0.05 + rank / 1e6 for rank in range(1024)]
     own[700] = 0.09

@@ -115,12 +115,20 @@ def _exchange(rows: Tensor, axis: Axis, counts: list[Tensor], forth: bool) -> Te
     own = counts[axis.index]
     incoming = [int(count) * width for count in own.sum(1)]
     order = _expert_order(own).to(rows.device)
-    if not forth:
+    if forth:
+        axis = axis.about("collectives", expert_load=_load(counts))
+    else:
         outgoing, incoming = incoming, outgoing
         rows = torch.empty_like(rows).index_copy_(0, order, rows)
     flat = axis.all_to_all(rows.reshape(-1), outgoing, incoming).wait()
     received = flat.view(-1, *rows.shape[1:]) if width else flat.view(*rows.shape)
     return received.index_select(0, order) if forth else received
+
+
+def _load(counts: list[Tensor]) -> float:
+    """Return the rows of the most loaded rank, relative to those if experts got equally many."""
+    rows, experts = [int(t.sum()) for t in counts], [t.shape[1] for t in counts]
+    return max(rows) * sum(experts) / max(sum(rows) * max(experts), 1)
 
 
 def _expert_order(counts: Tensor) -> Tensor:

@@ -62,6 +62,8 @@ function cardRows(data) {
   const memory = data.ranks?.memory_bytes;
   if (memory) add("memory", bytes(memory.max), data.ranks.ranks > 1 ? `maximum of ${count(data.ranks.ranks)} ranks; minimum ${bytes(memory.min)}` : "");
   else if (now.memory_bytes) add("memory", bytes(now.memory_bytes));
+  const load = data.ranks?.expert_load;
+  if (load) add("load of experts", load.max.toFixed(2), "most loaded rank, relative to the mean");
   if (now.learning_rate !== undefined && now.learning_rate !== null) add("learning rate", plain(now.learning_rate));
   if (now.gradient_norm !== undefined && now.gradient_norm !== null) add("gradient norm", plain(now.gradient_norm));
   return rows;
