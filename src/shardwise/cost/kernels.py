@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from shardwise.cluster import Device
 from shardwise.dtypes import dtype_name
 from shardwise.ir import TensorType
+from shardwise.ir.operators import tensors
 
 MEMORY = "memory"
 
@@ -300,15 +301,6 @@ def op_info(func: Any) -> OpInfo:
     launches = name not in _NOTHING and not func.is_view
     full = name if func.namespace == "aten" else f"{func.namespace}.{name}"
     return OpInfo(full, launches, mutated, random or name in _OVERWRITES)
-
-
-def tensors(arg: Any) -> Iterator[Tensor]:
-    """Yield all tensors in a nested argument."""
-    if isinstance(arg, Tensor):
-        yield arg
-    elif isinstance(arg, tuple | list):
-        for item in arg:
-            yield from tensors(item)
 
 
 def touched_bytes(tensor: Tensor) -> int:

@@ -29,13 +29,12 @@ from shardwise.cost.kernels import (
     contiguous,
     kernels_of,
     op_info,
-    tensors,
     touched_bytes,
 )
 from shardwise.cost.signature import Signature, call_on_meta, under_autocast
 from shardwise.dtypes import dtype_name
 from shardwise.ir import TensorType, map_refs
-from shardwise.ir.operators import batch_norm, operator
+from shardwise.ir.operators import batch_norm, operator, tensors
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.rng import Rng, Splits
 from shardwise.runtime.splits import Of, full_length

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from shardwise.ir import Ref, TensorType, format_arg
 from shardwise.runtime.operators import widened
@@ -240,16 +241,12 @@ def under_autocast(
     else:
         return function
 
+    def cast(operand: Tensor) -> Tensor:
+        is_cast = operand.dtype.is_floating_point and operand.dtype != torch.float64
+        return operand.to(target) if is_cast else operand
+
     def cast_and_call(*args: Any, **kwargs: Any) -> Any:
-        return function(*_cast(args, target), **{k: _cast(v, target) for k, v in kwargs.items()})
+        cast_args, cast_kwargs = tree_map_only(Tensor, cast, (args, kwargs))
+        return function(*cast_args, **cast_kwargs)
 
     return cast_and_call
-
-
-def _cast(arg: Any, dtype: torch.dtype) -> Any:
-    if isinstance(arg, Tensor):
-        eligible = arg.dtype.is_floating_point and arg.dtype != torch.float64
-        return arg.to(dtype) if eligible else arg
-    if isinstance(arg, tuple | list):
-        return tuple(_cast(item, dtype) for item in arg)
-    return arg

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from shardwise.cluster import Curve, Device
-from shardwise.cost.kernels import tensors
 from shardwise.cost.meta_run import cost_of, function_of
 from shardwise.cost.signature import Signature, call_signature, under_autocast
 from shardwise.cost.table import UPDATE, OpTable
 from shardwise.ir import TensorType, map_refs
+from shardwise.ir.operators import tensors
 from shardwise.ir.stored import NotStorable, decode, encode
 from shardwise.malloc_tuning import keep_heap
 

@@ -108,7 +108,8 @@ class TraceDouble(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        narrow = _any_narrow((args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs))
+        narrow = any(isinstance(leaf, torch.Tensor) and leaf.dtype in WIDE for leaf in leaves)
         is_mixed = len({arg.dtype for arg in args if isinstance(arg, torch.Tensor)}) > 1
         if narrow and is_mixed and _PRODUCT.fullmatch(getattr(func, "__name__", "")):
             return func(*_widen_operands(args), **_widen_operands(kwargs))
@@ -122,14 +123,6 @@ class TraceDouble(TorchFunctionMode):
 
 # Real devices refuse products of mixed dtypes, but the fake tensors of a trace do not.
 _PRODUCT = re.compile(r"linear|(__r?)?matmul(__)?|mm|addmm|bmm|baddbmm|conv(_transpose)?[123]d")
-
-
-def _any_narrow(arg: Any) -> bool:
-    if isinstance(arg, torch.Tensor):
-        return arg.dtype in WIDE
-    if type(arg) in (tuple, list):
-        return any(_any_narrow(a) for a in arg)
-    return type(arg) is dict and any(_any_narrow(a) for a in arg.values())
 
 
 def _widen_operands(arg: Any) -> Any:

@@ -37,6 +37,7 @@ from shardwise.ir import (
     iter_refs,
     map_refs,
 )
+from shardwise.ir.graph import live_nodes
 from shardwise.ir.ragged import mark_ragged
 
 # ---------------------------------------------------------------- nodes
@@ -74,18 +75,7 @@ def identifier(wish: str) -> str:
     return f"v_{base}" if base[0].isdigit() else base
 
 
-def live_nodes(nodes: list[Node], results: Iterable[str]) -> list[Node]:
-    """Return the nodes that some result needs, in order."""
-    needed = set(results)
-    live: list[Node] = []
-    for node in reversed(nodes):
-        if not needed.isdisjoint(node.outputs):
-            live.append(node)
-            needed.update(node.inputs)
-    return live[::-1]
-
-
-def check_static(nodes: list[Node], types: Mapping[str, TensorType]) -> None:
+def check_static(nodes: Iterable[Node], types: Mapping[str, TensorType]) -> None:
     """Refuse graphs in which a size or a number depends on the data."""
     for node in nodes:
         unknown = any(UNKNOWN_SIZE in types[output].shape for output in node.outputs)
@@ -104,7 +94,7 @@ def check_static(nodes: list[Node], types: Mapping[str, TensorType]) -> None:
             )
 
 
-def check_dtypes(nodes: list[Node], types: Mapping[str, TensorType]) -> None:
+def check_dtypes(nodes: Iterable[Node], types: Mapping[str, TensorType]) -> None:
     """Refuse products of different dtypes, which tracing accepts and devices do not."""
     for node in nodes:
         if not _ONE_DTYPE.match(node.op) or (node.autocast is not None and node.autocast[2]):
@@ -120,7 +110,7 @@ def check_dtypes(nodes: list[Node], types: Mapping[str, TensorType]) -> None:
 
 
 def finish_nodes(
-    nodes: list[Node], types: Mapping[str, TensorType], names: dict[str, str], namer: Namer
+    nodes: Iterable[Node], types: Mapping[str, TensorType], names: dict[str, str], namer: Namer
 ) -> tuple[tuple[Node, ...], dict[str, TensorType]]:
     """Return the nodes with names and the types of their outputs; add new names to `names`."""
     done: list[Node] = []
@@ -292,7 +282,7 @@ def assemble(
     outputs = [leaf.name for leaf in leaves if isinstance(leaf, Ref)]
     needed = [v for v in (loss, *outputs, *mutations.values()) if v is not None]
     raw = live_nodes(builder.nodes, needed)
-    raw = live_nodes(merge_expert_loops(raw, builder.types), needed)
+    raw = live_nodes(merge_expert_loops([*raw], builder.types), needed)
     check_static(raw, builder.types)
     check_dtypes(raw, builder.types)
 

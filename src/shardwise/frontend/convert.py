@@ -169,7 +169,8 @@ def record_call(
         raise CaptureError(f"{cls.__qualname__}.apply is called with keyword arguments")
     tensors: list[torch.Tensor] = []
     function: Any = cls
-    if any(isinstance(arg, dict) for arg in pytree.tree_leaves(args, is_leaf=_is_dict)):
+    leaves = pytree.tree_leaves(args, is_leaf=lambda arg: isinstance(arg, dict))
+    if any(isinstance(leaf, dict) for leaf in leaves):
         leaves, spec = pytree.tree_flatten(args)
         function, args = FlatFunction(cls, spec), tuple(leaves)
     template = tuple(_template(cls, i, arg, tensors) for i, arg in enumerate(args))
@@ -181,10 +182,6 @@ def record_call(
     if not isinstance(structure, tuple):
         return next(results)
     return tuple(next(results) if x is torch.Tensor else x for x in structure)
-
-
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict)
 
 
 def _template(cls: type, position: int, arg: Any, tensors: list[torch.Tensor]) -> Any:

@@ -278,12 +278,18 @@ def drop_unused(graph: Graph, nodes: Iterable[Node], ends: Iterable[str]) -> tup
 
     `graph` is the graph before the change.
     """
-    used, used_before = set(ends), {name for node in graph.nodes for name in node.inputs}
-    live: list[Node] = []
+    nodes, used_before = tuple(nodes), {name for node in graph.nodes for name in node.inputs}
+    results = (name for n in nodes if used_before.isdisjoint(n.outputs) for name in n.outputs)
+    return live_nodes(nodes, (*ends, *results))
+
+
+def live_nodes(nodes: Iterable[Node], ends: Iterable[str]) -> tuple[Node, ...]:
+    """Return the nodes that some of the values `ends` need, in order."""
+    needed, live = set(ends), list[Node]()
     for node in reversed(tuple(nodes)):
-        if used.intersection(node.outputs) or used_before.isdisjoint(node.outputs):
-            used |= set(node.inputs)
+        if not needed.isdisjoint(node.outputs):
             live.append(node)
+            needed.update(node.inputs)
     return tuple(reversed(live))
 
 

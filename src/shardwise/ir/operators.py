@@ -21,6 +21,15 @@ from shardwise.ir.graph import Graph, Node, Ref, map_refs
 RandomOp = Callable[[Node, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield all tensors in a nested argument or result."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors(item)
+
+
 def operator(name: str) -> Any:
     """Return the `OpOverload` of `namespace.op.overload`, or None if it is not registered."""
     try:
@@ -145,7 +154,7 @@ def run_nodes(
                 result = random(node, function, args, kwargs)
             else:
                 result = function(*args, **kwargs)
-        values.update(_results(node, result))
+        values.update(zip(node.outputs, tensors(result), strict=True))
         yield values
 
 
@@ -211,16 +220,10 @@ def _sources(
         ("buffer", graph.buffers, buffers),
         ("input", graph.inputs, inputs),
     )
-    for kind, sources, tensors in groups:
+    for kind, sources, by_name in groups:
         for source in sources:
             names = (source.name, *getattr(source, "aliases", ()))
-            tensor = next((tensors[name] for name in names if name in tensors), None)
+            tensor = next((by_name[name] for name in names if name in by_name), None)
             if tensor is None:
                 raise ShardwiseError(f"no tensor for {kind} {source.name}", where=graph.name)
             yield source.value, tensor
-
-
-def _results(node: Node, result: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    several = isinstance(result, tuple | list)
-    tensors = [r for r in (result if several else (result,)) if isinstance(r, torch.Tensor)]
-    return zip(node.outputs, tensors, strict=True)

@@ -276,6 +276,22 @@ class Plan:
             collectives=(),  # they refer to the ranks of all stages
         )
 
+    def for_part(self, graph: Graph, choices: Mapping[str, Mapping[str, str]]) -> Plan:
+        """Return the decisions about a part of the model; `choices` are those of all nodes."""
+        names = [n for p in graph.parameters for n in (p.name, *p.aliases)]
+        nodes = {node.name for node in graph.nodes}
+        used = {
+            glob: entry
+            for glob, entry in self.parameters.items()
+            if any(fnmatchcase(name, glob) for name in names)
+        }
+        return replace(
+            self,
+            fingerprint=model_fingerprint(graph),
+            parameters=used,
+            nodes={name: own for name, own in choices.items() if name in nodes},
+        )
+
     # ------------------------------------------------------------ reading decisions
     def entry(self, parameter: str) -> ParameterEntry:
         """Return the merged entries of a parameter; later globs win, field by field."""

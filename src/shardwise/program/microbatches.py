@@ -13,7 +13,7 @@ import torch
 
 from shardwise.dtypes import DTYPES, dtype_name
 from shardwise.ir import Graph, Input, Node, Ref, TensorType, map_refs
-from shardwise.ir.graph import drop_unused
+from shardwise.ir.graph import drop_unused, live_nodes
 from shardwise.ir.operators import bind
 from shardwise.layouts.microbatch_axis import MicrobatchAssignment
 from shardwise.sharding.factors import Facts, node_rule
@@ -79,14 +79,11 @@ def _redirect(node: Node, positions: frozenset[int], inputs_by_value: dict[str, 
 
 def restrict(graph: Graph, outputs: tuple[str, ...]) -> Graph:
     """Return the part of a graph that computes these values, as its outputs."""
-    needed, nodes = set(outputs), []
-    for node in reversed(graph.nodes):
-        if needed & set(node.outputs):
-            needed |= set(node.inputs)
-            nodes.append(node)
+    nodes = live_nodes(graph.nodes, outputs)
+    needed = {*outputs, *(name for node in nodes for name in node.inputs)}
     return dataclasses.replace(
         graph,
-        nodes=tuple(reversed(nodes)),
+        nodes=nodes,
         inputs=tuple(i for i in graph.inputs if i.value in needed),
         parameters=(),
         buffers=tuple(

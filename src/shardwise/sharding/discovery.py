@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.ir import Ref, format_arg, map_refs
-from shardwise.ir.operators import operator
+from shardwise.ir.operators import operator, tensors
 from shardwise.sharding.rule import Axis, Call, Dim, NodeRule, replicated_rule
 
 Run = Callable[..., Any]
@@ -57,11 +57,8 @@ class Trial:
         """Return whether sharding gives the same: in 2 shards, 3 uneven ones, one empty."""
         sizes = {
             t.shape[d]
-            for tensors, dims in (
-                (self.inputs, hypothesis.operands),
-                (self.results, hypothesis.results),
-            )
-            for t, d in zip(tensors, dims, strict=True)
+            for sides in ((self.inputs, hypothesis.operands), (self.results, hypothesis.results))
+            for t, d in zip(*sides, strict=True)
             if d is not None
         }
         if len(sizes) != 1:
@@ -122,15 +119,7 @@ def execute(run: Run, call: Call, operands: list[Tensor]) -> tuple[Tensor, ...]:
     supply = iter(operands)
     args, kwargs = map_refs((call.node.args, call.node.kwargs), lambda _: next(supply))
     with torch.enable_grad():
-        return tuple(_tensors(run(*args, **dict(kwargs))))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
+        return tuple(tensors(run(*args, **dict(kwargs))))
 
 
 def backward(

@@ -284,21 +284,10 @@ def rules_revision() -> int:
     return len(REGISTERED)
 
 
-def find_rule(op: str) -> RuleFunction | None:
-    """Return the rule function of an operator: its overload's, or its packet's."""
-    return RULES.get(op) or RULES.get(op.rsplit(".", 1)[0])
-
-
-def replicated_reason(op: str) -> str | None:
-    """Return why an operator is never sharded, if so."""
-    return REPLICATED.get(op) or REPLICATED.get(op.rsplit(".", 1)[0])
-
-
 def rule_for(call: Call) -> NodeRule | None:
-    """Return the rule applied to this call; None when the operator is not known."""
-    op = call.node.op
-    reason = replicated_reason(op)
-    if reason:
+    """Return the rule of this call's overload, or else of its packet; None if there is neither."""
+    op, packet = call.node.op, call.node.op.rsplit(".", 1)[0]
+    if reason := REPLICATED.get(op) or REPLICATED.get(packet):
         return replicated_rule(call, reason)
-    function = find_rule(op)
+    function = RULES.get(op) or RULES.get(packet)
     return function(call) if function else None

@@ -5,9 +5,8 @@ An `Evaluator` caches what the configs of one model share, since the planner eva
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from math import inf, prod
 
 import numpy as np
@@ -19,7 +18,7 @@ from shardwise.cost.sync import link_rates, special_syncs
 from shardwise.errors import PlanError
 from shardwise.formatting import GIB, seconds
 from shardwise.ir import Graph
-from shardwise.plans import Plan, Resolved, model_fingerprint, resolve, used_devices
+from shardwise.plans import Plan, Resolved, resolve, used_devices
 from shardwise.plans.plan import block_constraints
 from shardwise.plans.search_result import MemoryFigures
 from shardwise.program.microbatches import separate_means
@@ -422,7 +421,8 @@ def workloads_of(graph: Graph, plan: Plan) -> tuple[FoldedGraph, dict[Mesh, Work
     """Return the folded graph, and the workload of a rank of every mesh of the plan."""
     graph = as_run(graph, plan)
     fold = FoldedGraph.of(graph, constraint_key=block_constraints(plan, graph))
-    small = fold_plan(fold, plan, plan.choices(graph))
+    small = plan.for_part(fold.graph, plan.choices(graph))
+    small = small.with_(stages=(), schedule="", num_microbatches=1, collectives=())
     facts = analyze(fold.graph)
     workloads: dict[Mesh, WorkloadModel] = {}
     for stage in plan.all_stages:
@@ -461,24 +461,6 @@ def _on_mesh(plan: Plan, mesh: Mesh, num_microbatches: int) -> Plan:
     return restricted.with_(
         mesh=Mesh(axes=((BATCH_AXIS, num_microbatches), *mesh.axes)),
         roles={BATCH_AXIS: "batch", **restricted.roles},
-    )
-
-
-def fold_plan(fold: FoldedGraph, plan: Plan, choices: Mapping[str, Mapping[str, str]]) -> Plan:
-    """Return the plan's decisions for the small graph, given the choices of all nodes."""
-    small = fold.graph
-    names = [n for p in small.parameters for n in (p.name, *p.aliases)]
-    nodes = {node.name for node in small.nodes}
-    return plan.with_(
-        fingerprint=model_fingerprint(small),
-        parameters={
-            g: e for g, e in plan.parameters.items() if any(fnmatchcase(n, g) for n in names)
-        },
-        nodes={n: c for n, c in choices.items() if n in nodes},
-        stages=(),
-        schedule="",
-        num_microbatches=1,
-        collectives=(),
     )
 
 

@@ -123,15 +123,13 @@ def chosen(cluster: Cluster, operation: str, ranks: Sequence[int]) -> Callable[[
 
 def on_emulated_hosts(bench: Bench) -> list[Row]:
     """Run the benchmark in network namespaces that have the network's rates."""
-    limits: dict[str, Any] = {"timeout_s": bench.timeout_s, "environment": ENVIRONMENT}
     with emulated(bench.network) as layout:
-        return _in_processes(bench, partial(run_on_hosts, layout, **limits))
+        return _in_processes(bench, partial(run_on_hosts, layout))
 
 
 def on_this_machine(bench: Bench) -> list[Row]:
     """Run the benchmark in processes of this machine, without the network's rates."""
-    limits: dict[str, Any] = {"timeout_s": bench.timeout_s, "environment": ENVIRONMENT}
-    return _in_processes(bench, partial(run_commands, what="this machine", **limits))
+    return _in_processes(bench, partial(run_commands, what="this machine"))
 
 
 def in_this_group(bench: Bench) -> list[Row] | None:
@@ -173,7 +171,8 @@ def in_this_group(bench: Bench) -> list[Row] | None:
         dist.destroy_process_group()
 
 
-def _in_processes(bench: Bench, run: Callable[[Sequence[Sequence[str]]], None]) -> list[Row]:
+def _in_processes(bench: Bench, run: Callable[..., None]) -> list[Row]:
+    """Run the benchmark in processes whose commands `run` starts and waits for."""
     solutions = bench.solutions()
     _remove_abandoned()
     temporary = tempfile.TemporaryDirectory(prefix=owned(PREFIX))
@@ -195,7 +194,8 @@ def _in_processes(bench: Bench, run: Callable[[Sequence[Sequence[str]]], None]) 
         task_file = folder / "task.json"
         task_file.write_text(json.dumps(asdict(task)), encoding="utf-8")
         command = [sys.executable, "-m", compare.__module__, str(task_file)]
-        run([[*command, str(rank)] for rank in range(bench.network.num_ranks)])
+        commands = [[*command, str(rank)] for rank in range(bench.network.num_ranks)]
+        run(commands, timeout_s=bench.timeout_s, environment=ENVIRONMENT)
         results = json.loads(Path(task.result).read_text(encoding="utf-8"))
     return bench.rows(solutions, [Times(**result) for result in results])
 

@@ -215,18 +215,8 @@ def _drop_layers(graph: Graph, plan: Plan) -> tuple[Graph, tuple[str, ...], Plan
         later = order[order.index(nodes[first]) :]
         return next(places[name] for name in later if name in places)
 
-    names = [n for p in small.parameters for n in (p.name, *p.aliases)]
     stages = [replace(stage, first=stage.first and place(stage.first)) for stage in plan.stages]
-    remaining = plan.with_(
-        fingerprint=model_fingerprint(small),
-        parameters={
-            glob: entry
-            for glob, entry in plan.parameters.items()
-            if any(fnmatchcase(name, glob) for name in names)
-        },
-        nodes={n: c for n, c in plan.choices(graph).items() if n in places},
-        stages=tuple(stages),
-    )
+    remaining = plan.for_part(small, plan.choices(graph)).with_(stages=tuple(stages))
     return small, notes, remaining
 
 

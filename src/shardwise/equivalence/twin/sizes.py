@@ -13,9 +13,10 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from shardwise.ir import Constant, Graph, Node, TensorType, map_refs
-from shardwise.ir.operators import resolve, takes_device
+from shardwise.ir.operators import resolve, takes_device, tensors
 from shardwise.sharding.dims import Pattern, merge
 from shardwise.sharding.rule import Call, NodeRule, Part, replace_arguments
 
@@ -298,19 +299,12 @@ def pinned(graph: Graph, calls: Mapping[str, Call], rules: Mapping[str, NodeRule
             n
             for name, value in calls[node.name].arguments.items()
             if name not in SIZE_NAMES and name != rules[node.name].size_arg
-            for n in _integers(value)
+            for n in tree_leaves(value)
+            if isinstance(n, int) and not isinstance(n, bool)
         }
         for axis in rules[node.name].axes.values():
             if axis.size > 1 and axis.size in numbers:
                 yield ("axis", node.name, axis.name)
-
-
-def _integers(arg: Any) -> Iterator[int]:
-    if isinstance(arg, int) and not isinstance(arg, bool):
-        yield arg
-    elif isinstance(arg, tuple | list):
-        for item in arg:
-            yield from _integers(item)
 
 
 def rewrite(
@@ -426,9 +420,7 @@ def _try_on_meta(graph: Graph, rules: Mapping[str, NodeRule]) -> None:
                 result = resolve(graph, node.op)(*args, **kwargs)
         except Exception as error:
             raise Unscalable(suspects, f"{where}: {error}", all_keys) from error
-        is_sequence = isinstance(result, tuple | list)
-        tensors = [r for r in (result if is_sequence else (result,)) if isinstance(r, torch.Tensor)]
-        for name, tensor in zip(node.outputs, tensors, strict=True):
+        for name, tensor in zip(node.outputs, tensors(result), strict=True):
             expected = graph.values[name].shape
             if tuple(tensor.shape) != expected:
                 why = f"{where}: shape {tuple(tensor.shape)}, expected {expected}"
