@@ -267,6 +267,7 @@ def _largest(latency: Floats) -> float:
 
 
 PLAIN = Factor()
+MAX_BUCKET_LOG2 = 7  # 128 MiB: the runtime has 256 MiB of messages on the way
 
 # The algorithms of NCCL (all-reduce: ring, double binary tree, and the two-level ones of CollNet
 # and NVLS; all-gather and reduce-scatter: rings, and PAT's logarithmic ones as two-level) and of
@@ -333,6 +334,20 @@ class CollectiveModel:
     def seconds(self, num_bytes: float) -> float:
         """Return the time from the arrival of the last rank until all ranks are done."""
         return self._best(num_bytes).seconds(num_bytes)
+
+    def bucket_mib(self, num_bytes: float) -> int:
+        """Return the size of the messages in which these bytes are best sent, a power of two.
+
+        Gradients are sent while backward makes more of them, but nothing hides the last message,
+        and each costs a latency. Messages of size b thus take `b × s_per_byte + num_bytes / b ×
+        latency` in addition, least where both terms are equal. The result is 0 for up to a MiB.
+        """
+        latency = self.seconds(0.0) + self.launch_s
+        s_per_byte = (self.seconds(num_bytes) - self.seconds(0.0)) / max(num_bytes, 1.0)
+        if num_bytes <= 1 << 20 or s_per_byte <= 0:
+            return 0
+        best = math.sqrt(num_bytes * latency / s_per_byte) / (1 << 20)
+        return int(2 ** min(max(round(math.log2(best)), 0), MAX_BUCKET_LOG2))
 
     def line(self, algorithm: str, latency_s: float, s_per_byte: float) -> Line:
         """Return a line for these link times, corrected by the measured factors."""

@@ -176,6 +176,8 @@ def _tables(program: Program, ranks: RankProgram) -> Iterator[str]:
     """Yield the lines of the tables: the module's state, inputs and outputs."""
     graph = program.graph
     yield from table("PARAMETERS", (parameter_spec(s, program.plan) for s in ranks.parameters))
+    if program.plan.bucket_mib and any(s.sync for s in ranks.parameters):
+        yield f"BUCKET_BYTES = {program.plan.bucket_mib} << 20  # of parameters or gradients"
     yield from table("BUFFERS", _buffer_specs(graph))
     yield "INPUTS = {"
     for item in ranks.inputs:

@@ -24,7 +24,7 @@ RESERVED = {
     "checkpoint", "outputs", "block", "FUNCTIONS",
 }  # fmt: skip
 # Names at the head of emitted files, so that no class may have them.
-TABLES = {"PARAMETERS", "BUFFERS", "INPUTS", "PRECOMPUTED", "RECEIVED", "SENT"}
+TABLES = {"PARAMETERS", "BUCKET_BYTES", "BUFFERS", "INPUTS", "PRECOMPUTED", "RECEIVED", "SENT"}
 LONGEST = 60  # characters of a name
 _RECOMPUTED = re.compile(r"recomputed_\d+")  # functions that backward calls again
 _ATTRIBUTE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

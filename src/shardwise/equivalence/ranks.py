@@ -24,7 +24,7 @@ from shardwise.equivalence.trial import Tensors, Trial
 from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.program import Pipeline, Program
-from shardwise.runtime.loader import LoadedPipeline, build, load
+from shardwise.runtime.loader import LoadedPipeline, build, load, parameters_of
 from shardwise.runtime.splits import Split, assemble, local_shape
 from shardwise.runtime.transport.threads import Collective, run_threads
 from shardwise.sharding.placements import PARTIAL, REPLICATE, Layout, Partial, Placement, Replicate
@@ -149,7 +149,7 @@ class OneStage(Subject):
             mesh = rt.ProcessMesh(dict(self.program.mesh.axes), rank, transport)
             rng = rt.Rng(self.plan.seed, self.plan.rng, mesh)
             module = build(generated, mesh, rng, "cpu", self.graph)
-            store = rt.ParameterStore(module, mesh, generated.PARAMETERS, generated.BUFFERS)
+            store = rt.ParameterStore(module, mesh, parameters_of(generated), generated.BUFFERS)
             store.load_with(lambda name: state[name])
 
             def step(inputs: Tensors) -> tuple[torch.Tensor, Sequence[Any]]:

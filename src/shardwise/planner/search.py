@@ -243,6 +243,12 @@ class Search:
     def execution(self, config: ParallelConfig, layouts: Layouts) -> ExecutionConfig:
         """Return how a step runs, without its schedule: most are never simulated."""
         groups = self._groups(config, layouts)
+        first, costs, parts = groups[0], self.evaluator.costs, config.tp * config.pp
+        bucket_mib = cached(
+            first.cache,
+            ("bucket", costs, parts),
+            lambda: costs.bucket_mib(self.graph, self.precision, first, ("dp",), parts),
+        )
         return ExecutionConfig(
             groups=groups,
             cuts=self._stage_cuts(config, layouts, groups),
@@ -253,6 +259,7 @@ class Search:
             recompute=config.recompute,
             offload=config.offload,
             precision=self.precision,
+            bucket_bytes=bucket_mib << 20,
         )
 
     def _fullest_groups(self, config: ParallelConfig) -> set[int] | None:

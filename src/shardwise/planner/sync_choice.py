@@ -17,7 +17,7 @@ from shardwise.ir import Parameter
 from shardwise.planner.search import SIMPLER_SLACK, Candidate, Search, SearchOutcome
 from shardwise.plans import Sync
 from shardwise.plans.sync import applied_sync, operator_uses
-from shardwise.runtime.parameters import SINGLE_BYTES
+from shardwise.runtime.parameters import BUCKET_BYTES
 
 TRIED = 2  # candidates for which forms are chosen
 GAIN = 0.9  # of the time of an all-reduce, below which another form is worth its complexity
@@ -93,7 +93,7 @@ class _SyncChoice:
         syncs, reasons = {}, []
         for parameter in self.graph.parameters:
             kind = self.graph.values[parameter.value]
-            if parameter.name in fixed or kind.num_bytes < SINGLE_BYTES:
+            if parameter.name in fixed or kind.num_bytes < BUCKET_BYTES:
                 continue
             base = self.seconds(parameter, Sync())
             times = {form: self.seconds(parameter, form) for form in self._forms(parameter)}

@@ -66,6 +66,7 @@ def write_plan(graph: Graph, fold: FoldedGraph, candidate: Candidate, precision:
         recompute=config.recompute,
         precision=precision,
         offload=config.offload,
+        bucket_mib=execution.bucket_bytes >> 20,
     )
 
 

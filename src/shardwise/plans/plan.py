@@ -35,7 +35,7 @@ from shardwise.plans.execution import (
 from shardwise.plans.search_result import HOOKS, SearchResult
 from shardwise.plans.sync import Sync, check_parameter, operator_uses
 from shardwise.schedules.schedule import require_counts
-from shardwise.schema import Form, Reader, Writer
+from shardwise.schema import Form, Range, Reader, Writer
 
 Entry = TypeVar("Entry")
 
@@ -148,7 +148,7 @@ INPUT_ROLES = frozenset({"batch", "sequence"})  # of axes that shard inputs and 
 RNG_MODES = ("exact", "fast")
 MAX_MICROBATCHES = 1 << 16
 MAX_NAME = 500  # characters
-OMITTED_IF_EMPTY = ("sequence", "collectives", "search")  # from plan files
+OMITTED_IF_EMPTY = ("sequence", "collectives", "bucket_mib", "search")  # from plan files
 
 
 def _line(text: str) -> str:
@@ -192,7 +192,9 @@ class Plan:
     `per_microbatch` each is a separate batch, as when one device accumulates gradients. `schedule`
     names the order of work, or lists the actions of every group of ranks. `recompute` selects the
     activations that backward recomputes: "none", "full" (by block), "selective" (the cheap ones),
-    or a list of module globs. `collectives` lists those that do not use the library.
+    or a list of module globs. `collectives` lists those that do not use the library. Small
+    parameters and gradients share messages of `bucket_mib`, which suits the cluster's links (0: as
+    the runtime does without a cluster); a block's parameters are gathered in one of any size.
     """
 
     name: Line
@@ -213,6 +215,7 @@ class Plan:
     precision: Precision = field(default_factory=Precision)
     offload: tuple[str, ...] = ()
     collectives: tuple[CollectiveChoice, ...] = ()
+    bucket_mib: Annotated[int, Range(0)] = 0
     rng: str = "exact"
     seed: int = 0
     notes: tuple[str, ...] = ()

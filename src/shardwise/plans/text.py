@@ -31,9 +31,9 @@ WIDTH = 100
 # Plan fields that have their own lines or are not decisions; all others are shown generically.
 SHOWN = frozenset(
     {
-        "name", "model", "fingerprint", "mesh", "roles", "inputs", "sequence", "parameters",
+        "name", "model", "fingerprint", "mesh", "roles", "inputs", "sequence", "parameters", "rng",
         "nodes", "units", "stages", "schedule", "num_microbatches", "per_microbatch", "recompute",
-        "precision", "offload", "collectives", "rng", "seed", "notes", "search", "version",
+        "precision", "offload", "collectives", "bucket_mib", "seed", "notes", "search", "version",
     }
 )  # fmt: skip
 ZERO = {
@@ -115,6 +115,7 @@ def _execution(plan: Plan) -> list[str]:
     types = [f"{k} {v}" if v is not True else k for k, v in plan.precision.to_json().items()]
     lines += [f"precision {', '.join(types)}".replace("_", " ")] if types else []
     lines += [f"offload {', '.join(plan.offload)}"] if plan.offload else []
+    lines += [f"messages of {plan.bucket_mib} MiB"] if plan.bucket_mib else []
     for item in fields(plan):
         value = getattr(plan, item.name)
         if item.name not in SHOWN and value != item.default:

@@ -75,6 +75,12 @@ def load(source: str, functions: Mapping[str, Any] | None = None) -> types.Modul
     return module
 
 
+def parameters_of(generated: Any) -> list[ParameterSpec]:
+    """Return the parameters of an emitted file, which may give a size for all buckets."""
+    size = getattr(generated, "BUCKET_BYTES", 0)
+    return [spec if spec.bucket else replace(spec, bucket=size) for spec in generated.PARAMETERS]
+
+
 @contextlib.contextmanager
 def naming_places() -> Iterator[None]:
     """Add the place in the user's model to errors about indices in emitted code."""
@@ -198,7 +204,7 @@ class LoadedPipeline:
         """The parameters of this rank's stages, each once."""
         specs: dict[str, ParameterSpec] = {}
         for stage in self.stages.values():
-            for spec in stage.generated[0].PARAMETERS:
+            for spec in parameters_of(stage.generated[0]):
                 first = specs.setdefault(spec.name, spec)
                 if first != spec:
                     raise ProgramError(
@@ -261,7 +267,7 @@ class LoadedModule:
     ) -> None:
         self.graph, self.generated = graph, load(source, graph.functions)
         self.module = build(self.generated, mesh, rng, device, graph)
-        self.parameters: list[ParameterSpec] = list(self.generated.PARAMETERS)
+        self.parameters: list[ParameterSpec] = parameters_of(self.generated)
         self.buffers: list[BufferSpec] = list(self.generated.BUFFERS)
         self.modules: list[tuple[Hashable, nn.Module]] = [(0, self.module)]
 

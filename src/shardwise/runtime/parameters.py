@@ -159,9 +159,7 @@ def declare_buffer(
 # device differs from those of the forward.
 
 
-SINGLE_BYTES = 4 << 20  # a parameter of this size gets its own bucket
-FIRST_BUCKET_BYTES = 1 << 20
-BUCKET_BYTES = 25 << 20
+BUCKET_BYTES = 4 << 20  # of messages, without a size that suits the cluster's links
 
 
 class Entry:
@@ -399,29 +397,25 @@ def limits(entry: Entry) -> tuple[int, int, int, str]:
     """Return the properties by which gradients may be summed together."""
     spec = entry.spec
     separate = spec.dim is not None or (spec.sparse and spec.zero) or spec.factors
-    return spec.bucket, spec.chunk, spec.node_ranks, spec.name if separate else ""
+    return spec.bucket or BUCKET_BYTES, spec.chunk, spec.node_ranks, spec.name if separate else ""
 
 
 def buckets(
     entries: Iterable[Entry], key: Callable[[Entry], Hashable], size: Callable[[Entry], int]
 ) -> list[list[Entry]]:
-    """Group entries into buckets: large ones get their own, small ones are grouped by key.
-
-    The first bucket is smaller, so that communication begins early in backward.
-    """
+    """Group entries into buckets: large ones get their own, small ones are grouped by key."""
     result: list[list[Entry]] = []
     open_buckets: dict[Hashable, list[Entry]] = {}
     filled: Counter[Hashable] = Counter()
     for entry in entries:
         limit, chunk, _, separate = limits(entry)
-        if separate or size(entry) >= (limit or SINGLE_BYTES):
+        if separate or size(entry) >= limit:
             result.append([entry])
             continue
         bucket = key(entry)
         open_buckets.setdefault(bucket, []).append(entry)
         filled[bucket] += size(entry)
-        is_full = filled[bucket] >= (limit or (BUCKET_BYTES if result else FIRST_BUCKET_BYTES))
-        if is_full or len(open_buckets[bucket]) == chunk:
+        if filled[bucket] >= limit or len(open_buckets[bucket]) == chunk:
             result.append(open_buckets.pop(bucket))
             del filled[bucket]
     return result + list(open_buckets.values())

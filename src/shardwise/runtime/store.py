@@ -115,15 +115,21 @@ class ParameterStore:
     def _group(self) -> list[FlatGroup]:
         """Allocate every entry, separately or in flat groups, and return the groups.
 
-        Gradients arrive from the last entry on, so groups are formed in this order.
+        Gradients arrive from the last entry on, so groups are formed in this order. A unit of
+        zero 3 needs all of its parameters at once: they are gathered in one message of any size.
         """
+
+        def size(entry: Entry) -> int:
+            by_unit = entry.spec.unit and (entry.spec.zero == 3 or entry.leaves_device)
+            return 0 if by_unit else entry.numel * entry.dtype.itemsize
+
         flat: list[Entry] = []
         for entry in self.entries:
             if self._is_flat(entry):
                 flat.append(entry)
             else:
                 entry.allocate(self.device)
-        groups = buckets(reversed(flat), group_key, lambda e: e.numel * e.dtype.itemsize)
+        groups = buckets(reversed(flat), group_key, size)
         return [
             FlatGroup(entries[::-1], sync_axis(entries[0], self.mesh), self.device)
             for entries in reversed(groups)

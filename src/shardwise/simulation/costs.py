@@ -15,6 +15,7 @@ from shardwise.collectives.messages.choice import Chooser
 from shardwise.cost import OpTable, adamw, call_seconds, kernel_seconds
 from shardwise.cost.collectives import CollectiveModel, collective_model
 from shardwise.dtypes import itemsize
+from shardwise.ir import Graph
 from shardwise.plans import Precision, Sync
 from shardwise.schedules import Schedule
 from shardwise.shares import num_ranks
@@ -105,6 +106,21 @@ class ClusterCosts:
             return 0.0
         return self.collective(op, rows).seconds(num_bytes)
 
+    def bucket_mib(
+        self, graph: Graph, precision: Precision, group: Group, axes: Sequence[str], parts: int
+    ) -> int:
+        """Return the size of messages of gradients that are summed along mesh axes of a group.
+
+        A rank has one of `parts` of the model. The result is 0 where nothing is summed.
+        """
+        rows = group.along(axes)
+        if rows.shape[-1] < 2:
+            return 0
+        summed = precision.reduce or precision.gradients or precision.master
+        trained = (graph.values[p.value] for p in graph.parameters if p.requires_grad)
+        num_bytes = sum(kind.numel * itemsize(summed, kind.dtype.itemsize) for kind in trained)
+        return self.collective("all_reduce", rows).bucket_mib(num_bytes / parts)
+
     def update(self, device: Device, numel: float, piece: float, tensors: float) -> float | None:
         """Return the seconds of AdamW for `numel` elements in parameters of about `piece` each.
 
@@ -164,8 +180,9 @@ class ExecutionConfig:
     runs each stage. `zero` is the ZeRO level of all parameters; `zeros` overrides it for parameters
     that match a glob, and the last match wins; `syncs` are the parameters that are synchronized
     otherwise than by buckets or ZeRO, by name, and `link_rates` those of the ranks if they differ.
+    Buckets have `bucket_bytes` (0: the default); a unit of zero 3 is one message of any size.
     With `prefetch`, updated parameters (zero 1 and 2) are gathered while the next forward already
-    runs; with `whole_units`, a unit's parameters are one message of any size. Other frameworks do
+    runs; with `whole_units`, every unit is one message, also with zero 1 and 2. Other frameworks do
     both; `published` predicts their times.
     """
 
@@ -181,6 +198,7 @@ class ExecutionConfig:
     recompute: str | tuple[str, ...] = "none"
     offload: tuple[str, ...] = ()
     precision: Precision = field(default_factory=Precision)
+    bucket_bytes: int = 0
     prefetch: bool = False
     whole_units: bool = False
 
@@ -213,7 +231,7 @@ class ExecutionConfig:
         """The part of the config that determines how parameters and gradients are sent."""
         item_bytes = self.reduced_item_bytes(0)
         levels = (self.zero, tuple(self.zeros.items()), tuple(self.syncs.items()))
-        return (*levels, item_bytes, self.whole_units)
+        return (*levels, item_bytes, self.bucket_bytes, self.whole_units)
 
     @property
     def num_ranks(self) -> int:

@@ -479,6 +479,7 @@ def execution_of(plan: Plan, fold: FoldedGraph) -> ExecutionConfig:
         recompute=plan.recompute,
         offload=plan.offload,
         precision=plan.precision,
+        bucket_bytes=plan.bucket_mib << 20,
     )
 
 

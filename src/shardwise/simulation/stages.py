@@ -19,7 +19,7 @@ from shardwise.cost import sync
 from shardwise.dtypes import itemsize as itemsize_of
 from shardwise.plans import Sync
 from shardwise.plans.search_result import SyncTraffic
-from shardwise.runtime.parameters import BUCKET_BYTES, FIRST_BUCKET_BYTES, SINGLE_BYTES
+from shardwise.runtime.parameters import BUCKET_BYTES
 from shardwise.simulation.costs import ClusterCosts, ExecutionConfig, Group, NodeTimes, cached
 from shardwise.simulation.folded_graph import FoldedGraph
 from shardwise.simulation.workload import LocalParameter, Workload
@@ -27,7 +27,6 @@ from shardwise.simulation.workload import LocalParameter, Workload
 # Mesh axes of the reduction, ZeRO level, item bytes, and whether `Sync` gives the messages.
 Key = tuple[tuple[str, ...], int, int, bool]
 Run = tuple[str, int, int]  # a unit: its name, its first position and its end
-Parcel = tuple[int, int, float]  # the number of a run, a position in the stage, elements there
 
 # Purposes of messages: "reduce" gradients; "gather" the parameters of blocks for each pass, and
 # "root", those outside of blocks, once a step (zero 3); "update" gathers new parameters (zero 1
@@ -52,7 +51,7 @@ class ParamClass:
 
 def shares(fold: FoldedGraph, work: Workload, execution: ExecutionConfig) -> dict[Key, ParamClass]:
     """Group the trained parameters by how their gradients are reduced and sharded."""
-    count = len(fold.graph.nodes)
+    count, single = len(fold.graph.nodes), execution.bucket_bytes or BUCKET_BYTES
     classes: dict[Key, dict[str, Floats]] = {}
     for parameter in work.parameters:
         if not parameter.requires_grad:
@@ -70,8 +69,8 @@ def shares(fold: FoldedGraph, work: Workload, execution: ExecutionConfig) -> dic
         arrays["tensors"][node] += 1
         arrays["arrives"][last if fold.copies[last] == fold.copies[node] else node] += numel
         arrays["squares"][node] += float(numel) ** 2
-        is_large = numel * execution.reduced_item_bytes(parameter.itemsize) >= SINGLE_BYTES
-        is_flat = not execution.whole_units and numel * parameter.itemsize >= SINGLE_BYTES
+        is_large = numel * execution.reduced_item_bytes(parameter.itemsize) >= single
+        is_flat = numel * parameter.itemsize >= single
         arrays["single" if is_large else "bucketed"][node] += 1 if is_large else numel
         arrays["flat" if is_flat else "joined"][node] += 1 if is_flat else numel
     return {
@@ -110,8 +109,8 @@ def special_messages(
         rates = execution.link_rates if len(execution.link_rates) == num else ()
         count = 1.0
         if form.inexact or (form.has_owners and form.dim is None and not form.sparse):
-            filled = 0.0 if form.every > 1 else parameter.numel * reduced / BUCKET_BYTES
-            count = min(1.0, max(filled, form.fragments / joined[form]))
+            filled = parameter.numel * reduced / (execution.bucket_bytes or BUCKET_BYTES)
+            count = min(1.0, max(filled * (form.every == 1), form.fragments / joined[form]))
         for message in sync.sync_messages(form, parameter.shape, item, reduced, used, num, rates):
             yield parameter, form, message, count / message.steps
 
@@ -203,8 +202,12 @@ def sent(
             np.sum([_inside(getattr(share, name), runs) for share in together], axis=0)
             for name in ("numel", "single", "bucketed")
         )
-        numel, count = _bucketed(numel, single, small, runs, size, [range(len(runs))])
+        limit = (execution.bucket_bytes or BUCKET_BYTES) / size
+        numel, count = _bucketed(numel, single, small, runs, [(range(len(runs)), limit)])
         yield Traffic("reduce", "all_reduce", axes, numel * size, count)
+
+
+Unit = tuple[Sequence[int], float]  # runs that share buckets, and the elements of a bucket
 
 
 def _groups(
@@ -213,13 +216,21 @@ def _groups(
     """Return elements and messages of every run in flat groups.
 
     All runs of a unit share groups; parameters outside of blocks have runs before and after them.
+    A block that is gathered for each pass is one group.
     """
     numel, single, small = (_inside(a, runs) for a in (share.numel, share.flat, share.joined))
-    units: dict[str, list[int]] = {}
+    members: dict[str, list[int]] = {}
     for at, (name, _, _) in enumerate(runs):
-        units.setdefault(name if by_unit or execution.whole_units else "", []).append(at)
-    size = 0 if execution.whole_units else share.itemsize
-    return _bucketed(numel, single, small, runs, size, list(units.values()))
+        members.setdefault(name if by_unit or execution.whole_units else "", []).append(at)
+    units = []
+    for name, own in members.items():
+        is_whole = execution.whole_units or (by_unit and bool(name))
+        limit = (execution.bucket_bytes or BUCKET_BYTES) / share.itemsize
+        units.append((own, np.inf if is_whole else limit))
+        for run in own if is_whole else ():
+            inside = slice(runs[run][1] - runs[0][1], runs[run][2] - runs[0][1])
+            single[inside], small[inside] = 0.0, numel[inside]
+    return _bucketed(numel, single, small, runs, units)
 
 
 def _inside(sums: Floats, runs: Sequence[Run]) -> Floats:
@@ -228,49 +239,28 @@ def _inside(sums: Floats, runs: Sequence[Run]) -> Floats:
 
 
 def _bucketed(
-    numel: Floats,
-    single: Floats,
-    small: Floats,
-    runs: Sequence[Run],
-    itemsize: int,
-    units: Sequence[Sequence[int]],
+    numel: Floats, single: Floats, small: Floats, runs: Sequence[Run], units: Sequence[Unit]
 ) -> tuple[Floats, Floats]:
     """Return elements and messages of every run, where small tensors of a unit share buckets.
 
-    The run that completes a bucket sends it. With an item size of 0 a unit is one bucket.
+    The run that completes a bucket in backward sends it.
     """
     edges = np.array([*(first for _, first, _ in runs), runs[-1][2]]) - runs[0][1]
     messages = np.diff(before(single)[edges])  # whole numbers: differences of sums are exact
     sizes = np.diff(before(numel - small)[edges])
-    large = np.flatnonzero(single)
-    formed = int(large[-1]) if large.size else -1  # the last position that has sent a message
-    waiting: list[list[Parcel]] = [[] for _ in runs]
-    places = np.flatnonzero(small)
-    homes = np.searchsorted(edges, places, side="right") - 1
-    for parcel in zip(homes.tolist(), places.tolist(), small[places].tolist(), strict=True):
-        waiting[parcel[0]].append(parcel)
-    for unit in sorted(units, key=lambda unit: -unit[-1]):
-        parcels = [parcel for run in reversed(unit) for parcel in reversed(waiting[run])]
-        for run, place, size in _filled(parcels, formed, itemsize):
-            messages[run] += 1
-            sizes[run] += size
-            formed = max(formed, place)
+    for own, limit in units:
+        last, filled = 0, 0.0
+        for run in reversed(own):
+            inside = small[edges[run] : edges[run + 1]]
+            for size in inside[np.flatnonzero(inside)][::-1].tolist():
+                last, filled = run, filled + size
+                if filled >= limit:
+                    messages[run] += 1
+                    sizes[run] += filled
+                    filled = 0.0
+        messages[last] += filled > 0
+        sizes[last] += filled
     return sizes, messages
-
-
-def _filled(parcels: Sequence[Parcel], formed: int, itemsize: int) -> Iterator[Parcel]:
-    """Yield the run and place that complete each bucket, and its elements, in backward order."""
-    full, first = (b / itemsize if itemsize else np.inf for b in (BUCKET_BYTES, FIRST_BUCKET_BYTES))
-    limit, filled = first, 0.0
-    for run, place, size in parcels:
-        filled += size
-        if limit == first <= filled and place <= formed:
-            limit = full  # an earlier message is already under way
-        if filled >= limit:
-            yield run, place, filled
-            limit, filled = full, 0.0
-    if filled:
-        yield run, place, filled
 
 
 # ------------------------------------------------------------ stages

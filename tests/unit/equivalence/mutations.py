@@ -223,7 +223,6 @@ def skip_last_bucket(patch: pytest.MonkeyPatch) -> None:
             patch.setattr(last, "finish", lambda: None, raising=False)
         return reductions
 
-    patch.setattr(flat, "FIRST_BUCKET_BYTES", 1 << 12)
     patch.setattr(flat, "BUCKET_BYTES", 1 << 12)
     patch.setattr(reducer.Reducer, "_form", formed)
 

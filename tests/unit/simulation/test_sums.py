@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,6 +115,46 @@ def test_message_counts_match_the_runtime(
     assert predicted["reduce"] == actual["reduce"]
     assert predicted["update"] == actual["update"]
     assert 2 * predicted["gather"] + predicted["root"] == actual["gather"]  # again in backward
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_the_size_of_messages_suits_the_links(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same model sends fewer, larger messages over links with a larger latency per byte."""
+    graph, counts = tower(3, 256, 2100), []
+    for gbit_per_s, latency_us, size in ((1, 50, 1), (200, 1000, 32)):
+        cluster = sw.Cluster.preset(
+            "cpu",
+            nodes=2,
+            devices_per_node=1,
+            nic_gbit_per_s=gbit_per_s,
+            network_latency_us=latency_us,
+        )
+        plan = getattr(sw.strategies, STRATEGIES[zero])(graph, cluster)
+        assert plan.bucket_mib == size
+        predicted, actual = simulated(graph, plan, cluster), sent(graph, plan, monkeypatch)
+        monkeypatch.undo()
+        assert predicted["reduce"] == actual["reduce"]
+        assert 2 * predicted["gather"] + predicted["root"] == actual["gather"]
+        counts.append(actual)
+    small, large = counts
+    assert large["reduce"] == (4 if zero == 3 else 1) < small["reduce"]
+    if zero == 3:  # each block in one message forward and one backward, the rest in one
+        assert large["gather"] == 2 * 3 + 1 < small["gather"]
+
+
+def test_the_size_of_messages_is_in_the_plan_and_in_the_code(tmp_path: Path) -> None:
+    graph = tower(1, 64, 50)
+    plan = sw.strategies.ddp(graph, sw.Cluster.local(2)).with_(bucket_mib=16)
+    plan.save(tmp_path / "plan.json")
+    loaded = sw.Plan.load(tmp_path / "plan.json")
+    assert loaded.bucket_mib == 16
+    program = sw.compile(graph, loaded)
+    assert "\nBUCKET_BYTES = 16 << 20" in program.source(0)
+    store = SingleRank(program, 0, torch.device("cpu")).store
+    assert {entry.spec.bucket for entry in store.entries} == {16 << 20}
+    assert sw.strategies.tensor(graph, sw.Cluster.local(2)).bucket_mib == 0  # no gradient is summed
+    with pytest.raises(sw.errors.PlanError, match="bucket_mib"):
+        sw.Plan.from_json({**plan.to_json(), "bucket_mib": -1})
 
 
 class Mixed(nn.Module):

@@ -25,7 +25,7 @@ from shardwise.plans import (
     model_fingerprint,
     resolve,
 )
-from shardwise.plans.plan import fold_entries
+from shardwise.plans.plan import INPUT_ROLES, fold_entries
 from shardwise.program.pipeline import check_micro_batches
 from shardwise.schedules import (
     SCHEDULES,
@@ -40,6 +40,7 @@ from shardwise.sharding.candidates import ShardAxis
 from shardwise.sharding.factors import Facts, analyze
 from shardwise.sharding.placements import REPLICATED, Shard, format_placement
 from shardwise.shares import axes_of, num_ranks
+from shardwise.simulation.costs import ClusterCosts, Group
 
 BATCH_AXES = ("dp", EXPERTS_AXIS)
 
@@ -140,7 +141,12 @@ def make_plan(
         rng=rng,
         seed=seed,
     )
-    return _completed(graph, draft, facts, zero, sequence_parallel)
+    plan = _completed(graph, draft, facts, zero, sequence_parallel)
+    first = plan.all_stages[0]
+    shared = [axis for axis, role in plan.roles.items() if role in INPUT_ROLES]
+    parts = plan.num_ranks // prod(first.mesh.axis_size(a) for a in shared if a in first.mesh.names)
+    group, costs = Group(mesh=first.mesh, ranks=first.ranks), ClusterCosts(cluster)
+    return plan.with_(bucket_mib=costs.bucket_mib(graph, plan.precision, group, shared, parts))
 
 
 def axis_role(axis: str) -> str:
