@@ -2,6 +2,7 @@
 
 python examples/10_long_context.py
 python examples/10_long_context.py --nodes 8
+python examples/10_long_context.py --layers 2 --verify
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def make(rows: int, layers: int = 32) -> tuple[LlamaForCausalLM, dict[str, torch
     return model, {"input_ids": ids, "labels": ids}
 
 
-def main(nodes: int, layers: int) -> None:
-    """Print the predicted time and memory of each plan."""
+def main(nodes: int, layers: int, verify: bool = False) -> None:
+    """Print the predicted time and memory of each plan; `verify` it on a smaller twin."""
     cluster = sw.Cluster.preset("h100", nodes=nodes, devices_per_node=8)
     model, batch = make(rows=nodes, layers=layers)
     graph = sw.capture(model, batch)
@@ -53,11 +54,14 @@ def main(nodes: int, layers: int) -> None:
         estimate = sw.simulate(graph, plan, cluster)
         memory = estimate.peak.peak_bytes / 2**30
         print(f"  {text:25}{estimate.step_time_s:6.1f} s  {memory:5.1f} GiB", flush=True)
+        if verify:
+            print(str(sw.verify(model, batch, plan)).partition("\n")[0], flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--verify", action="store_true")
     options = parser.parse_args()
-    main(options.nodes, options.layers)
+    main(options.nodes, options.layers, options.verify)

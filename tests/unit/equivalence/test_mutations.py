@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from shardwise.equivalence import Certificate
 from shardwise.errors import ProgramError
 from shardwise.program import Program
+from shardwise.runtime.operators import ring, routing
 from tests.unit.equivalence import mutations as m
 from tests.unit.equivalence.cases import Case, case
 
@@ -140,3 +144,47 @@ def test_wrong_counts_offsets_and_axes_are_caught(fault: str) -> None:
     name, strategy, change, word = BROKEN[fault]
     subject = case(name, strategy)
     assert_caught(subject.check(change(subject.program)), word)
+
+
+def wrong_order(counts: Tensor) -> Tensor:
+    """Leave received rows by source rank."""
+    return torch.arange(int(counts.sum()))
+
+
+def wrong_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    """Do not send gradients back to the ranks of their tokens."""
+    index, width = ctx.axis.index, grads[0].shape[1]
+    own = ctx.counts[index] if not ctx.forth else torch.cat([t[index] for t in ctx.counts])
+    return grads[0].new_zeros(int(own.sum()), width), None, None, None
+
+
+def later_keys(self: Any, step: int, num_heads: int) -> Any:
+    """Show queries the later keys of their own block."""
+    return (piece._replace(diagonal=None) for piece in PIECES(self, step, num_heads))
+
+
+def unsent_gradients(self: Any, pair: Any, step: int) -> Any:
+    """Do not add the gradients of keys and values of other ranks."""
+    arrive = SHIFT(self, pair, step)
+    return lambda: tuple(x * 0 if x.dtype == torch.float64 and step else x for x in arrive())
+
+
+PIECES, SHIFT = ring._Ring.pieces, ring._Ring.shift
+FAULTS: dict[str, tuple[str, str, object, str, object]] = {
+    "rows by source": ("routed", "expert", routing, "_expert_order", wrong_order),
+    "no gradients of rows": ("routed", "expert", routing._Exchange, "backward", wrong_backward),
+    "a later key": ("fused_gpt", "context", ring._Ring, "pieces", later_keys),
+    "blocks unsent": ("fused_gpt", "context", ring._Ring, "shift", unsent_gradients),
+    "no fold": ("fused_gpt", "context", ring._Ring, "fold", lambda _, x, *args, **kwargs: x),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_messages_of_experts_and_rings_are_caught(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, strategy, owner, attribute, wrong = FAULTS[fault]
+    options = {"attention": "ring"} if strategy == "context" else {}
+    subject = case(name, strategy, **options)
+    monkeypatch.setattr(owner, attribute, staticmethod(wrong) if attribute == "backward" else wrong)
+    assert not subject.check().ok
