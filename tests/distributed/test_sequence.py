@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support import training
+from tests.support import attentions, training
 from tests.support.pool import Pool
 from tests.support.training import check_parallel
 
@@ -40,6 +40,26 @@ def test_a_gpt_on_shards_of_its_sequence(
     pool: Callable[[int], Pool], strategy: str, ranks: int, options: dict[str, object]
 ) -> None:
     check_parallel(pool, "fused_gpt", strategy, ranks, options)
+
+
+WAYS = [  # no rank count divides 17 queries or 11 keys of a memory; 3 key heads are too few for 4
+    (2, {"cp": 2, "attention": "gather"}),
+    (3, {"cp": 3, "attention": "ring"}),
+    (4, {"cp": 4, "attention": "ring"}),
+    (4, {"cp": 4, "attention": "heads"}),
+    (6, {"cp": 6, "attention": "heads"}),
+    (4, {"cp": 2, "tp": 2, "sequence_parallel": True}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["", "_full"])
+@pytest.mark.parametrize("kind", attentions.KINDS)
+@pytest.mark.parametrize(("ranks", "options"), WAYS)
+def test_kinds_of_attention_on_shards_of_the_sequence(
+    pool: Callable[[int], Pool], ranks: int, options: dict[str, object], kind: str, form: str
+) -> None:
+    check_parallel(pool, f"attention_{kind}{form}", "hybrid", ranks, options, 2)
 
 
 PACKED = [

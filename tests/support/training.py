@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.equivalence.reference import KeepDouble
-from tests.support import experts, packed, packed_sequences, zoo
+from tests.support import attentions, experts, packed, packed_sequences, zoo
 from tests.support.pool import Pool
 
 STEPS = 3
@@ -90,6 +90,8 @@ def make(name: str, batch: int = 7) -> tuple[nn.Module, Any]:
     if name == "language_of_experts":
         model, inputs = experts.make_language(batch)
         return model.double(), inputs
+    if name.startswith("attention_"):
+        return attentions.make(name.removeprefix("attention_"))
     if name.startswith("packed_"):
         model, inputs = packed.make(name.removeprefix("packed_"), min(batch, 3))
         return model.double(), inputs
