@@ -90,3 +90,21 @@ def recorded(library: Path) -> list[str]:
 
 def test_a_device_without_events_is_timed_by_the_host(library: Path, group: Pool) -> None:
     assert group.run(recorded, library) == [["F"]] * 3
+
+
+def trainer_parts(library: Path) -> tuple[str, str, str, bool]:
+    from shardwise.checkpoint.write import _host_copy, _side_stream
+    from shardwise.runtime.devices import accelerator, backend_of
+    from shardwise.training.processes import choose_device, process_group
+
+    device = dummy_device.register(library)
+    with process_group(choose_device("auto"), 60.0) as world:
+        kind = world.device.type
+    view = torch.arange(6.0).to(device)
+    copy = _host_copy(view, _side_stream([view]))
+    is_copied = copy.device.type == "cpu" and torch.equal(copy, torch.arange(6.0))
+    return accelerator(), kind, backend_of(kind, 1), is_copied
+
+
+def test_trainers_and_checkpoints_use_the_registered_device(library: Path, group: Pool) -> None:
+    assert group.run(trainer_parts, library) == [("dummy", "dummy", "gloo", True)] * 3

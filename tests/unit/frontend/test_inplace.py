@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import shardwise as sw
 from shardwise.errors import CaptureError
 from shardwise.frontend import capture
 from tests.support.capture import assert_captured
@@ -263,3 +264,36 @@ def test_writing_to_the_batch_is_refused():
         capture(Model(), {"x": torch.ones(3, dtype=torch.float64)})
     line = Model.forward.__code__.co_firstlineno + 1
     assert error.value.where == f"test_inplace.py:{line}"
+
+
+class Strided(nn.Module):
+    """Windows through `as_strided`, of tensors in several orders of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(5, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.net(x)
+        windows = h.transpose(0, 1).as_strided((6, 3, 2, 8), (32, 8, 8, 1))
+        steps = torch.as_strided(h, (6, 5), (32, 3), 1)
+        rows = h[:, :2].contiguous().as_strided((6, 3, 4), (16, 2, 1))
+        return windows.square().sum() / 7 + steps.sin().sum() + (rows**3).mean()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "tensor"])
+def test_strided_windows_do_not_depend_on_the_order_of_memory(strategy: str) -> None:
+    model, batch = Strided(), {"x": torch.linspace(-2, 2, 120).view(6, 4, 5).cos()}
+    graph = sw.capture(model, batch)
+    plan = getattr(sw.strategies, strategy)(graph, sw.Cluster.local(2))
+    assert sw.verify(model, batch, plan).ok
+
+
+def test_memory_with_gaps_is_refused_with_the_line() -> None:
+    class Gaps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, 1:3].as_strided((6, 9), (20, 1)).sum()
+
+    with pytest.raises(CaptureError, match="outside of its tensor") as error:
+        sw.capture(Gaps(), {"x": torch.ones(6, 4, 5)})
+    assert "test_inplace.py" in str(error.value)

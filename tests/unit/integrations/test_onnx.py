@@ -225,6 +225,13 @@ def test_constants_that_an_exporter_adds_are_not_trained(tmp_path: Path) -> None
     assert module(x).shape == (2, 16, 8)
 
 
+def test_recorded_parameters_of_one_element_are_trained(tmp_path: Path) -> None:
+    source, path = nn.Linear(3, 1), tmp_path / "one.onnx"
+    torch.onnx.export(source, (torch.ones(2, 3),), dynamo=True, verbose=False).save(path)
+    module = sw.from_onnx(path)
+    assert sorted(p.numel() for p in module.parameters()) == [1, 3]
+
+
 def test_names_and_uses_decide_where_nothing_is_recorded(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("MatMul", ["x", "onnx::MatMul_7"], ["h"]),
