@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardwise.api.compile import (
@@ -41,6 +40,7 @@ from shardwise.frontend.errors import describe_failure
 from shardwise.frontend.objective import LossFn, Model, Objective, StepFn, as_module, objective
 from shardwise.ir import Graph
 from shardwise.plans import Plan, Precision
+from shardwise.runtime.devices import process_rank
 from shardwise.runtime.rendezvous import starting
 from shardwise.version import __version__
 
@@ -235,7 +235,7 @@ def verify_first(
     same program again.
     """
     with starting(MAX_WAIT_S) as agree:
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if process_rank() == 0:
             _verify_once(model, batch, plan, loss_fn, folder)
         agree("verified")
 

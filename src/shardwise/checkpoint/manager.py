@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.open import is_complete, locate
 from shardwise.checkpoint.save import Saving, save_checkpoint
 from shardwise.errors import CheckpointError
+from shardwise.runtime.devices import process_rank
 
 _STEP = re.compile(r"(?:\.(?=.*\.replaced))?step-(\d{8,})(?:\.replaced)?")
 _LEFTOVER = re.compile(r"\.step-\d+\.partial-[0-9a-f]+")
@@ -141,7 +141,7 @@ class CheckpointManager:
 
     def _remove_old(self) -> None:
         """Remove checkpoints that are not to be kept, and the remains of killed saves."""
-        if dist.is_initialized() and dist.get_rank() != 0:
+        if process_rank() != 0:
             return
         complete = self.all()
         if not complete:

@@ -33,7 +33,8 @@ _log = logging.getLogger("shardwise")
 class Saving:
     """A save in progress.
 
-    `blocked_s` is the time for which training was blocked so far, `duration_s` the total time.
+    `blocked_s` is the time for which training was blocked so far, `duration_s` the total time, and
+    `error` that of a failed save.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,7 +44,7 @@ class Saving:
         self._started_at = time.monotonic()
         self._staging: Staging | None = None
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
 
     def wait(self, timeout_s: float | None = None) -> Path:
         """Wait until the checkpoint is complete on all ranks; raise an error if it failed."""
@@ -51,8 +52,8 @@ class Saving:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 raise CheckpointError(f"{self.path} is not complete after {timeout_s:g} s")
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self.path
 
     def staged(self, timeout_s: float | None = None) -> None:
@@ -65,11 +66,6 @@ class Saving:
     def done(self) -> bool:
         """Return whether `wait` would return immediately."""
         return self._thread is None or not self._thread.is_alive()
-
-    @property
-    def error(self) -> BaseException | None:
-        """Return the error of a failed save."""
-        return self._error
 
     @contextlib.contextmanager
     def _blocking(self) -> Iterator[None]:
@@ -87,7 +83,7 @@ class Saving:
         except BaseException as error:
             staging.finished.set()
             writer.rendezvous.fail(error)
-            self._error = error
+            self.error = error
             if writer.rendezvous.rank == 0 and self._thread is not None:
                 _log.error("checkpoint %s failed: %s", self.path, error)
         finally:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.errors import CheckpointError, did_you_mean
+from shardwise.runtime.devices import num_processes
 from shardwise.runtime.grad_sync import sync_axis
 from shardwise.runtime.memory import settle
 from shardwise.runtime.module import ParallelModule
@@ -420,7 +420,7 @@ class PlainState(_State):
 
     def __init__(self, module: nn.Module) -> None:
         self.module = _unwrapped(module)
-        self.ranks = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
+        self.ranks = tuple(range(num_processes()))
         self.named: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         first: dict[int, str] = {}

@@ -25,6 +25,7 @@ from shardwise.ir import Graph
 from shardwise.plans import Plan
 from shardwise.program import Pipeline, Program
 from shardwise.runtime.loader import LoadedPipeline, build, load, parameters_of
+from shardwise.runtime.pipeline.executor import PipelineRun
 from shardwise.runtime.splits import Split, assemble, local_shape
 from shardwise.runtime.transport.threads import Collective, run_threads
 from shardwise.sharding.placements import PARTIAL, REPLICATE, Layout, Partial, Placement, Replicate
@@ -216,8 +217,10 @@ class Stages(Subject):
             def step(inputs: Tensors) -> tuple[torch.Tensor, Sequence[Any]]:
                 with rt.hooked(store, self.graph.hooks):
                     with store.step():
-                        loss, outputs = executor.train(inputs, outputs=True)
+                        run = PipelineRun(inputs=inputs, training=True, outputs=True)
+                        loss, outputs = executor.run(run)
                     executor.tied.sum_gradients()
+                assert loss is not None
                 return loss, outputs or ()
 
             return Opened(store, step)

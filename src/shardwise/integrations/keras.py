@@ -20,7 +20,7 @@ from shardwise.cluster import Cluster
 from shardwise.errors import ConfigError
 from shardwise.integrations.plan_request import PlanLike, PlanRequest
 from shardwise.runtime import optimizer
-from shardwise.runtime.devices import backend_of
+from shardwise.runtime.devices import backend_of, num_processes
 from shardwise.runtime.rendezvous import init_process_group
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
@@ -134,8 +134,8 @@ class _Training(keras.callbacks.Callback):  # type: ignore[misc]
                 local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
                 backend = backend_of(first.device.type, local)
                 init_process_group(backend, timedelta(minutes=10))
-            ranks = dist.get_world_size() if dist.is_initialized() else 1
-            plan = self.distribution.request.make(model, batch, ranks, first.device)
+            request, ranks = self.distribution.request, num_processes()
+            plan = request.make(model, batch, ranks, first.device)
             self.pm = parallelize(model, batch, plan)
             elementwise = type(model.optimizer).__name__ in _ELEMENTWISE
             norms = (model.optimizer.clipnorm, model.optimizer.global_clipnorm)

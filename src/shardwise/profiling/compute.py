@@ -25,6 +25,7 @@ from shardwise.cluster.device import Rates
 from shardwise.dtypes import dtype_name, torch_dtypes
 from shardwise.malloc_tuning import keep_heap
 from shardwise.profiling.fit import rounded
+from shardwise.runtime.devices import barrier, process_rank, synchronize
 
 MIN_SAMPLE_S = 2.0e-4  # well above the clock's resolution and the cost of reading it
 MIN_SAMPLES, MAX_SAMPLES = 3, 400
@@ -102,18 +103,6 @@ def max_over_ranks(value: float, device: torch.device) -> float:
     return float(maximum)
 
 
-def barrier() -> None:
-    """Wait for all ranks."""
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the kernels of a GPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 Points = list[list[float]]
 
 SIZES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192)}
@@ -189,8 +178,7 @@ def _on_core(clock: Clock, turn: int) -> Iterator[None]:
         yield
         return
     cores = sorted(os.sched_getaffinity(0))
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    os.sched_setaffinity(0, {cores[(rank + turn) % len(cores)]})
+    os.sched_setaffinity(0, {cores[(process_rank() + turn) % len(cores)]})
     try:
         yield
     finally:

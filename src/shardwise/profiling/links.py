@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.collectives.messages import Chunk, Instruction, MessageProgram
-from shardwise.profiling.compute import MIN_SAMPLES, barrier, max_over_ranks, synchronize
+from shardwise.profiling.compute import MIN_SAMPLES, max_over_ranks
 from shardwise.runtime.collectives.messenger import Messenger
 from shardwise.runtime.collectives.shared_memory import SharedBuckets
+from shardwise.runtime.devices import barrier, synchronize
 from shardwise.runtime.transport import Group
 from shardwise.runtime.transport.process_group import ProcessGroupTransport
 

@@ -50,3 +50,20 @@ def synchronize(device: torch.device) -> None:
     """Wait for all work on a device."""
     if device.type not in _HOST:
         module_of(device).synchronize(device)
+
+
+# ------------------------------------------------------------ processes
+def process_rank() -> int:
+    """Return the rank of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def num_processes() -> int:
+    """Return the number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if dist.is_initialized():
+        dist.barrier()

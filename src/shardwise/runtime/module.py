@@ -152,21 +152,23 @@ class ParallelModule(nn.Module):
         self, batch: Any, *, loss: bool = False, step: str = "", local: bool = False
     ) -> Any:
         """Return the outputs in eval mode, without gradients; with `loss`, the loss and them."""
-        with self.store.naming_failures():
-            key, program = self._program(batch, step, training=False, local=local)
-            with self.store.evaluate(key):
-                value, outputs = program.evaluate(batch, self.store, outputs=True, local=local)
+        value, outputs = self._evaluate(batch, step, local, outputs=True)
         return (value, outputs) if loss else outputs
 
     def eval_loss(self, batch: Any, *, step: str = "", local: bool = False) -> Tensor:
         """Return the full batch's loss in eval mode, without gradients, the same on every rank."""
-        with self.store.naming_failures():
-            key, program = self._program(batch, step, training=False, local=local)
-            with self.store.evaluate(key):
-                loss, _ = program.evaluate(batch, self.store, outputs=False, local=local)
+        loss, _ = self._evaluate(batch, step, local, outputs=False)
         if loss is None:
             raise LossError("the model returns no loss in eval mode", hint="labels in the batch")
         return _public_loss(loss)
+
+    def _evaluate(
+        self, batch: Any, step: str, local: bool, *, outputs: bool
+    ) -> tuple[Tensor | None, Any]:
+        with self.store.naming_failures():
+            key, program = self._program(batch, step, training=False, local=local)
+            with self.store.evaluate(key):
+                return program.evaluate(batch, self.store, outputs=outputs, local=local)
 
     def local_batch(self, batch: Any, training: bool = True, *, step: str = "") -> Any:
         """Return this rank's part of a full batch, for `train_step(…, local=True)`."""

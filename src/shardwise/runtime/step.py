@@ -25,6 +25,7 @@ from shardwise.runtime.compiled import begin_graphs
 from shardwise.runtime.loader import CapturedModel, LoadedModule, LoadedPipeline, naming_places
 from shardwise.runtime.memory import offload_activations
 from shardwise.runtime.mesh import ProcessMesh
+from shardwise.runtime.pipeline.executor import PipelineRun
 from shardwise.runtime.splits import local_shape, take_local
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.tracing import Recorder, called_submodules
@@ -239,30 +240,30 @@ class PipelineStep(StepProgram):
     ) -> tuple[Tensor, Any]:
         if not self.options.trains:
             raise _not_trained()
-        inputs, scale = self._inputs(batch, local), store.loss_scale
-        with self._offloading(), naming_places():
-            loss, leaves = self.executor.train(inputs, outputs=outputs, scale=scale, local=local)
-        return loss, self._output(leaves)
+        with self._offloading():
+            loss, out = self._run(batch, outputs, local, training=True, scale=store.loss_scale)
+        assert loss is not None
+        return loss, out
 
     def evaluate(
         self, batch: Any, store: ParameterStore, *, outputs: bool, local: bool
     ) -> tuple[Tensor | None, Any]:
-        inputs = self._inputs(batch, local)
+        return self._run(batch, outputs, local, training=False)
+
+    def _run(
+        self, batch: Any, outputs: bool, local: bool, **options: Any
+    ) -> tuple[Tensor | None, Any]:
+        dtypes, tensors = self.options.input_dtypes, self._tensors(batch, local)
+        inputs = {name: tensor.to(dtype=dtypes.get(name)) for name, tensor in tensors.items()}
+        run = PipelineRun(inputs=inputs, outputs=outputs, local=local, **options)
         with naming_places():
-            loss, leaves = self.executor.evaluate(inputs, outputs=outputs, local=local)
-        return loss, self._output(leaves)
+            loss, leaves = self.executor.run(run)
+        return loss, None if leaves is None else rebuild_output(self.graph.output_spec, leaves)
 
     def finish(self) -> None:
         """Sum the gradients of parameters that several stages use."""
         with self.store.recorder.span("waiting", "gradients"):
             self.executor.tied.sum_gradients()
-
-    def _inputs(self, batch: Any, local: bool) -> Mapping[str, Tensor]:
-        dtypes = self.options.input_dtypes
-        return {n: t.to(dtype=dtypes.get(n)) for n, t in self._tensors(batch, local).items()}
-
-    def _output(self, leaves: tuple[Any, ...] | None) -> Any:
-        return None if leaves is None else rebuild_output(self.graph.output_spec, leaves)
 
     def local_part(self, name: str, tensor: Tensor) -> Tensor:
         return self.executor.reader.local_part(name, tensor)

@@ -24,7 +24,6 @@ from shardwise.ir.operators import interpret
 from shardwise.layouts.microbatch_axis import values_of_inputs
 from shardwise.plans import Plan
 from shardwise.program.microbatches import restrict, separate_means
-from shardwise.runtime.mesh import Axis
 from shardwise.runtime.module import ParallelModule
 from shardwise.runtime.step import StepProgram
 from shardwise.simulation.workload import batch_rows
@@ -142,17 +141,6 @@ def make_metrics(config: TrainConfig, base: Path | None) -> dict[str, Metric]:
                 hint="a function (output, batch), or an object with update, compute and reset",
             )
     return metrics
-
-
-def values_of_rank_0(
-    values: Mapping[str, float], everyone: Axis, device: torch.device
-) -> dict[str, float]:
-    """Return the values that rank 0 has; all ranks call it."""
-    if everyone.size == 1 or not values:
-        return dict(values)
-    local = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
-    gathered = everyone.all_gather(local, [len(local)] * everyone.size).wait()
-    return dict(zip(values, gathered[: len(local)].tolist(), strict=True))
 
 
 def check_metrics(config: TrainConfig) -> None:
@@ -309,8 +297,8 @@ class Evaluator:
             metric.reset()
         loss = self._mean_loss(batches)
         metrics = {name: metric.compute() for name, metric in self.metrics.items()}
-        mesh, device = self.module.mesh, self.module.store.device
-        return {EVALUATION_LOSS: loss, **values_of_rank_0(metrics, mesh.everyone, device)}
+        everyone, device = self.module.mesh.everyone, self.module.store.device
+        return {EVALUATION_LOSS: loss, **everyone.gather_objects(metrics, device)[0]}
 
     def _mean_loss(self, batches: int | None) -> float:
         """Return the mean loss, and update the metrics with the outputs."""

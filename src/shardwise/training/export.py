@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -29,6 +28,7 @@ from shardwise.files import write_text
 from shardwise.frontend.errors import capture_error
 from shardwise.frontend.tracing import quiet
 from shardwise.runtime import ParallelModule
+from shardwise.runtime.devices import barrier, process_rank
 from shardwise.runtime.user_model import full_tensors
 
 PROGRAM = ".pt2"
@@ -69,19 +69,10 @@ def export(
             hint=f'sw.export(…, "{out}", model=model, batch={{"input_ids": ids}})',
         )
     state = _weights(source, section)
-    if _is_main():
+    if process_rank() == 0:
         _write_program(_filled(model, state, dtype), batch, dynamic, out)
-    _barrier()
+    barrier()
     return out
-
-
-def _is_main() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
 
 
 # ------------------------------------------------------------ a Hugging Face folder
@@ -92,14 +83,14 @@ def _write_folder(
     try:
         if isinstance(source, nn.Module):
             save_checkpoint(temporary, source)
-        if _is_main():
+        if process_rank() == 0:
             folder = temporary if isinstance(source, nn.Module) else Path(source)
             with _config_file(config, out) as file:
                 convert_checkpoint(folder, out, to="hf", config=file, section=section, dtype=dtype)
     finally:
-        if _is_main() and isinstance(source, nn.Module):
+        if process_rank() == 0 and isinstance(source, nn.Module):
             shutil.rmtree(temporary, ignore_errors=True)
-    _barrier()
+    barrier()
 
 
 @contextlib.contextmanager
@@ -120,10 +111,11 @@ def _config_file(config: Any, out: Path) -> Iterator[Path | None]:
 def _weights(source: nn.Module | str | Path, section: str) -> dict[str, Tensor]:
     """Return the full weights on rank 0."""
     if isinstance(source, ParallelModule):
-        return {names[0]: tensor.cpu() for names, tensor in full_tensors(source) if _is_main()}
+        tensors = full_tensors(source)
+        return {names[0]: tensor.cpu() for names, tensor in tensors if process_rank() == 0}
     if isinstance(source, nn.Module):
         return dict(source.state_dict())
-    return read_section(open_checkpoint(source), section) if _is_main() else {}
+    return read_section(open_checkpoint(source), section) if process_rank() == 0 else {}
 
 
 def _filled(model: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype | None) -> nn.Module:

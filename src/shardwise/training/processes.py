@@ -18,7 +18,13 @@ import torch.distributed as dist
 
 from shardwise.errors import ConfigError, RankError, ShardwiseError, did_you_mean
 from shardwise.processes import handled_signals, run_until_exit
-from shardwise.runtime.devices import accelerator, backend_of, module_of
+from shardwise.runtime.devices import (
+    accelerator,
+    backend_of,
+    module_of,
+    num_processes,
+    process_rank,
+)
 from shardwise.runtime.failures import has_ended, report_of
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.rendezvous import host_store, init_process_group
@@ -63,9 +69,8 @@ def process_group(device: str, timeout_s: float) -> Iterator[World]:
     joins = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
     if joins:
         _join(device, timeout_s)
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     try:
-        yield World(rank=rank, size=size, device=local_device)
+        yield World(rank=process_rank(), size=num_processes(), device=local_device)
     finally:
         if joins:
             dist.destroy_process_group()

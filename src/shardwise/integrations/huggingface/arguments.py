@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader
@@ -21,6 +20,7 @@ from transformers.training_args import ParallelMode
 from shardwise.errors import PlanError
 from shardwise.plans import Plan
 from shardwise.runtime import ParallelModule, clip_grad_norm_
+from shardwise.runtime.devices import process_rank
 from shardwise.runtime.optimizer import ShardedOptimizer
 
 _OWN_PARALLELISM = {
@@ -32,16 +32,6 @@ _OWN_PARALLELISM = {
     "bf16_full_eval": "bf16=True",
     "use_liger_kernel": "a model of torch operators",
 }
-
-
-def rank() -> int:
-    """Return the rank of this process."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def num_ranks() -> int:
-    """Return the number of processes."""
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 class OneDevice(TrainingArguments):  # type: ignore[misc]
@@ -59,7 +49,7 @@ class OneDevice(TrainingArguments):  # type: ignore[misc]
 
     @property
     def should_save(self) -> bool:
-        return rank() == 0
+        return process_rank() == 0
 
     should_log = should_save
 
@@ -116,7 +106,7 @@ class OneProcess(Accelerator):  # type: ignore[misc]
 
     @property
     def is_main_process(self) -> bool:
-        return rank() == 0
+        return process_rank() == 0
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
         """Prepare loaders as for one process, shard optimizers, and return others unchanged."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -20,13 +19,7 @@ from shardwise.api.weights import Init
 from shardwise.checkpoint import load_checkpoint, save_checkpoint
 from shardwise.cluster import Cluster
 from shardwise.errors import BatchError
-from shardwise.integrations.huggingface.arguments import (
-    OneProcess,
-    num_ranks,
-    one_device,
-    rank,
-    replicas_of,
-)
+from shardwise.integrations.huggingface.arguments import OneProcess, one_device, replicas_of
 from shardwise.integrations.huggingface.step import (
     FOLDER,
     ParallelModel,
@@ -47,6 +40,7 @@ from shardwise.integrations.huggingface.step import (
 from shardwise.integrations.plan_request import PlanLike, PlanRequest
 from shardwise.plans import Plan
 from shardwise.runtime import ShardedOptimizer, require_same_lengths, signature
+from shardwise.runtime.devices import barrier, num_processes, process_rank
 from shardwise.runtime.user_model import full_tensors
 from shardwise.training.state import load_random_state, random_state
 
@@ -109,7 +103,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
 
     def _make_plan(self) -> None:
         """Make the plan with a first batch, and scale the batch sizes to all its replicas."""
-        ranks = num_ranks()
+        ranks = num_processes()
         rows = self.args.per_device_train_batch_size * (self._replicas or ranks)
         with preserved_random():
             model, batch = self._step_model(), self._first_batch(rows)
@@ -240,7 +234,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
     def _warn_about_shapes(self, batch: Mapping[str, Any]) -> None:
         """Warn if batches have many shapes, each of which is captured and compiled separately."""
         self._signatures.add(signature(batch))
-        if len(self._signatures) > MAX_SHAPES and rank() == 0:
+        if len(self._signatures) > MAX_SHAPES and process_rank() == 0:
             log.warning(
                 "%d shapes of training batches so far, each with its own program; pad to a "
                 "few: DataCollatorWithPadding(…, pad_to_multiple_of=64), dataloader_drop_last=True",
@@ -282,16 +276,15 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
         parallel = self._current
         if parallel is not None and on_meta(self.model):
             tensors = full_tensors(parallel.parallel)
-            state = {names[0]: tensor.cpu() for names, tensor in tensors if rank() == 0}
-            if rank() == 0:
+            state = {names[0]: tensor.cpu() for names, tensor in tensors if process_rank() == 0}
+            if process_rank() == 0:
                 with unchanged_config(self.model):
                     self._save(output_dir, state_dict=state)
         else:
             self.sync_model()
             with unchanged_config(self.model):
                 super().save_model(output_dir, _internal_call)
-        if dist.is_initialized():
-            dist.barrier()
+        barrier()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the state from which training resumes under any plan."""
@@ -355,7 +348,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
 
     def is_world_process_zero(self) -> bool:
         """Return whether this is rank 0."""
-        return rank() == 0
+        return process_rank() == 0
 
     is_local_process_zero = is_world_process_zero  # only rank 0 prints
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from shardwise.errors import ProgramError
 from shardwise.runtime.mesh import TIME, ProcessMesh
 from shardwise.runtime.operators import widened
 from shardwise.runtime.parameters import torch_dtype
@@ -142,15 +141,15 @@ class _InFlight:
     queue: WeightQueue | None
 
 
-@dataclass(slots=True)
-class _Step:
-    """The state of one run of the list."""
+@dataclass(slots=True, kw_only=True)
+class PipelineRun:
+    """The state of one run of the list; without `training`, only the forwards run."""
 
     inputs: Mapping[str, Tensor]
-    local: bool  # whether the inputs are this rank's part of the batch
-    outputs: bool  # whether the model's outputs are wanted
     training: bool
-    scale: float  # of the loss
+    outputs: bool  # whether the model's outputs are wanted
+    local: bool = False  # whether the inputs are this rank's part of the batch
+    scale: float = 1.0  # of the loss
     in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
     precomputed: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     # Output leaves by stage and micro-batch.
@@ -189,30 +188,13 @@ class Executor:
         for module in modules.values() if recorder is not None else ():
             self.recorder.watch(module, called_submodules(module))
 
-    def train(
-        self,
-        inputs: Mapping[str, Tensor],
-        *,
-        outputs: bool,
-        scale: float = 1.0,
-        local: bool = False,
-    ) -> tuple[Tensor, tuple[Any, ...] | None]:
-        """Run all actions inside `store.step`; return the loss and, on demand, output leaves."""
-        loss, leaves = self._run(self._training, _Step(inputs, local, outputs, True, scale))
-        if loss is None:
-            raise ProgramError("the model has no loss")
-        return loss, leaves
+    def run(self, step: PipelineRun) -> tuple[Tensor | None, tuple[Any, ...] | None]:
+        """Run a list to its end with all of its sends, and clean up after one that fails.
 
-    def evaluate(
-        self, inputs: Mapping[str, Tensor], *, outputs: bool, local: bool = False
-    ) -> tuple[Tensor | None, tuple[Any, ...] | None]:
-        """Run the forwards only; return the loss, if there is one, and output leaves on demand."""
-        return self._run(self._evaluation, _Step(inputs, local, outputs, False, 1.0))
-
-    def _run(
-        self, items: Sequence[Action | Round], step: _Step
-    ) -> tuple[Tensor | None, tuple[Any, ...] | None]:
-        """Run a list to its end with all of its sends, and clean up after one that fails."""
+        Return the loss, if there is one, and output leaves on demand. A training step runs inside
+        `store.step`.
+        """
+        items = self._training if step.training else self._evaluation
         self.exchange.begin()
         run = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}
         try:
@@ -231,7 +213,7 @@ class Executor:
         finally:
             self.mesh.microbatch, self.mesh.final = 0, True
 
-    def _iterate(self, step: _Step, items: Sequence[Action | Round]) -> Iterator[Action]:
+    def _iterate(self, step: PipelineRun, items: Sequence[Action | Round]) -> Iterator[Action]:
         """Iterate over actions, with the mesh at their micro-batch; start rounds of messages."""
         for stage in dict.fromkeys(item.stage for item in items if isinstance(item, Action)):
             step.precomputed[stage] = self.reader.precompute(step.inputs, stage)
@@ -244,7 +226,7 @@ class Executor:
             self.mesh.final = self._last_forward.get(item.stage) == item
             yield item
 
-    def _forward(self, step: _Step, action: Action) -> None:
+    def _forward(self, step: PipelineRun, action: Action) -> None:
         stage, k = action.stage, action.microbatch
         module, generated = self.stages[stage].modules[k], self.stages[stage].generated[k]
         received = self._received(stage, k, step.training)
@@ -273,7 +255,7 @@ class Executor:
         arrived = {index: self.exchange.arrived((index, k, False)) for index, _ in into}
         return {i: arrived[i].requires_grad_(training and t.gradient) for i, t in into}
 
-    def _backward(self, step: _Step, action: Action) -> None:
+    def _backward(self, step: PipelineRun, action: Action) -> None:
         stage, k = action.stage, action.microbatch
         microbatch = step.in_flight[stage, k]
         gradients: dict[str, Tensor] = {}
@@ -313,7 +295,7 @@ class Executor:
         if action.kind == "B":
             del step.in_flight[stage, k]
 
-    def _weights(self, step: _Step, action: Action) -> None:
+    def _weights(self, step: PipelineRun, action: Action) -> None:
         stage, k = action.stage, action.microbatch
         queue = step.in_flight.pop((stage, k)).queue
         assert queue is not None
@@ -321,13 +303,13 @@ class Executor:
         with self._span(action), self.store.backward(stage, last=last):
             queue.run()
 
-    def _share_loss(self, step: _Step) -> Tensor | None:
+    def _share_loss(self, step: PipelineRun) -> Tensor | None:
         """Return the loss on all ranks, if the model has one."""
         if self.spec.loss_stage is None:
             return None
         return self.exchange.share(self.spec.loss_stage, step.loss, (), self._loss_dtype)
 
-    def _share_outputs(self, step: _Step) -> tuple[Any, ...]:
+    def _share_outputs(self, step: PipelineRun) -> tuple[Any, ...]:
         """Return the model's output leaves, in full on every rank."""
         leaves: list[Any] = []
         next_index = dict.fromkeys(range(len(self.spec.stages)), 0)
