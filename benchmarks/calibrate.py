@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from shardwise.published import Entry, read_entries
-from shardwise.published.machines import ACHIEVED, Achieved, cluster_of, read_device
+from shardwise.published.machines import TABLES, Achieved, cluster_of, read_device
 from shardwise.published.predict import predict_row
 from shardwise.published.report import Errors, errors_of
 
@@ -41,7 +41,7 @@ def main() -> None:
     """Fit every kind of device, or validate the fits with `--hold-out`."""
     arguments = _arguments()
     entries = [e for e in read_entries(arguments.csv) if e.row is not None and e.step_time_s]
-    for kind, start in ACHIEVED.items() if not arguments.hold_out else ():
+    for kind, start in TABLES.achieved.items() if not arguments.hold_out else ():
         rows = [e for e in entries if _kind(e) == kind]
         fitted = fit(rows, start)
         print(kind, {k: round(v, 3) for k, v in asdict(fitted).items()})

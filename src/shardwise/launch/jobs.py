@@ -115,6 +115,10 @@ def job_name(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower())[:40].strip("-") or "shardwise"
 
 
+def _template(name: str) -> str:
+    return resources.files("shardwise.launch").joinpath(name).read_text("utf-8")
+
+
 def _groups(counts: Sequence[int]) -> tuple[Group, ...]:
     groups, first = [], 0
     for num_devices, equal in itertools.groupby(counts):
@@ -127,39 +131,6 @@ def _groups(counts: Sequence[int]) -> tuple[Group, ...]:
 # ------------------------------------------------------------ Slurm
 # Groups of nodes with different numbers of devices are the components of a heterogeneous job, each
 # with its own step. Ranks rendezvous on the first node that Slurm allocates.
-SCRIPT = """\
-#!/bin/bash
-# {nodes} nodes, {ranks} ranks. Submit with: sbatch FILE
-{header}
-set -euo pipefail
-{settings}
-hosts=$(scontrol show hostnames "${{SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}}")
-export SHARDWISE_MASTER=${{hosts%%$'\\n'*}}
-export SHARDWISE_PORT={port}
-python={python}
-program=({program})
-
-# Arguments of each node: the number of its step's first node, devices per node, interpreter.
-node='first=$1 devices=$2 python=$3; shift 3
-exec "$python" -m torch.distributed.run --nnodes {nodes} --nproc-per-node "$devices" \\
-    --node-rank "$((first + SLURM_PROCID))" \\
-    --master-addr "$SHARDWISE_MASTER" --master-port "$SHARDWISE_PORT" "$@"'
-
-steps=()
-trap 'kill -TERM "${{steps[@]}}" 2>/dev/null || true' TERM INT
-{steps}
-# When a step fails, stop the others.
-code=0
-for _ in "${{steps[@]}}"; do
-    wait -n || code=$?
-    if [ "$code" -ne 0 ]; then
-        kill -TERM "${{steps[@]}}" 2>/dev/null || true
-        break
-    fi
-done
-wait
-exit "$code"
-"""
 STEP = """\
 srun {het}--ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 --label \\
     bash -c "$node" node {first} {devices} "$python" "${{program[@]}}" &
@@ -175,7 +146,7 @@ def slurm_script(cluster: Cluster, argv: Sequence[str], **settings: Unpack[JobSe
     job = job_spec(cluster, argv, settings, python="python3")
     commands = [f"export {key}={shlex.quote(value)}" for key, value in job.environment]
     commands += [f"cd {quoted_path(job.folder)}"] if job.folder else []
-    return SCRIPT.format(
+    return _template("slurm.sh.txt").format(
         nodes=job.num_nodes,
         ranks=cluster.num_ranks,
         header=_header(job),
@@ -319,6 +290,5 @@ def ray_driver(cluster: Cluster, argv: Sequence[str], **settings: Unpack[JobSett
         "environment": dict(job.environment),
         "timeout_s": int(timeout_s),
     }
-    text = resources.files("shardwise.launch").joinpath("ray_driver.py.txt").read_text("utf-8")
     # JSON inside a Python string literal: no value of the job can become code.
-    return text.replace(PLACEHOLDER, repr(json.dumps(driver)), 1)
+    return _template("ray_driver.py.txt").replace(PLACEHOLDER, repr(json.dumps(driver)), 1)

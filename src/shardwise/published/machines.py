@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib import resources
 from itertools import permutations
 
 import numpy as np
@@ -18,8 +20,10 @@ from scipy.optimize import LinearConstraint, milp
 from shardwise.cluster import Cluster, Device, Factor, Link
 from shardwise.cluster.device import Curve, Rates
 from shardwise.cluster.links import OPERATIONS, Factors
+from shardwise.errors import ShardwiseError
 from shardwise.formatting import GIB
 from shardwise.published.rows import Row, Unusable, is_empty, is_missing
+from shardwise.schema import Reader, parse_yaml
 
 # ------------------------------------------------------------ nodes without a switch
 #
@@ -106,27 +110,6 @@ class Achieved:
         )
 
 
-# Fitted to shared/data/published_calibration.csv, all rows of a kind of device at once; B200 and
-# GB200, which it does not have, to other tables (docs/guides/predictions.md).
-ACHIEVED = {
-    # Megatron-LM 2020, Alpa: V100 has no fused attention, and its stacks computed and communicated
-    # one after the other
-    "v100": Achieved(matmul=0.8, attention=1.0, memory=0.83, link=0.9, overlap_loss=1.0),
-    # llm-foundry, Megatron-LM, InternEvo
-    "a100": Achieved(matmul=0.87, attention=0.6, memory=0.48, link=0.95),
-    # llm-foundry of 2023, whose attention was written for A100
-    "h100": Achieved(matmul=0.84, attention=0.37, memory=0.56, link=0.94),
-    # NVIDIA's recipes on its own machines: cuDNN's attention, fused operators, reductions in the
-    # switch; also for later devices, which were only measured with such stacks. Above 1 for
-    # products: large ones of the preset have 0.87 of the best rate, as power limits an H200.
-    "dgx": Achieved(matmul=1.06, attention=0.7, memory=0.96, link=1.4),
-    # The same with two dies in the power of a rack: clocks fall further under load
-    "b200": Achieved(matmul=0.9, attention=0.7, memory=0.96, link=1.4),
-    # NVLinks of a rack, over which messages did not overlap with products
-    "gb200": Achieved(matmul=0.9, attention=0.7, memory=0.96, link=1.0),
-}
-
-
 def waiting(nodes: int) -> float:
     """Return the factor by which waiting for the slowest of `nodes` nodes prolongs a step."""
     return 1.0 + WAITING * math.log2(nodes)
@@ -146,54 +129,54 @@ PCIE_BYTES_PER_S = 25e9  # PCIe 4.0 x16 carries 31.5 GB/s per direction, of whic
 # A memory size in a label means the preset's if it differs by less: GB or GiB, error correction.
 _SAME_MEMORY = 0.06
 
-# Name in a label -> preset, and its key in `ACHIEVED`; most specific first. DGX-A100 was first sold
-# with 40 GB. MI300X has neither the fused operators nor the switch of "dgx".
-_LABELS = (
-    (r"GB300", "gb200", "dgx"),
-    (r"GB200", "gb200", "gb200"),
-    (r"B300", "b300", "dgx"),
-    (r"B200", "b200", "b200"),
-    (r"H200", "h200", "dgx"),
-    (r"DGX[\s_-]?H100|H100.*DGX", "h100", "dgx"),
-    (r"H100|H800", "h100", "h100"),
-    (r"A100.*80\s*G|A800", "a100-80", "a100"),
-    (r"A100.*40\s*G|DGX[\s_-]?A100", "a100-40", "a100"),
-    (r"A100", "a100-80", "a100"),
-    (r"V100.*16\s*G|V100.*P3\.(?:8|16)XLARGE", "v100-16", "v100"),
-    (r"V100", "v100", "v100"),
-    (r"MI300X?", "mi300x", "h100"),
-)
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*-?\s*G(?:i?B)?\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """A pattern of device labels, with a preset and its key in `achieved`."""
+
+    pattern: str
+    preset: str
+    name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     """A device that differs from its preset in rates, links or memory."""
 
+    pattern: str = ""
     matmul: float = 1.0
     memory: float = 1.0
     link_bytes_per_s: float | None = None
     memory_gib: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """The contents of `machines.yaml`."""
+
+    achieved: Mapping[str, Achieved]
+    labels: tuple[Label, ...]
+    variants: tuple[Variant, ...]
+    instances_gbit: Mapping[str, int]
+    ports_gbit: Mapping[str, int]
+
+
+def _read_tables() -> Tables:
+    text = resources.files("shardwise.published").joinpath("machines.yaml").read_text("utf-8")
+    data, lines = parse_yaml(text, ShardwiseError, where="machines.yaml")
+    tables: Tables = Reader(ShardwiseError, "machines.yaml", lines).read(Tables, data)
+    return tables
+
+
+TABLES = _read_tables()
 _SAME = Variant()
-# From the vendor's data sheets, and shared/data/hardware_facts.csv for H100 with HBM2e; the first
-# match wins.
-_VARIANTS = (
-    # 756 of 989 TFLOP/s, 2.0 of 3.35 TB/s; PCIe 5.0
-    (r"H100.*PCI|PCI.*H100", Variant(matmul=0.76, memory=0.6, link_bytes_per_s=50e9)),
-    (r"A100.*PCI|PCI.*A100", Variant(memory=0.97, link_bytes_per_s=PCIE_BYTES_PER_S)),
-    # 112 of 125 TFLOP/s; PCIe 3.0
-    (r"V100.*PCI|PCI.*V100", Variant(matmul=0.9, link_bytes_per_s=12e9)),
-    (r"H100.*HBM2E", Variant(memory=0.72)),  # 2.4 of 3.35 TB/s
-    (r"H800|A800", Variant(link_bytes_per_s=200e9)),  # NVLink of 400 GB/s in both directions
-    (r"GB300", Variant(memory_gib=267.0)),  # as B300
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """The preset of a device, its key in `ACHIEVED`, and its differences from the preset."""
+    """The preset of a device, its key in `achieved`, and its differences from the preset."""
 
     preset: str
     name: str
@@ -221,12 +204,14 @@ def read_device(label: str) -> Kind:
     >>> kind.preset, kind.name
     ('h100', 'dgx')
     """
-    variant = next((match for pattern, match in _VARIANTS if _has(label, pattern)), _SAME)
-    for pattern, preset, name in _LABELS:
-        if _has(label, pattern):
+    variant = next((v for v in TABLES.variants if _has(label, v.pattern)), _SAME)
+    for known in TABLES.labels:
+        if _has(label, known.pattern):
             sizes = [float(size) for size in _MEMORY.findall(label)]
             memory_gib = next((size for size in sizes if size > 0), None)
-            return Kind(preset=preset, name=name, variant=variant, memory_gib=memory_gib)
+            return Kind(
+                preset=known.preset, name=known.name, variant=variant, memory_gib=memory_gib
+            )
     supported = "V100, A100, A800, H100, H800, H200, B200, B300, GB200, GB300, MI300X"
     raise Unusable(f"unknown device {label!r}; supported devices: {supported}")
 
@@ -240,20 +225,6 @@ def _has(label: str, pattern: str) -> bool:
 # ------------------------------------------------------------ links
 _GB = 1e9
 
-# Network of an entire instance, in Gbit/s (aws.amazon.com/ec2/instance-types).
-_INSTANCES_GBIT = {
-    "p3.8xlarge": 10,
-    "p3.16xlarge": 25,
-    "p3dn.24xlarge": 100,
-    "p4d.24xlarge": 400,
-    "p4de.24xlarge": 400,
-    "p5.48xlarge": 3200,
-    "p5e.48xlarge": 3200,
-    "p5en.48xlarge": 3200,
-    "p6-b200.48xlarge": 3200,
-}
-# One port of an InfiniBand generation, in Gbit/s (infinibandta.org roadmap, 4 lanes).
-_PORTS_GBIT = {"EDR": 100, "HDR": 200, "NDR": 400, "XDR": 800}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(G|T)(b|B)(?:it)?(?:ps|/s)?")
 # Nodes of V100s without a switch.
 _CUBES = re.compile(r"p3\.(8|16)xlarge|p3dn\.24xlarge|dgx-1\b", re.IGNORECASE)
@@ -279,7 +250,7 @@ def read_machine(gpu: str, interconnect: str) -> Machine:
     node, device = _network(gpu, text)
     return Machine(
         kind=kind,
-        achieved=ACHIEVED[kind.name],
+        achieved=TABLES.achieved[kind.name],
         node_network_bytes_per_s=node,
         device_network_bytes_per_s=device,
         link_bytes_per_s=kind.variant.link_bytes_per_s or _link_rate(text),
@@ -387,7 +358,7 @@ def _network(label: str, text: str) -> tuple[float | None, float | None]:
     "8x400Gb/s" counts a node's ports. A single rate is a node's, unless the text says "per GPU" or
     describes InfiniBand, which has one port per device.
     """
-    for instance, gbit in _INSTANCES_GBIT.items():
+    for instance, gbit in TABLES.instances_gbit.items():
         if instance in f"{label} {text}".lower():
             return gbit / 8 * _GB, None
     for part in re.split(r"[;,]", text):
@@ -397,7 +368,8 @@ def _network(label: str, text: str) -> tuple[float | None, float | None]:
         ports = re.search(r"(\d+)\s*[x\u00d7]", low)
         of_node = re.search(r"node|machine|server|host", low)
         of_device = re.search(r"per[\s-]*(gpu|device|accelerator)", low) or (
-            not of_node and re.search(rf"\bib\b|infiniband|{'|'.join(_PORTS_GBIT).lower()}", low)
+            not of_node
+            and re.search(rf"\bib\b|infiniband|{'|'.join(TABLES.ports_gbit).lower()}", low)
         )
         rate = _rate(part)
         if rate is None:
@@ -426,7 +398,7 @@ def _rate(part: str) -> float | None:
     if match:
         size, scale, unit = match.groups()
         return float(size) * (1 if scale == "G" else 1000) * _GB / (8 if unit == "b" else 1)
-    ports = [g for name, g in _PORTS_GBIT.items() if re.search(rf"\b{name}\b", part.upper())]
+    ports = [g for name, g in TABLES.ports_gbit.items() if re.search(rf"\b{name}\b", part.upper())]
     return ports[0] / 8 * _GB if ports else None
 
 
