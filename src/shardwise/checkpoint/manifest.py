@@ -11,13 +11,15 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from torch import Tensor
 
 from shardwise.checkpoint.files import dtype_named
 from shardwise.checkpoint.shards import Box, check_cover
@@ -184,6 +186,87 @@ def key_of(section: str, name: str, box: Box, shape: Sequence[int]) -> str:
     """Return a box's key in its file: the tensor's name, and the offset unless it is all of it."""
     full = full_name(section, name)
     return full if box.size == tuple(shape) else f"{full}@{','.join(map(str, box.offset))}"
+
+
+# ------------------------------------------------------------ values as JSON
+# Values that JSON lacks are mappings with one key that begins with `$`. Nothing else is ever
+# created from the content of a file.
+
+
+def encode(
+    value: Any,
+    where: str = "",
+    store: Callable[[Tensor, str], None] | None = None,
+    *,
+    partial: bool = False,
+) -> Any:
+    """Return a value as JSON; pass tensors that are not scalars to `store`, with their paths.
+
+    With `partial`, entries of mappings that cannot be saved are left out, and tensors of one
+    element are numbers.
+
+    >>> encode({"lr": 0.1, "betas": (0.9, 0.95)})
+    {'lr': 0.1, 'betas': {'$tuple': [0.9, 0.95]}}
+    """
+    if partial and isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, Tensor):
+        if not value.dim() and not value.is_complex():
+            return {"$tensor": [dtype_name(value.dtype), encode(value.item(), where)]}
+        if store is not None:
+            store(value, where)
+            return {"$stored": where}
+    inside = f"{where}." if where else ""
+    if isinstance(value, (list, tuple)):
+        items = [encode(v, f"{inside}{i}", store, partial=partial) for i, v in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, Mapping):
+        pairs = []
+        for key, item in value.items():
+            try:
+                own = encode(item, f"{inside}{key}", store, partial=partial)
+                pairs.append((encode(key, where), own))
+            except CheckpointError:
+                if not partial:
+                    raise
+        if not isinstance(value, Counter) and all(isinstance(key, str) for key, _ in pairs):
+            return dict(pairs)
+        return {"$counter" if isinstance(value, Counter) else "$dict": pairs}
+    raise CheckpointError(
+        f"a value of type {type(value).__name__} cannot be saved", where=where or None
+    )
+
+
+def decode(value: Any, where: str, load: Callable[[str], Tensor] | None = None) -> Any:
+    """Return the value that `encode` converted; `load` returns the tensor of a path."""
+    if isinstance(value, list):
+        return [decode(v, where, load) for v in value]
+    if not isinstance(value, dict):
+        return value
+    special = next((k for k in value if k.startswith("$")), None)
+    if special is None:
+        return {k: decode(v, where, load) for k, v in value.items()}
+    content = value[special]
+    try:
+        if special == "$float":
+            return float(content)
+        if special == "$tuple":
+            return tuple(decode(v, where, load) for v in content)
+        if special in ("$dict", "$counter"):
+            pairs = {decode(k, where): decode(v, where, load) for k, v in content}
+            return Counter(pairs) if special == "$counter" else pairs
+        if special == "$tensor":
+            kind, number = content
+            return torch.tensor(decode(number, where), dtype=dtype_named(kind, where))
+        if special == "$stored" and load is not None and isinstance(content, str):
+            return load(content)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(f"malformed value {str(value)[:60]}", where=where) from error
+    raise CheckpointError(f"unknown kind of value {str(value)[:60]}", where=where)
 
 
 def _dumps(value: Any) -> str:

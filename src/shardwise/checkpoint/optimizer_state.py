@@ -5,78 +5,19 @@ Numbers, and the options of parameter groups, are JSON. A plain `torch.optim.Opt
 sharded one have the same form, so that either continues from the other.
 """
 
-import math
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.files import dtype_named
+from shardwise.checkpoint.manifest import decode, encode
 from shardwise.checkpoint.shards import PlainState, State, TensorShards
 from shardwise.checkpoint.sync_state import fill_boxes
-from shardwise.dtypes import dtype_name
 from shardwise.errors import CheckpointError
 from shardwise.runtime.optimizer import ShardedOptimizer
 from shardwise.schema import Reader
-
-# ------------------------------------------------------------ values as JSON
-# Values that JSON lacks are mappings with one key that begins with `$`. Nothing else is ever
-# created from the content of a file.
-
-
-def encode(value: Any, where: str, store: Callable[[Tensor, str], None] | None = None) -> Any:
-    """Return a value as JSON; pass tensors that are not scalars to `store`, with their paths.
-
-    >>> encode({"lr": 0.1, "betas": (0.9, 0.95)}, "")
-    {'lr': 0.1, 'betas': {'$tuple': [0.9, 0.95]}}
-    """
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"$float": repr(value)}
-    if isinstance(value, Tensor):
-        if not value.dim() and not value.is_complex():
-            number = encode(value.item(), where)
-            return {"$tensor": [dtype_name(value.dtype), number]}
-        if store is not None:
-            store(value, where)
-            return {"$stored": where}
-    if isinstance(value, (list, tuple)):
-        items = [encode(v, f"{where}.{i}" if where else str(i), store) for i, v in enumerate(value)]
-        return items if isinstance(value, list) else {"$tuple": items}
-    if isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
-        return {k: encode(v, f"{where}.{k}" if where else k, store) for k, v in value.items()}
-    raise CheckpointError(
-        f"a value of type {type(value).__name__} cannot be saved", where=where or None
-    )
-
-
-def decode(value: Any, where: str, load: Callable[[str], Tensor] | None = None) -> Any:
-    """Return the value that `encode` converted; `load` returns the tensor of a path."""
-    if isinstance(value, list):
-        return [decode(v, where, load) for v in value]
-    if not isinstance(value, dict):
-        return value
-    special = next((k for k in value if k.startswith("$")), None)
-    if special is None:
-        return {k: decode(v, where, load) for k, v in value.items()}
-    content = value[special]
-    try:
-        if special == "$float":
-            return float(content)
-        if special == "$tuple":
-            return tuple(decode(v, where, load) for v in content)
-        if special == "$tensor":
-            kind, number = content
-            return torch.tensor(decode(number, where), dtype=dtype_named(kind, where))
-        if special == "$stored" and load is not None and isinstance(content, str):
-            return load(content)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise CheckpointError(f"malformed value {str(value)[:60]}", where=where) from error
-    raise CheckpointError(f"unknown kind of value {str(value)[:60]}", where=where)
-
 
 # ------------------------------------------------------------ groups of parameters
 OPTIMIZER = "optimizer"

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from shardwise.errors import RankError
 from shardwise.files import write_text
 from shardwise.runtime.failures import CLOSE_S, GRACE_S, Cause, FailureReports
-from shardwise.runtime.rendezvous import DEAD_AFTER_S, ENDED, Liveness, name_ranks
+from shardwise.runtime.rendezvous import DEAD_AFTER_S, Liveness, name_ranks
 
 POLL_S = 0.2
 # Of the time limit of a step, so that the cause is named before torch ends the process.
@@ -95,13 +95,7 @@ class NcclWatch:
             return None
         if self.reports.last_cause is not None and self._still_waits():
             return self.reports.last_cause
-        observed = {rank: self._liveness.observe(rank) for rank in self.reports.others()}
-        dead = [
-            rank
-            for rank, (beats, unchanged_s) in observed.items()
-            if beats not in (None, ENDED) and unchanged_s >= DEAD_AFTER_S
-        ]
-        if dead:
+        if dead := self._liveness.dead(self.reports.others()):
             text = f"{name_ranks(dead)} died: no heartbeat for {DEAD_AFTER_S:g} s"
             return self.reports.record(Cause(text, dead))
         limit_s = LIMIT * self._running[0][1] if self._running else float("inf")

@@ -273,6 +273,15 @@ class Liveness:
         text = self._connection.read(f"heartbeat/{rank}")
         return (None, False, 0, 0) if text is None else tuple(json.loads(text))
 
+    def dead(self, ranks: Sequence[int], after_s: float = DEAD_AFTER_S) -> list[int]:
+        """Return the ranks that have begun, have not exited, and show no heartbeat."""
+        observed = {rank: self.observe(rank) for rank in ranks}
+        return [
+            rank
+            for rank, (beats, unchanged_s) in observed.items()
+            if beats not in (None, ENDED) and unchanged_s >= after_s
+        ]
+
     def observe(self, rank: int) -> tuple[int | None, float]:
         """Return a rank's counter, and for how many seconds it has not changed."""
         now, beats = time.monotonic(), self.heartbeat(rank)[0]

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.checkpoint.manifest import decode, encode
 from shardwise.training.config import EarlyStopConfig
-from shardwise.training.state import from_plain, to_plain
 
 if TYPE_CHECKING:
     from shardwise.training.trainer import FitResult, Trainer
@@ -55,7 +55,7 @@ class Callbacks:
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the callbacks that have one, by index and class."""
         return {
-            name: to_plain(callback.state_dict())
+            name: encode(callback.state_dict(), name, partial=True)
             for name, callback in self._callbacks.items()
             if hasattr(callback, "state_dict")
         }
@@ -64,7 +64,7 @@ class Callbacks:
         """Restore the callbacks that were there when the state was saved."""
         for name, callback in self._callbacks.items():
             if hasattr(callback, "load_state_dict") and name in state:
-                callback.load_state_dict(from_plain(state[name]))
+                callback.load_state_dict(decode(state[name], name))
 
 
 class EarlyStop(Callback):

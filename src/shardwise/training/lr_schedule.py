@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
+from shardwise.checkpoint.manifest import decode, encode
 from shardwise.errors import ConfigError
 from shardwise.training.config import LrScheduleConfig
 from shardwise.training.planning import check_arguments, find_class, resolved
-from shardwise.training.state import NO_FORM, from_plain, to_plain
 
 
 class LrSchedule:
@@ -58,15 +58,15 @@ class LrSchedule:
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON, without objects such as functions that the config restores."""
         state = {} if self._scheduler is None else self._scheduler.state_dict()
-        plain = {name: to_plain(value) for name, value in state.items()}
-        return {name: value for name, value in plain.items() if value is not NO_FORM}
+        result: dict[str, Any] = encode(state, "lr_schedule", partial=True)
+        return result
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
         if self._scheduler is None or not state:
             return
         fresh = self._scheduler.state_dict()
-        self._scheduler.load_state_dict(fresh | {n: from_plain(v) for n, v in state.items()})
+        self._scheduler.load_state_dict(fresh | decode(state, "lr_schedule"))
 
 
 def _check_chain(configs: Sequence[LrScheduleConfig]) -> str:

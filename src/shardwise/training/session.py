@@ -20,7 +20,7 @@ import shardwise.runtime as rt
 from shardwise.api.parallelize import parallelize
 from shardwise.api.verify import VERIFIED, verify_first
 from shardwise.checkpoint import CheckpointManager, Saving, load_checkpoint, save_checkpoint
-from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.manifest import Manifest, decode, encode
 from shardwise.errors import CheckpointError, ConfigError, TrainingError
 from shardwise.runtime.devices import has_streams
 from shardwise.runtime.grad_sync import overflow_on_any_rank
@@ -48,14 +48,7 @@ from shardwise.training.planning import (
 )
 from shardwise.training.processes import World, choose_device
 from shardwise.training.sampling import Position, make_loading
-from shardwise.training.state import (
-    Ema,
-    from_plain,
-    load_random_state,
-    random_state,
-    seed_everything,
-    to_plain,
-)
+from shardwise.training.state import Ema, load_random_state, random_state, seed_everything
 
 MAX_TRACED_STEPS = 100
 NO_EVALUATION_DATA = "there is no evaluation data"
@@ -63,6 +56,9 @@ RUN_FILES = (
     *("config.json", "plan.json", "run.json", "metrics.jsonl", "ranks.jsonl"),  # by `RunOutputs`
     VERIFIED,
 )
+
+
+_CORRUPT = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 class Ingredients:
@@ -332,18 +328,15 @@ class Session:
 
     def state(self) -> dict[str, Any]:
         """Return all state that is not in tensors, as JSON."""
-        scaler = self.module.store.scaler
         return {
             "step": self.step,
             "data": {
                 "position": dataclasses.asdict(self.position),
-                "state": to_plain(self.data_state),
+                "state": encode(self.data_state, "data", partial=True),
                 **self._data_identity(),
             },
             "schedule": self.lr_schedule.state_dict(),
-            "rng_step": self.module.rng.step,
             "random": random_state(),
-            "scaler": scaler.state_dict() if scaler is not None else None,
             "callbacks": self.callbacks.state_dict(),
             "plan": self.planned.plan.to_json(),
             "config": config_to_json(self.config),
@@ -370,7 +363,7 @@ class Session:
             )
         try:
             self._load_state(extra, path)
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        except (CheckpointError, *_CORRUPT) as error:
             raise CheckpointError(
                 f"the training state in {path} is corrupt: {type(error).__name__}: {error}",
                 where="extra",
@@ -390,12 +383,8 @@ class Session:
                 )
         self.step = self.saved_step = int(extra["step"])
         self.position = Position(**{name: int(n) for name, n in data["position"].items()})
-        self.data_state = from_plain(data["state"])
+        self.data_state = decode(data["state"], "data")
         self.lr_schedule.load_state_dict(extra["schedule"])
-        self.module.rng.step = int(extra["rng_step"])
-        scaler = self.module.store.scaler
-        if scaler is not None and extra["scaler"] is not None:
-            scaler.load_state_dict(extra["scaler"])
         self.callbacks.load_state_dict(extra["callbacks"])
         load_random_state(extra["random"])
 

@@ -1,14 +1,9 @@
-"""The state of a training run besides its model and optimizer: averages and random generators.
-
-Also the conversion of states to JSON, for checkpoints.
-"""
+"""The state of a training run besides its model and optimizer: averages and random generators."""
 
 import contextlib
 import hashlib
-import math
 import random
 import threading
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -130,47 +125,3 @@ def load_random_state(state: Mapping[str, Any]) -> None:
         torch.default_generator.set_state(
             torch.tensor(list(bytes.fromhex(state["torch"])), dtype=torch.uint8)
         )
-
-
-# ------------------------------------------------------------ states as JSON
-NO_FORM: Any = object()
-
-
-def to_plain(value: Any) -> Any:
-    """Return a value as JSON that `from_plain` inverts, or `NO_FORM` if it has no such form.
-
-    >>> from_plain(to_plain((1, float("inf"))))
-    (1, inf)
-    """
-    if isinstance(value, float) and (not math.isfinite(value)):
-        return {"$float": str(value)}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return to_plain(value.item())
-    if isinstance(value, Mapping):
-        pairs = [[to_plain(k), to_plain(v)] for k, v in value.items()]
-        pairs = [[k, v] for k, v in pairs if k is not NO_FORM and v is not NO_FORM]
-        kind = "$counter" if isinstance(value, Counter) else "$dict"
-        return {kind: pairs}
-    if isinstance(value, list | tuple):
-        items = [to_plain(item) for item in value]
-        if any(item is NO_FORM for item in items):
-            return NO_FORM
-        return items if isinstance(value, list) else {"$tuple": items}
-    return NO_FORM
-
-
-def from_plain(value: Any) -> Any:
-    """Return the value that `to_plain` converted."""
-    if isinstance(value, list):
-        return [from_plain(item) for item in value]
-    if not isinstance(value, Mapping):
-        return value
-    ((kind, inner),) = value.items()
-    if kind == "$float":
-        return float(inner)
-    if kind == "$tuple":
-        return tuple(from_plain(item) for item in inner)
-    pairs = {from_plain(key): from_plain(item) for key, item in inner}
-    return Counter(pairs) if kind == "$counter" else pairs

@@ -169,7 +169,6 @@ def test_a_corrupt_training_state_is_refused(tmp_path: Path) -> None:
         {"data": 5},
         {"step": "many"},
         {"schedule": 7},
-        {"rng_step": None},
         {"data": {**body["extra"]["data"], "state": {"$dict": 3}}},
     ):
         corrupt = {**body, "extra": {**body["extra"], **change}}

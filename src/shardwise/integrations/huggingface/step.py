@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.errors import BatchError, OptimizerError, ShardwiseError
+from shardwise.errors import BatchError, OptimizerError
 from shardwise.frontend import skeleton
 from shardwise.runtime import ParallelModule, ShardedOptimizer, optimizer
 from shardwise.runtime.user_model import full_tensors, sample_values
@@ -220,24 +219,6 @@ def unchanged_config(model: nn.Module) -> Iterator[None]:
     finally:
         attributes.clear()
         attributes.update(before)
-
-
-def schedule_state(schedule: Any) -> Any:
-    """Return the state of a learning-rate schedule as JSON."""
-    state = schedule.state_dict()
-    try:
-        return json.loads(json.dumps(state, default=_number))
-    except (TypeError, ValueError) as error:
-        raise ShardwiseError(
-            f"the state of {type(schedule).__name__} cannot be saved: {error}",
-            hint="a schedule whose state_dict() has numbers, texts, lists and dicts",
-        ) from None
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    raise TypeError(f"it contains a {type(value).__name__}")
 
 
 def has_shardwise_state(folder: str | Path) -> bool:

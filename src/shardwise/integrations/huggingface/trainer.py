@@ -17,6 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from shardwise.api.parallelize import parallelize
 from shardwise.api.weights import Init
 from shardwise.checkpoint import load_checkpoint, save_checkpoint
+from shardwise.checkpoint.manifest import decode, encode
 from shardwise.cluster import Cluster
 from shardwise.errors import BatchError
 from shardwise.integrations.huggingface.arguments import OneProcess, one_device, replicas_of
@@ -33,7 +34,6 @@ from shardwise.integrations.huggingface.step import (
     pull,
     push,
     require_batch_size,
-    schedule_state,
     shard_optimizer,
     unchanged_config,
 )
@@ -290,7 +290,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
         """Save the state from which training resumes under any plan."""
         assert self._parallel is not None
         extra = {
-            "schedule": schedule_state(self.lr_scheduler),
+            "schedule": encode(self.lr_scheduler.state_dict(), type(self.lr_scheduler).__name__),
             "random": random_state(),
             "plan": self.plan.to_json(),
             "batch_size": self._train_batch_size,
@@ -328,7 +328,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]
         )
         require_batch_size(loaded.extra.get("batch_size"), self._train_batch_size, checkpoint)
         self._resumed = loaded.extra
-        self.lr_scheduler.load_state_dict(loaded.extra["schedule"])
+        self.lr_scheduler.load_state_dict(decode(loaded.extra["schedule"], "schedule"))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self._resumed:
