@@ -12,6 +12,7 @@ import json
 import math
 import multiprocessing
 import os
+import platform
 import queue
 import signal
 import subprocess
@@ -396,6 +397,20 @@ def terminated_as_interrupt() -> contextlib.AbstractContextManager[None]:
         raise KeyboardInterrupt
 
     return handled_signals((signal.SIGTERM, signal.SIGHUP), interrupt)
+
+
+def runs_here(holder: Mapping[str, Any]) -> bool | None:
+    """Return whether the process of a `host` and `pid` runs; None unless it is on this machine."""
+    pid = holder.get("pid")
+    if holder.get("host") != platform.node() or not isinstance(pid, int) or pid <= 0:
+        return None
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # it belongs to another user
+        pass
+    return True
 
 
 def owned(prefix: str) -> str:

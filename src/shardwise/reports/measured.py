@@ -26,6 +26,7 @@ from shardwise.reports.steps import (
     recorded_step,
 )
 from shardwise.reports.timeline import named_events, ranks_label
+from shardwise.runtime.tracing import Event, label_event, process_events
 from shardwise.simulation import Estimate
 
 MAX_DISAGREEMENTS = 8
@@ -493,9 +494,8 @@ def both_traces(plan: Plan, estimate: Estimate, measured: Measured | None) -> di
     first = len(plan.groups)
     about: dict[str, Any] = {"format": FORMAT, "version": 1, "plan": plan.name, "model": plan.model}
     if measured is not None:
-        for pid, (_, rank, label) in enumerate(measured.rows, start=first):
-            events += _process(pid, f"measured, {label}")
-            events += _recorded(pid, measured.step.ranks[rank])
+        for pid, (_, rank, title) in enumerate(measured.rows, start=first):
+            events += _recorded(pid, f"measured, {title}", measured.step.ranks[rank])
         about |= {"file": measured.file, "step": measured.step.number}
     return {"otherData": about, "displayTimeUnit": "ms", "traceEvents": events}
 
@@ -504,45 +504,20 @@ def _predicted(plan: Plan, estimate: Estimate) -> Iterator[dict[str, Any]]:
     for event in named_events(plan, estimate, "predicted, "):
         yield event
         if event["name"] == "process_name":
-            yield _label("process_sort_index", event["pid"], 0, "sort_index", event["pid"])
+            yield label_event("process_sort_index", event["pid"], 0, sort_index=event["pid"])
 
 
-def _recorded(pid: int, rank: RankStep) -> Iterator[dict[str, Any]]:
+def _recorded(pid: int, title: str, rank: RankStep) -> list[dict[str, Any]]:
     lanes = [
         ("compute", rank.actions),
         ("compute", rank.tail),
         ("waiting", rank.waiting),
         ("communication", rank.communication),
     ]
-    threads: dict[tuple[str, int], int] = {}
-    for lane, spans in lanes:
-        for row, name, start, end in _without_overlap(spans):
-            tid = threads.setdefault((lane, row), len(threads))
-            yield {
-                "ph": "X", "name": name, "cat": lane, "pid": pid, "tid": tid,
-                "ts": start * 1e6, "dur": (end - start) * 1e6,
-            }  # fmt: skip
-    for (lane, row), tid in threads.items():
-        name = lane if not row else f"{lane} {row + 1}"
-        yield _label("thread_name", pid, tid, "name", name)
-
-
-def _without_overlap(spans: Spans) -> Iterator[tuple[int, str, float, float]]:
-    """Yield spans with the first row in which they overlap no other."""
-    ends: list[float] = []
-    for at in np.argsort(spans.start, kind="stable").tolist():
-        start, end = float(spans.start[at]), float(spans.end[at])
-        row = next((r for r, reached in enumerate(ends) if reached <= start), len(ends))
-        ends[row : row + 1] = [end]
-        yield row, spans.names[at], start, end
-
-
-def _process(pid: int, name: str) -> list[dict[str, Any]]:
-    return [
-        _label("process_name", pid, 0, "name", name),
-        _label("process_sort_index", pid, 0, "sort_index", pid),
+    events = [
+        Event(lane=lane, name=name, start_ns=round(start * 1e9), end_ns=round(end * 1e9))
+        for lane, spans in lanes
+        for name, start, end in zip(spans.names, spans.start, spans.end, strict=True)
     ]
-
-
-def _label(name: str, pid: int, tid: int, key: str, value: str | int) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": {key: value}}
+    labels, slices = process_events(pid, title, events)
+    return labels + slices

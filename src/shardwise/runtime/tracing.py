@@ -298,20 +298,29 @@ def merge(
     labels: list[dict[str, Any]] = []
     slices: list[dict[str, Any]] = []
     for rank, (events, offset) in enumerate(shifted):
-        rows = _rows(events)
-        tids = {row: tid for tid, row in enumerate(dict.fromkeys(rows))}
-        labels.append(_label("process_name", rank, 0, name=f"rank {rank}"))
-        labels.append(_label("process_sort_index", rank, 0, sort_index=rank))
-        for (lane, number), tid in tids.items():
-            title = lane if number == 1 else f"{lane} {number}"
-            labels.append(_label("thread_name", rank, tid, name=title))
-        slices += [
-            _slice(event, rank, tids[row], offset + begin)
-            for event, row in zip(_ordered(events), rows, strict=True)
-        ]
+        own_labels, own_slices = process_events(rank, f"rank {rank}", events, offset + begin)
+        labels += own_labels
+        slices += own_slices
     metadata = {"format": FORMAT, "version": VERSION, "num_ranks": len(per_rank), **(about or {})}
     trace_events = labels + slices + _arrows(slices)
     return {"otherData": metadata, "displayTimeUnit": "ms", "traceEvents": trace_events}
+
+
+def process_events(
+    pid: int, title: str, events: Iterable[Event], begin_ns: int = 0
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return a trace's labels and slices for the events of one process."""
+    rows = _rows(events)
+    tids = {row: tid for tid, row in enumerate(dict.fromkeys(rows))}
+    labels = [label_event("process_name", pid, 0, name=title)]
+    labels.append(label_event("process_sort_index", pid, 0, sort_index=pid))
+    for (lane, number), tid in tids.items():
+        name = lane if number == 1 else f"{lane} {number}"
+        labels.append(label_event("thread_name", pid, tid, name=name))
+    return labels, [
+        _slice(event, pid, tids[row], begin_ns)
+        for event, row in zip(_ordered(events), rows, strict=True)
+    ]
 
 
 def _slice(event: Event, rank: int, tid: int, begin_ns: int) -> dict[str, Any]:
@@ -327,7 +336,8 @@ def _slice(event: Event, rank: int, tid: int, begin_ns: int) -> dict[str, Any]:
     }
 
 
-def _label(name: str, pid: int, tid: int, /, **args: str | int) -> dict[str, Any]:
+def label_event(name: str, pid: int, tid: int, /, **args: str | int) -> dict[str, Any]:
+    """Return the event that labels a process or thread of a trace."""
     return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
 
 

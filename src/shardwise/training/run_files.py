@@ -26,6 +26,7 @@ from shardwise.errors import CheckpointError, ShardwiseError, TraceError, Traini
 from shardwise.files import parse_json, write_text, writing
 from shardwise.planner.figures import with_figures
 from shardwise.plans import Plan
+from shardwise.processes import runs_here
 from shardwise.runtime import ParallelModule, devices
 from shardwise.runtime.rendezvous import open_rendezvous
 from shardwise.runtime.tracing import own_seconds
@@ -125,7 +126,8 @@ def _lock(handle: int) -> bool:
         if error.errno in _BUSY:
             return False
         # A file system without locks: rely on the process named in the file.
-        if _is_alive(_holder(handle)):
+        other = _holder(handle)
+        if other.get("pid") != os.getpid() and runs_here(other):
             return False
     holder = {"host": platform.node(), "pid": os.getpid(), "since": time.time()}
     with contextlib.suppress(OSError):  # on a full disk, the lock holds without its description
@@ -140,14 +142,6 @@ def _holder(handle: int) -> dict[str, Any]:
     except (OSError, ShardwiseError):
         return {}
     return holder if isinstance(holder, dict) else {}
-
-
-def _is_alive(holder: dict[str, Any]) -> bool:
-    """Return whether the holder is a running process on this host."""
-    pid = holder.get("pid")
-    if holder.get("host") != platform.node() or not isinstance(pid, int) or pid == os.getpid():
-        return False
-    return Path(f"/proc/{pid}").exists()
 
 
 def _in_use(folder: Path, holder: dict[str, Any]) -> TrainingError:

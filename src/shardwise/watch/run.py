@@ -9,7 +9,6 @@ import contextlib
 import json
 import math
 import os
-import platform
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from typing import Any
 from shardwise.errors import WatchError
 from shardwise.files import read_json
 from shardwise.formatting import counted
+from shardwise.processes import runs_here
 
 # ------------------------------------------------------------ metrics in bounded memory
 #
@@ -194,8 +194,9 @@ class Tail:
             row = json.loads(line)
         except (ValueError, RecursionError):
             row = None
-        if isinstance(row, dict) and _is_step(row.get("step")):
-            return row
+        step = row.get("step") if isinstance(row, dict) else None
+        if type(step) is int and 0 <= step < 1 << 53:
+            return row  # type: ignore[no-any-return]
         if self._lines == self.damaged + 1:
             raise self._foreign(f"line {self._lines} is not a JSON object with a step")
         self.damaged += 1
@@ -204,10 +205,6 @@ class Tail:
     def _foreign(self, reason: str) -> WatchError:
         message = f"contains no training metrics: {reason}"
         return WatchError(message, where=str(self.path), hint=HINT)
-
-
-def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
 
 
 # ------------------------------------------------------------ runs
@@ -328,7 +325,7 @@ class Run:
             raise WatchError("does not describe a run", where=str(path), hint=HINT)
         self.about = about
         state = str(about.get("state"))
-        self.state = "gone" if state == "running" and _is_gone(about) else state
+        self.state = "gone" if state == "running" and runs_here(about) is False else state
 
     # ------------------------------------------------------------ derived figures
     @property
@@ -444,17 +441,3 @@ def _ranks_row(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _has(value: Any, *names: str) -> bool:
     return isinstance(value, dict) and all(is_number(value.get(name)) for name in names)
-
-
-def _is_gone(about: Mapping[str, Any]) -> bool:
-    """Return whether the process of the run was on this machine and no longer exists."""
-    pid = about.get("pid")
-    if about.get("host") != platform.node() or not isinstance(pid, int) or pid <= 0:
-        return False
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return True
-    except OSError:  # it belongs to another user
-        pass
-    return False
