@@ -148,37 +148,30 @@ def called_submodules(module: nn.Module) -> list[str]:
     ]
 
 
+@dataclass(slots=True, eq=False)
 class _Span:
     """The time between two marks of a clock: nanoseconds of the host, or events of the device."""
 
-    __slots__ = ("_clock", "_details", "_end", "_lane", "_name", "_spans", "_start")
-
-    def __init__(
-        self,
-        spans: list[_Span],
-        clock: Callable[[], Any],
-        lane: str,
-        name: str,
-        details: Mapping[str, Any],
-    ) -> None:
-        self._spans, self._clock = spans, clock
-        self._lane, self._name, self._details = lane, name, details
+    spans: list[_Span]
+    clock: Callable[[], Any]
+    lane: str
+    name: str
+    details: Mapping[str, Any]
+    start: Any = None
+    end: Any = None
 
     def __enter__(self) -> None:
-        self._start = self._clock()
+        self.start = self.clock()
 
     def __exit__(self, *error: object) -> None:
-        self._end = self._clock()
-        self._spans.append(self)
+        self.end = self.clock()
+        self.spans.append(self)
 
     def event(self, to_ns: Callable[[Any], int]) -> Event:
         """Return the span in host time."""
+        start_ns, end_ns = to_ns(self.start), to_ns(self.end)
         return Event(
-            lane=self._lane,
-            name=self._name,
-            start_ns=to_ns(self._start),
-            end_ns=to_ns(self._end),
-            details=self._details,
+            lane=self.lane, name=self.name, start_ns=start_ns, end_ns=end_ns, details=self.details
         )
 
 

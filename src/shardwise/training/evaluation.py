@@ -7,6 +7,7 @@ denominator depends on (labels, masks) are first gathered from all ranks.
 import contextlib
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -272,21 +273,17 @@ def count_flops(graph: Graph) -> float | None:
     return float(counter.get_total_flops()) or None
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Evaluates the loss and the metrics on the evaluation data."""
 
-    def __init__(
-        self,
-        module: ParallelModule,
-        plan: Plan,
-        source: MapLoader | StreamLoader,
-        slicer: BatchSlicer,
-        metrics: Mapping[str, Metric] | None = None,
-    ) -> None:
-        self.module, self.plan, self.source, self.slicer = module, plan, source, slicer
-        self.metrics = dict(metrics or {})
-        self._weights: WeakKeyDictionary[StepProgram, LossWeight] = WeakKeyDictionary()
-        self._owned_rows: dict[int, Tensor] = {}
+    module: ParallelModule
+    plan: Plan
+    source: MapLoader | StreamLoader
+    slicer: BatchSlicer
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    _weights: WeakKeyDictionary[StepProgram, LossWeight] = field(default_factory=WeakKeyDictionary)
+    _owned_rows: dict[int, Tensor] = field(default_factory=dict)
 
     def run(self, batches: int | None = None) -> dict[str, float]:
         """Return the mean loss over the first `batches`, or over all, and the metrics by name.

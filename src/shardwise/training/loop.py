@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,25 +41,23 @@ class Outcome:
     stop: Stop
 
 
+@dataclass(eq=False)
 class Loop:
     """Run a session until its config, a callback or a signal ends it."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        session: Session,
-        stops: StopRequests,
-        logs: list[Log],
-        terminal: Terminal,
-        recorder: StepRecorder,
-    ) -> None:
-        self.trainer, self.session, self.stops = trainer, session, stops
-        self.recorder = recorder
-        self.logs, self.terminal, self.config = logs, terminal, session.config
-        self.metrics: dict[str, float] = {}
-        self.losses: list[float] = []
-        self.evaluated_step: int | None = None
-        self._meter = _Meter(session) if session.world.is_main else None
+    trainer: Trainer
+    session: Session
+    stops: StopRequests
+    logs: list[Log]
+    terminal: Terminal
+    recorder: StepRecorder
+    metrics: dict[str, float] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    evaluated_step: int | None = None
+
+    def __post_init__(self) -> None:
+        self.config = self.session.config
+        self._meter = _Meter(self.session) if self.session.world.is_main else None
 
     def run(self) -> Outcome:
         """Run all remaining steps; if a rank fails, the others name it."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,25 +43,58 @@ def matmul_integer(
     return a @ b
 
 
-def _window_pads(
-    call: Call, x: Tensor, kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]
-) -> list[tuple[int, int]]:
-    """Return the padding before and after each spatial dim."""
-    auto, number = call.get("auto_pad", "NOTSET"), len(kernel)
-    if auto in ("NOTSET", ""):
-        pads = call.get("pads") or [0] * 2 * number
-        return list(zip(pads[:number], pads[number:], strict=True))
-    if auto == "VALID":
-        return [(0, 0)] * number
-    result = []
-    for n, k, s, d in zip(x.shape[2:], kernel, strides, dilations, strict=True):
-        total = max((-(-n // s) - 1) * s + (k - 1) * d + 1 - n, 0)
-        small, large = total // 2, total - total // 2
-        result.append((small, large) if auto == "SAME_UPPER" else (large, small))
-    return result
+Pads = Sequence[tuple[int, int]]
 
 
-def _pad_window(x: Tensor, pads: Sequence[tuple[int, int]], value: float = 0.0) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """The windows of a convolution or pooling, and the padding before and after each dim."""
+
+    kernel: list[int]
+    strides: list[int]
+    dilations: list[int]
+    pads: Pads
+
+    @staticmethod
+    def of(call: Call, x: Tensor, kernel: Sequence[int]) -> "Windows":
+        """Return the windows of a call on `x`."""
+        number = len(kernel)
+        if number not in _CONVOLUTIONS:
+            raise call.error(f"windows of {number} dims are not supported", hint="1, 2 or 3 dims")
+        strides = call.get("strides") or [1] * number
+        dilations = call.get("dilations") or [1] * number
+        auto = call.get("auto_pad", "NOTSET")
+        if auto in ("NOTSET", "", "VALID"):
+            flat = [0] * 2 * number if auto == "VALID" else call.get("pads") or [0] * 2 * number
+            pads = list(zip(flat[:number], flat[number:], strict=True))
+            return Windows(list(kernel), strides, dilations, pads)
+        pads = []
+        for n, k, s, d in zip(x.shape[2:], kernel, strides, dilations, strict=True):
+            total = max((-(-n // s) - 1) * s + (k - 1) * d + 1 - n, 0)
+            small, large = total // 2, total - total // 2
+            pads.append((small, large) if auto == "SAME_UPPER" else (large, small))
+        return Windows(list(kernel), strides, dilations, pads)
+
+    @staticmethod
+    def of_pool(call: Call, x: Tensor, *, dilated: bool = False) -> "tuple[Windows, Pads]":
+        """Return the windows of a pooling, and their padding with what `ceil_mode` adds behind."""
+        windows = Windows.of(call, x, call.get("kernel_shape"))
+        if not dilated and any(d != 1 for d in windows.dilations):
+            raise call.error(f"dilated {call.op} is not supported")
+        if not call.get("ceil_mode", 0):
+            return windows, windows.pads
+        result = []
+        every = (windows.kernel, windows.strides, windows.dilations, windows.pads)
+        for n, k, s, d, (before, after) in zip(x.shape[2:], *every, strict=True):
+            reach = (k - 1) * d + 1
+            count = -(-(n + before + after - reach) // s) + 1
+            if (count - 1) * s >= n + before:  # the last window must begin inside of the input
+                count -= 1
+            result.append((before, max(after, (count - 1) * s + reach - n - before)))
+        return windows, result
+
+
+def _pad_window(x: Tensor, pads: Pads, value: float = 0.0) -> Tensor:
     flat = [side for pair in reversed(pads) for side in pair]
     return F.pad(x, flat, value=value) if any(flat) else x
 
@@ -69,31 +103,22 @@ _CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
-def _windows(call: Call, kernel: Sequence[int]) -> tuple[list[int], list[int]]:
-    number = len(kernel)
-    if number not in _CONVOLUTIONS:
-        raise call.error(f"windows of {number} dims are not supported", hint="1, 2 or 3 dims")
-    return call.get("strides") or [1] * number, call.get("dilations") or [1] * number
-
-
 @operator("Conv")
 def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Value:
-    kernel = list(weight.shape[2:])
-    strides, dilations = _windows(call, kernel)
-    pads = _window_pads(call, x, kernel, strides, dilations)
-    padding = [before for before, _ in pads]
-    if any(before != after for before, after in pads):
-        x, padding = _pad_window(x, pads), [0] * len(pads)
-    function = _CONVOLUTIONS[len(kernel)]
-    return function(x, weight, bias, strides, padding, dilations, call.get("group", 1))
+    windows = Windows.of(call, x, weight.shape[2:])
+    padding = [before for before, _ in windows.pads]
+    if any(before != after for before, after in windows.pads):
+        x, padding = _pad_window(x, windows.pads), [0] * len(padding)
+    function, groups = _CONVOLUTIONS[len(padding)], call.get("group", 1)
+    return function(x, weight, bias, windows.strides, padding, windows.dilations, groups)
 
 
 @operator("ConvTranspose")
 def transposed_convolution(
     call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Value:
-    kernel = list(weight.shape[2:])
-    strides, dilations = _windows(call, kernel)
+    windows = Windows.of(call, x, weight.shape[2:])
+    kernel, strides, dilations = windows.kernel, windows.strides, windows.dilations
     extra = call.get("output_padding") or [0] * len(kernel)
     full = [
         s * (n - 1) + e + (k - 1) * d + 1
@@ -103,7 +128,7 @@ def transposed_convolution(
     if wanted is None and auto in ("SAME_UPPER", "SAME_LOWER"):
         wanted = [n * s for n, s in zip(x.shape[2:], strides, strict=True)]
     if wanted is None:
-        pads = _window_pads(call, x, kernel, strides, dilations)
+        pads = windows.pads
     else:
         totals = [f - w for f, w in zip(full, wanted[-len(kernel) :], strict=True)]
         pads = [
@@ -120,30 +145,10 @@ _MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _AVERAGE_POOLS: Mapping[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
-def _pool_pads(
-    call: Call, x: Tensor, kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]
-) -> list[tuple[int, int]]:
-    """Return the padding, with what `ceil_mode` adds behind."""
-    pads = _window_pads(call, x, kernel, strides, dilations)
-    if not call.get("ceil_mode", 0):
-        return pads
-    result = []
-    for n, k, s, d, (before, after) in zip(
-        x.shape[2:], kernel, strides, dilations, pads, strict=True
-    ):
-        reach = (k - 1) * d + 1
-        count = -(-(n + before + after - reach) // s) + 1
-        if (count - 1) * s >= n + before:  # the last window must begin inside of the input
-            count -= 1
-        result.append((before, max(after, (count - 1) * s + reach - n - before)))
-    return result
-
-
 @operator("MaxPool")
 def max_pool(call: Call, x: Tensor) -> Value:
-    kernel = call.get("kernel_shape")
-    strides, dilations = _windows(call, kernel)
-    pads = _pool_pads(call, x, kernel, strides, dilations)
+    windows, pads = Windows.of_pool(call, x, dilated=True)
+    kernel, strides, dilations = windows.kernel, windows.strides, windows.dilations
     padding = [before for before, _ in pads]
     simple = all(a == b and 2 * a <= k for (a, b), k in zip(pads, kernel, strict=True))
     if not simple:
@@ -160,16 +165,12 @@ def max_pool(call: Call, x: Tensor) -> Value:
 
 @operator("AveragePool")
 def average_pool(call: Call, x: Tensor) -> Value:
-    kernel = call.get("kernel_shape")
-    strides, dilations = _windows(call, kernel)
-    if any(d != 1 for d in dilations):
-        raise call.error("dilated AveragePool is not supported")
-    pads = _pool_pads(call, x, kernel, strides, dilations)
+    windows, pads = Windows.of_pool(call, x)
+    kernel, strides, given = windows.kernel, windows.strides, windows.pads
     function = _AVERAGE_POOLS[len(kernel)]
     padded = function(_pad_window(x, pads), kernel, strides)
     counted = torch.ones_like(x[:1, :1])
     if call.get("count_include_pad", 0):  # but not what ceil_mode adds
-        given = _window_pads(call, x, kernel, strides, dilations)
         counted = _pad_window(counted, given, 1.0)
         pads = [(0, a - b) for (_, a), (_, b) in zip(pads, given, strict=True)]
     if not any(side for pair in pads for side in pair):
@@ -179,13 +180,10 @@ def average_pool(call: Call, x: Tensor) -> Value:
 
 @operator("LpPool")
 def lp_pool(call: Call, x: Tensor) -> Value:
-    kernel, p = call.get("kernel_shape"), call.get("p", 2)
-    strides, dilations = _windows(call, kernel)
-    if any(d != 1 for d in dilations):
-        raise call.error("dilated LpPool is not supported")
-    pads = _pool_pads(call, x, kernel, strides, dilations)
+    windows, pads = Windows.of_pool(call, x)
+    kernel, p = windows.kernel, call.get("p", 2)
     powers = _pad_window(x.abs().pow(p), pads)
-    mean = _AVERAGE_POOLS[len(kernel)](powers, kernel, strides)
+    mean = _AVERAGE_POOLS[len(kernel)](powers, kernel, windows.strides)
     return (mean * math.prod(kernel)).pow(1 / p)
 
 

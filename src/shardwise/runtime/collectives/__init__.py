@@ -22,7 +22,7 @@ from shardwise.collectives.messages import CollectiveChoice, MessageProgram
 from shardwise.dtypes import torch_dtypes
 from shardwise.errors import ProgramError, RankError
 from shardwise.runtime.devices import is_remote
-from shardwise.runtime.transport import Group, Pending
+from shardwise.runtime.transport import Group, Pending, after
 
 if TYPE_CHECKING:
     from shardwise.runtime.collectives.shared_memory import SharedBuckets
@@ -207,7 +207,7 @@ class CollectiveBackends:
         self.started += 1
         host = flat.cpu() if is_remote(flat) and backend.on_host else flat
         handle = backend.start(choice, host, ())
-        return _after(flat, handle, None if host is flat else lambda: flat.copy_(host))
+        return after(flat, [handle], None if host is flat else lambda: flat.copy_(host))
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending | None:
         """Return this rank's part of the sum; `flat` is unchanged unless it is a `bucket`."""
@@ -225,7 +225,7 @@ class CollectiveBackends:
         handle = backend.start(choice, data, sizes)
         first, count = sum(sizes[: group.index]), sizes[group.index]
         # A copy, because a slice would keep the full memory alive.
-        return _after(data, handle).then(
+        return after(data, [handle]).then(
             lambda full: full[first : first + count].to(flat.device, copy=True)
         )
 
@@ -247,7 +247,7 @@ class CollectiveBackends:
         if part.data_ptr() != flat.data_ptr():
             part.copy_(flat)
         handle = backend.start(choice, host.view(torch.uint8), [size * unit for size in sizes])
-        return _after(full, handle, (lambda: full.copy_(host)) if staged else None)
+        return after(full, [handle], (lambda: full.copy_(host)) if staged else None)
 
     def _find(
         self, operation: str, group: Group, num_bytes: int
@@ -276,12 +276,3 @@ def _open(
         return _MessagePrograms(ranks, group, derive, limit)
     buckets = SharedBuckets.open(group, timeout_s=limit)
     return None if buckets is None else _SharedMemory(buckets)
-
-
-def _after(result: Tensor, handle: Handle, finish: Callable[[], object] | None = None) -> Pending:
-    def done() -> None:
-        handle.wait()
-        if finish is not None:
-            finish()
-
-    return Pending(result, done)

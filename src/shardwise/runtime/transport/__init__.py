@@ -63,6 +63,32 @@ class Pending:
         return chained
 
 
+def after(
+    result: Tensor,
+    requests: Sequence[Any],
+    finish: Callable[[], object] | None = None,
+    keep: Tensor | None = None,
+    polled: bool = False,
+) -> Pending:
+    """Return the result once all requests are done; `keep` stays allocated until then.
+
+    A `polled` one knows whether its requests are done, which gloo's do not tell.
+    """
+
+    def wait() -> None:
+        for request in requests:
+            if request is not None:
+                request.wait()
+        if finish is not None:
+            finish()
+        _ = keep
+
+    def is_done() -> bool:
+        return all(request is None or request.is_completed() for request in requests)
+
+    return Pending(result, wait, is_done if polled else None)
+
+
 Flat = tuple[Tensor, int]  # a message: its flat tensor, and the rank at its other end
 
 

@@ -25,7 +25,7 @@ from shardwise.runtime.devices import is_remote
 from shardwise.runtime.mesh import ProcessMesh, axis_groups, mesh_of
 from shardwise.runtime.operators import widened
 from shardwise.runtime.rendezvous import first_line, start_heartbeat
-from shardwise.runtime.transport import Flat, Group, LocalTransport, Pending, Transport
+from shardwise.runtime.transport import Flat, Group, LocalTransport, Pending, Transport, after
 from shardwise.shares import AxisSize
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -112,7 +112,7 @@ class ProcessGroupTransport:
         host = reducible.cpu() if backend == "gloo" and is_remote(reducible) else reducible
         request = dist.all_reduce(host, _OPS[op], group=pg, async_op=True)
         staged = host is not reducible
-        return _after(
+        return after(
             flat, [request], lambda: convert_back(reducible.copy_(host) if staged else reducible)
         )
 
@@ -136,7 +136,7 @@ class ProcessGroupTransport:
             return self.broadcast(out, root, group)
         if min(sizes) == largest:
             request = dist.all_gather_into_tensor(out, flat, group=pg, async_op=True)
-            return _after(out, [request])
+            return after(out, [request])
         padded = pad(flat, (0, largest - flat.numel()))
         wide = flat.new_empty(largest * group.size)
         request = dist.all_gather_into_tensor(wide, padded, group=pg, async_op=True)
@@ -145,7 +145,7 @@ class ProcessGroupTransport:
             rows = [row[:size] for row, size in zip(torch.split(wide, largest), sizes, strict=True)]
             torch.cat(rows, out=out)
 
-        return _after(out, [request], unpad)
+        return after(out, [request], unpad)
 
     @staticmethod
     def _gather_by_swaps(
@@ -157,7 +157,7 @@ class ProcessGroupTransport:
         if own.data_ptr() != flat.data_ptr():
             own.copy_(flat)
         requests = _swap([(i, own, parts[i]) for i in _peers(group)], group, pg)
-        return _after(out, requests, (lambda: out.copy_(host)) if is_remote(out) else None)
+        return after(out, requests, (lambda: out.copy_(host)) if is_remote(out) else None)
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], group: Group) -> Pending:
         pending = self.backends.reduce_scatter(flat, sizes, group)
@@ -170,13 +170,13 @@ class ProcessGroupTransport:
         if largest == sum(sizes) and flat.dtype in _REDUCIBLE:  # to a single owner
             root = group.ranks[sizes.index(largest)]
             request = dist.reduce(flat, root, group=pg, async_op=True)
-            return _after(flat, [request]).then(lambda reduced: reduced[:own])
+            return after(flat, [request]).then(lambda reduced: reduced[:own])
         if min(sizes) != largest:
             parts = torch.split(flat, list(sizes))
             flat = torch.cat([pad(part, (0, largest - part.numel())) for part in parts])
         out = flat.new_empty(largest)
         request = dist.reduce_scatter_tensor(out, flat, group=pg, async_op=True)
-        return _after(out, [request]).then(lambda padded: padded[:own])
+        return after(out, [request]).then(lambda padded: padded[:own])
 
     @staticmethod
     def _scatter_by_swaps(
@@ -197,7 +197,7 @@ class ProcessGroupTransport:
                 total.add_(row)
             return total.to(device=flat.device, dtype=flat.dtype)
 
-        return _after(received, requests).then(add)
+        return after(received, requests).then(add)
 
     def all_to_all(
         self, flat: Tensor, in_sizes: Sequence[int], out_sizes: Sequence[int], group: Group
@@ -215,7 +215,7 @@ class ProcessGroupTransport:
             group=pg,
             async_op=True,
         )
-        pending = _after(out, [request], keep=sent)
+        pending = after(out, [request], keep=sent)
         return pending.then(lambda host: host.to(flat.device)) if staged else pending
 
     def broadcast(self, flat: Tensor, root: int, group: Group) -> Pending:
@@ -225,7 +225,7 @@ class ProcessGroupTransport:
         staged = backend == "gloo" and is_remote(flat)
         host = flat.cpu() if staged else flat
         request = dist.broadcast(_bytes(host), group.ranks[root], group=pg, async_op=True)
-        return _after(flat, [request], (lambda: flat.copy_(host)) if staged else None)
+        return after(flat, [request], (lambda: flat.copy_(host)) if staged else None)
 
     @property
     def in_order(self) -> bool:
@@ -258,7 +258,7 @@ class ProcessGroupTransport:
             received = staged and number >= len(sends)
             finish = functools.partial(flat.copy_, host) if received else None
             result.append(
-                _after(flat, requests.get(number, []), finish, keep=host, polled=self.in_order)
+                after(flat, requests.get(number, []), finish, keep=host, polled=self.in_order)
             )
         return result[: len(sends)], result[len(sends) :]
 
@@ -311,32 +311,6 @@ def _swap(
 
 def _bytes(flat: Tensor) -> Tensor:
     return flat.view(torch.uint8)
-
-
-def _after(
-    result: Tensor,
-    requests: Sequence[dist.Work | None],
-    finish: Callable[[], object] | None = None,
-    keep: Tensor | None = None,
-    polled: bool = False,
-) -> Pending:
-    """Return the result once all requests are done; `keep` stays allocated until then.
-
-    A `polled` one knows whether its requests are done, which gloo's do not tell.
-    """
-
-    def wait() -> None:
-        for request in requests:
-            if request is not None:
-                request.wait()
-        if finish is not None:
-            finish()
-        _ = keep
-
-    def is_done() -> bool:
-        return all(request is None or request.is_completed() for request in requests)
-
-    return Pending(result, wait, is_done if polled else None)
 
 
 def process_meshes(
