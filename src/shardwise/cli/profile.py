@@ -9,6 +9,7 @@ import typer
 
 from shardwise.cli.options import AsJson, option
 from shardwise.cli.output import echo, require_own, write_output
+from shardwise.formatting import terminal_width
 
 PATIENCE_S = 2.0  # before progress is shown
 
@@ -66,10 +67,11 @@ def predict(
     summary = summarize(outcomes)
     if out is not None:
         write_output(out, report.to_csv(outcomes))
-    if as_json:
-        echo(report.to_dict(outcomes, summary))
-    else:
-        report.show(outcomes, summary, Console())
+    echo(
+        report.to_dict(outcomes, summary)
+        if as_json
+        else report.text(outcomes, summary, terminal_width())
+    )
 
 
 def _after_patience(

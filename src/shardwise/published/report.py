@@ -14,11 +14,9 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 from scipy.stats import spearmanr
 
-from shardwise.formatting import GIB, digits
+from shardwise.formatting import GIB, Column, digits, table, wrapped
 from shardwise.published.rows import Entry, Row
 
 MIN_SWEEP = 4  # rows; the order of fewer means little
@@ -203,7 +201,6 @@ def _relative(predicted: float | None, published: float | None) -> float | None:
 
 
 # ------------------------------------------------------------ tables
-_WIDE = 100  # characters; narrower tables omit a column
 _MAX_ROWS = 400  # in a printed table; -o writes all
 _COLUMNS = {  # names in files, and attributes of an outcome
     "row_id": "published.row_id",
@@ -239,61 +236,50 @@ def to_csv(outcomes: Iterable[Outcome]) -> str:
     return text.getvalue()
 
 
-def show(outcomes: Sequence[Outcome], summary: Summary, console: Console) -> None:
-    """Print tables to a console."""
-    wide = console.width >= _WIDE
-    table = _table(None)
-    table.add_column("row", overflow="fold", ratio=3)
-    if wide:
-        table.add_column("model", overflow="fold")
-    for name in ("predicted", "published", "error"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("GiB", justify="right", no_wrap=True)
-    table.add_column("status", overflow="fold", ratio=3)
-    for outcome in outcomes[:_MAX_ROWS]:
-        table.add_row(*_cells(outcome, wide=wide))
-    console.print(table)
+def text(outcomes: Sequence[Outcome], summary: Summary, width: int) -> str:
+    """Return the rows, the errors and the correlations as tables of the given width."""
+    columns = [Column("predicted"), Column("published", 1), Column("error"), Column("GiB", 2)]
+    lines = table(columns, "row", [_cells(o) for o in outcomes[:_MAX_ROWS]], width)
     if len(outcomes) > _MAX_ROWS:
-        console.print(f"… and {len(outcomes) - _MAX_ROWS} more: -o predictions.csv")
-    console.print()
-    console.print(_errors_table(summary))
-    if summary.sweeps:
-        console.print()
-        console.print(_sweeps_table(summary))
-
-
-def _table(title: str | None) -> Table:
-    return Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
-
-
-def _cells(outcome: Outcome, *, wide: bool) -> list[str]:
-    error = "" if outcome.error is None else f"{outcome.error:+.1%}"
-    memory = "" if outcome.memory_bytes is None else f"{outcome.memory_bytes / GIB:.1f}"
-    times = [_seconds(outcome.step_time_s), _seconds(outcome.published.step_time_s)]
-    model = [outcome.published.model] if wide else []
-    status = f"{outcome.status}; note: {outcome.note}" if outcome.note else outcome.status
-    return [outcome.published.row_id, *model, *times, error, memory, status]
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{digits(value, 3)} s"
-
-
-def _errors_table(summary: Summary) -> Table:
+        lines.append(f"… and {len(outcomes) - _MAX_ROWS} more: -o predictions.csv")
     title = f"{summary.predicted} of {summary.rows} rows predicted, "
     title += f"{summary.out_of_memory} out of memory"
     if summary.published_out_of_memory:
         title += f" ({summary.out_of_memory_as_published} of the "
         title += f"{summary.published_out_of_memory} published as out of memory)"
-    table = _table(title)
-    table.add_column("step time")
-    for name in ("rows", "bias", "median", "p90", "largest"):
-        table.add_column(name, justify="right")
-    for label, errors in (("all", summary.step_time), *summary.by_device):
-        table.add_row(label, *_figures(errors))
-    if summary.memory is not None:
-        table.add_row("memory", *_figures(summary.memory))
-    return table
+    errors = [("all", summary.step_time), *summary.by_device]
+    errors += [("memory", summary.memory)] if summary.memory is not None else []
+    columns = [Column(name) for name in ("rows", "bias", "median", "p90", "largest")]
+    rows = [(*_figures(figures), label) for label, figures in errors]
+    lines += ["", *wrapped(title, width), *table(columns, "step time", rows, width)]
+    if summary.sweeps:
+        title = f"rank correlation within sweeps: median {summary.median_correlation:.3f}"
+        columns = [Column(n) for n in ("runs", "configurations", "correlation", "of runs")]
+        rows = [
+            (
+                str(s.count),
+                str(s.configurations),
+                f"{s.correlation:.3f}",
+                f"{s.of_runs:.3f}",
+                s.name,
+            )
+            for s in summary.sweeps
+        ]
+        lines += ["", *wrapped(title, width), *table(columns, "sweep", rows, width)]
+    return "\n".join(lines)
+
+
+def _cells(outcome: Outcome) -> list[str]:
+    error = "" if outcome.error is None else f"{outcome.error:+.1%}"
+    memory = "" if outcome.memory_bytes is None else f"{outcome.memory_bytes / GIB:.1f}"
+    times = [_seconds(outcome.step_time_s), _seconds(outcome.published.step_time_s)]
+    row, note = outcome.published, f"; note: {outcome.note}" if outcome.note else ""
+    model = f" ({row.model})" if row.model else ""
+    return [*times, error, memory, f"{row.row_id}{model}: {outcome.status}{note}"]
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{digits(value, 3)} s"
 
 
 def _figures(errors: Errors | None) -> list[str]:
@@ -301,14 +287,3 @@ def _figures(errors: Errors | None) -> list[str]:
         return ["0", "", "", "", ""]
     absolute = (errors.median, errors.p90, errors.largest)
     return [str(errors.count), f"{errors.bias:+.1%}", *(f"{error:.1%}" for error in absolute)]
-
-
-def _sweeps_table(summary: Summary) -> Table:
-    table = _table(f"rank correlation within sweeps: median {summary.median_correlation:.3f}")
-    table.add_column("sweep", overflow="fold")
-    for name in ("runs", "configurations", "correlation", "of runs"):
-        table.add_column(name, justify="right")
-    for sweep in summary.sweeps:
-        sizes = (str(sweep.count), str(sweep.configurations))
-        table.add_row(sweep.name, *sizes, f"{sweep.correlation:.3f}", f"{sweep.of_runs:.3f}")
-    return table
