@@ -25,7 +25,7 @@ from shardwise.errors import ShardwiseError, WatchError
 from shardwise.formatting import terminal_width
 
 if TYPE_CHECKING:
-    from shardwise.training.trainer import DryRun, FitResult
+    from shardwise.training.trainer import FitResult
     from shardwise.watch.run import Run
 
 INTERRUPTED = 130  # the shell's exit code for SIGINT
@@ -58,7 +58,10 @@ def train(
     with _reported():
         trainer = Trainer.from_config(config, set_ or [], folder=folder, resume=resume)
         if dry_run:
-            _print_plan(trainer.dry_run(ranks), as_json)
+            run = trainer.dry_run(ranks)
+            text = run if run.plan.search is None else plan_text(run.plan)
+            data = {"plan": run.plan.to_json(), "estimate": run.estimate.to_json()}
+            echo(data if as_json else text)
             return
         if ranks is not None and ranks > 1 and "RANK" not in os.environ:
             trainer.check()
@@ -94,13 +97,6 @@ def _reported() -> Iterator[None]:
         if os.environ.get("RANK", "0") == "0":
             typer.echo("interrupted", err=True)
         raise typer.Exit(INTERRUPTED) from None
-
-
-def _print_plan(run: DryRun, as_json: bool) -> None:
-    if as_json:
-        echo({"plan": run.plan.to_json(), "estimate": run.estimate.to_json()})
-    else:
-        echo(run if run.plan.search is None else plan_text(run.plan))
 
 
 def _to_json(result: FitResult) -> dict[str, Any]:

@@ -200,7 +200,9 @@ class Executor:
         try:
             for action in self._iterate(step, items):
                 run[action.kind](step, action)
-            loss = self._share_loss(step)
+            loss, stage = step.loss, self.spec.loss_stage
+            if stage is not None:  # all ranks return the loss
+                loss = self.exchange.share(stage, loss, (), self._loss_dtype)
             leaves = self._share_outputs(step) if step.outputs else None
             self.exchange.sends.finish()
             return loss, leaves
@@ -302,12 +304,6 @@ class Executor:
         last = self._last_backward.get(stage) == action
         with self._span(action), self.store.backward(stage, last=last):
             queue.run()
-
-    def _share_loss(self, step: PipelineRun) -> Tensor | None:
-        """Return the loss on all ranks, if the model has one."""
-        if self.spec.loss_stage is None:
-            return None
-        return self.exchange.share(self.spec.loss_stage, step.loss, (), self._loss_dtype)
 
     def _share_outputs(self, step: PipelineRun) -> tuple[Any, ...]:
         """Return the model's output leaves, in full on every rank."""
