@@ -44,6 +44,9 @@ class ShardwiseError(Exception):
         super().__init__("\n".join(lines))
 
 
+ErrorKind = type[ShardwiseError]  # an argument of functions that raise their caller's errors
+
+
 class CaptureError(ShardwiseError):
     """The model cannot be captured as a graph."""
 

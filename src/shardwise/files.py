@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ErrorKind, ShardwiseError
 
 if TYPE_CHECKING:
     import yaml
@@ -44,7 +44,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # ------------------------------------------------------------ reading
 def read_text(
     path: str | Path,
-    error: type[ShardwiseError] = ShardwiseError,
+    error: ErrorKind = ShardwiseError,
     *,
     what: str = "file",
     hint: str | None = None,
@@ -100,7 +100,7 @@ def _read_bytes(handle: int, max_bytes: int) -> bytes:
 
 def read_json(
     path: str | Path,
-    error: type[ShardwiseError] = ShardwiseError,
+    error: ErrorKind = ShardwiseError,
     *,
     what: str = "file",
     hint: str | None = None,
@@ -114,7 +114,7 @@ def read_json(
 
 def parse_json(
     text: str | bytes,
-    error: type[ShardwiseError] = ShardwiseError,
+    error: ErrorKind = ShardwiseError,
     *,
     where: str,
     hint: str | None = None,
@@ -213,7 +213,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def compose_yaml(
-    text: str, error: type[ShardwiseError], *, where: str, loader: Any, max_values: int = MAX_VALUES
+    text: str, error: ErrorKind, *, where: str, loader: Any, max_values: int = MAX_VALUES
 ) -> yaml.Node | None:
     """Return the node tree of a YAML text; `loader` is a loader class of PyYAML.
 
@@ -270,22 +270,14 @@ def _require_small(events: Any, max_values: int) -> None:
 
 # ------------------------------------------------------------ writing
 def write_text(
-    path: str | Path,
-    text: str,
-    error: type[ShardwiseError] = ShardwiseError,
-    *,
-    hint: str | None = None,
+    path: str | Path, text: str, error: ErrorKind = ShardwiseError, *, hint: str | None = None
 ) -> None:
     """Write a text as UTF-8, see `write_bytes`."""
     write_bytes(path, text.encode("utf-8", "backslashreplace"), error, hint=hint)
 
 
 def write_bytes(
-    path: str | Path,
-    data: bytes,
-    error: type[ShardwiseError] = ShardwiseError,
-    *,
-    hint: str | None = None,
+    path: str | Path, data: bytes, error: ErrorKind = ShardwiseError, *, hint: str | None = None
 ) -> None:
     """Write a file atomically: readers see the old or the complete new file, even after a kill.
 
@@ -323,7 +315,7 @@ def _umask() -> int:
 
 @contextmanager
 def writing(
-    path: str | Path, error: type[ShardwiseError] = ShardwiseError, *, hint: str | None = None
+    path: str | Path, error: ErrorKind = ShardwiseError, *, hint: str | None = None
 ) -> Iterator[None]:
     """Turn operating system errors while `path` is written into an `error` about it."""
     try:
@@ -333,7 +325,7 @@ def writing(
 
 
 def require_writable(
-    path: str | Path, error: type[ShardwiseError] = ShardwiseError, *, hint: str | None = None
+    path: str | Path, error: ErrorKind = ShardwiseError, *, hint: str | None = None
 ) -> None:
     """Refuse a path that cannot be written as a file, to fail before long work."""
     path = Path(path)
@@ -352,7 +344,7 @@ def require_writable(
 def write_error(
     path: str | Path,
     problem: OSError,
-    error: type[ShardwiseError] = ShardwiseError,
+    error: ErrorKind = ShardwiseError,
     *,
     hint: str | None = None,
 ) -> ShardwiseError:

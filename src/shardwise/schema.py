@@ -21,7 +21,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeAlias, TypeVar, Union
 
-from shardwise.errors import ShardwiseError, did_you_mean
+from shardwise.errors import ErrorKind, ShardwiseError, did_you_mean
 from shardwise.files import MAX_VALUES, compose_yaml
 
 if typing.TYPE_CHECKING:
@@ -114,7 +114,7 @@ def field_names(kind: type) -> tuple[str, ...]:
     return tuple(_fields_of(typing.cast(Any, kind)))
 
 
-def check_fields(value: Any, error: type[ShardwiseError], where: str | None = None) -> None:
+def check_fields(value: Any, error: ErrorKind, where: str | None = None) -> None:
     """Raise `error` if a field of a dataclass violates its `Range` or `OneOf`."""
     for name, kind, marker, part in _constraints(typing.cast(Any, type(value))):
         field = getattr(value, name)
@@ -132,12 +132,7 @@ def check_fields(value: Any, error: type[ShardwiseError], where: str | None = No
 
 # ------------------------------------------------------------ YAML with lines
 def parse_yaml(
-    text: str,
-    error: type[ShardwiseError],
-    *,
-    where: str,
-    max_values: int = MAX_VALUES,
-    typed: bool = True,
+    text: str, error: ErrorKind, *, where: str, max_values: int = MAX_VALUES, typed: bool = True
 ) -> tuple[Any, dict[KeyPath, int]]:
     """Return the value of a YAML text and the line of every key.
 
@@ -177,11 +172,7 @@ def _typed_loader() -> Any:
 
 
 def _walk(
-    node: yaml.Node,
-    path: KeyPath,
-    lines: dict[KeyPath, int],
-    error: type[ShardwiseError],
-    where: str,
+    node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], error: ErrorKind, where: str
 ) -> Any:
     """Return the values below a node with scalars as text, and record the line of every path."""
     import yaml
@@ -215,7 +206,7 @@ class Reader:
 
     def __init__(
         self,
-        error: type[ShardwiseError],
+        error: ErrorKind,
         name: str,
         lines: Mapping[KeyPath, int] | None = None,
         *,
