@@ -70,6 +70,11 @@ def _size(names: str, help: str, **limits: Any) -> Any:
     return option(names, help, **{"min": 1, **limits})
 
 
+def _check_strategy(name: str | None) -> str | None:
+    """Refuse an unknown strategy before the model is built."""
+    return _one_of("strategy", name, strategy_names())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
     """The options that describe a plan; each field is an option of the command line."""
@@ -80,7 +85,7 @@ class PlanOptions:
             "--strategy -s",
             f"Named strategy: {', '.join(strategy_names())}.",
             show_default="ddp; none with --cluster",
-            callback=lambda name: _one_of("strategy", name, strategy_names()),
+            callback=_check_strategy,
         ),
     ] = None
     cluster: Annotated[
