@@ -77,7 +77,7 @@ def _is_trainable(initializer: Any) -> bool:
 
 
 def _is_float(array: np.ndarray[Any, Any]) -> bool:
-    return array.dtype.kind == "f" or array.dtype.name == "bfloat16"
+    return bool(array.dtype.kind == "f" or array.dtype.name == "bfloat16")
 
 
 def _is_mask(initializer: Any, num_values: int) -> bool:
