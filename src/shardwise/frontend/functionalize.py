@@ -171,32 +171,32 @@ def strided(builder: Builder, node: fx.Node, alias: Alias) -> Alias:
     """
     source, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
     order = sorted(range(source.dim()), key=lambda d: (-source.stride(d), d))
-    held, start = source.permute(order), value.storage_offset() - source.storage_offset()
+    dense, start = source.permute(order), value.storage_offset() - source.storage_offset()
     ends = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
-    if not held.is_contiguous() or start < 0 or start + ends >= held.numel():
+    if not dense.is_contiguous() or start < 0 or start + ends >= dense.numel():
         raise CaptureError(
             "as_strided reads memory outside of its tensor",
             where=builder.region.source or None,
             hint="call it on x.contiguous(), or use x.unfold(dim, size, step)",
         )
-    own, new = (tuple(zip(t.shape, t.stride(), strict=True)) for t in (held, value))
-    kept = 0
-    while kept < min(len(own), len(new)) - 1 and own[kept] == new[kept] and not start:
-        kept += 1
-    rows, size = value.shape[:kept], held[(0,) * kept].numel()
+    own, new = (tuple(zip(t.shape, t.stride(), strict=True)) for t in (dense, value))
+    lead = 0
+    while lead < min(len(own), len(new)) - 1 and own[lead] == new[lead] and not start:
+        lead += 1
+    rows, size = value.shape[:lead], dense[(0,) * lead].numel()
 
     def emit(op: str, shape: Sequence[int], *args: Any, dtype: torch.dtype = torch.int64) -> Ref:
         return Ref(builder.emit(f"aten.{op}", args, (TensorType(tuple(shape), dtype),))[0])
 
     tensor, dtype = Ref(builder.read(alias)), value.dtype
     if order != sorted(order):
-        tensor = emit("permute.default", held.shape, tensor, tuple(order), dtype=dtype)
+        tensor = emit("permute.default", dense.shape, tensor, tuple(order), dtype=dtype)
     tensor = emit("reshape.default", (*rows, size), tensor, (*rows, size), dtype=dtype)
-    rest, steps = value.shape[kept:], value.stride()[kept:]
+    rest, steps = value.shape[lead:], value.stride()[lead:]
     index = emit("arange.default", (size,), size)
     index = emit("as_strided.default", rest, index, tuple(rest), tuple(steps), start)
     index = emit("reshape.default", (rest.numel(),), index, (rest.numel(),))
-    tensor = emit("index_select.default", (*rows, rest.numel()), tensor, kept, index, dtype=dtype)
+    tensor = emit("index_select.default", (*rows, rest.numel()), tensor, lead, index, dtype=dtype)
     result = emit("reshape.default", value.shape, tensor, tuple(value.shape), dtype=dtype)
     return builder.track(result.name, value, None)
 
