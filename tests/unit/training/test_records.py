@@ -104,7 +104,7 @@ def test_a_step_that_failed_is_not_part_of_the_next_trace(
 
 
 def test_a_rank_is_compared_with_its_group() -> None:
-    rows = [[1.0, 0, 2, 5], [1.0, 0, 2, 5], [3.0, 0, 2, 5], [6.0, 0, 2, 7]]
+    rows = [[1.0, 0, 2, 5, 0], [1.0, 0, 2, 5, 0], [3.0, 0, 2, 5, 0], [6.0, 0, 2, 7, 0]]
     row = ranks_row(9, rows, [(0, 1), (2, 3)])
     slowest = {rank["rank"]: rank["ratio"] for rank in row["slowest"]}
     assert slowest == {3: pytest.approx(2.0), 0: 1.0, 1: 1.0, 2: pytest.approx(0.5)}
