@@ -139,6 +139,49 @@ def test_ranks_do_not_wait_for_one_that_failed_and_lives_on(pool: Callable[[int]
     assert "closed its connections" in own[1][1]
 
 
+def shorter_on_one_rank(strategy: str, verb: str, folder: str) -> tuple[str, str, float]:
+    """The last rank has one batch less, and nobody refers to its module after the failure."""
+    plan = getattr(sw.strategies, strategy)(
+        sw.capture(model := Scaled(), BATCH), sw.Cluster.local(dist.get_world_size())
+    )
+    pm = sw.parallelize(model, BATCH, plan)
+    last = {
+        "gather": pm.gather_state_dict,
+        "evaluate": lambda: pm.eval_loss(BATCH),
+        "save": lambda: sw.save_checkpoint(folder, pm),
+        "copy": lambda: pm.copy_to(None),
+    }[verb]
+    start = time.monotonic()
+    try:
+        with mock.patch.object(failures, "CLOSE_S", 0.2):
+            for _ in range(6 - (dist.get_rank() == dist.get_world_size() - 1)):
+                pm.train_step(BATCH)
+            last()
+            return "", "", 0.0
+    except ShardwiseError as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("strategy", "verb", "ranks"),
+    [
+        ("ddp", "gather", 2),
+        ("fsdp", "evaluate", 2),
+        pytest.param("fsdp", "save", 3, marks=pytest.mark.slow),
+        pytest.param("tensor", "copy", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_with_data_of_different_length_are_named(
+    pool: Callable[[int], Any], tmp_path: Path, strategy: str, verb: str, ranks: int
+) -> None:
+    arguments = (strategy, verb, str(tmp_path / "checkpoint"))
+    for kind, text, seconds in pool(ranks).run(shorter_on_one_rank, *arguments, timeout=100):
+        assert kind == "RankError"
+        assert re.search(rf"rank {ranks - 1} began to {verb}.*, while .* began another step", text)
+        assert seconds < 30
+
+
 class Deepening(nn.Module):
     """Uses more layers later, and a teacher that follows one of them."""
 

@@ -23,6 +23,7 @@ from shardwise.checkpoint.box_io import local_portions
 from shardwise.checkpoint.optimizer_state import Optimizers, each_optimizer
 from shardwise.checkpoint.write import Staging, Writer, collect
 from shardwise.errors import CheckpointError
+from shardwise.runtime.module import ParallelModule
 from shardwise.runtime.rendezvous import open_rendezvous
 
 TIMEOUT_S = 3600.0
@@ -145,6 +146,9 @@ def save_checkpoint(
     If a rank fails or dies, the save fails on all ranks, which name it, and `path` is unchanged.
     """
     saving = Saving(Path(path))
+    if isinstance(module, ParallelModule):
+        with module.store.naming_failures("save a checkpoint"):
+            pass  # ranks meet
     rendezvous = open_rendezvous("save", CheckpointError)
     with saving._blocking():
         try:

@@ -104,6 +104,7 @@ def _file_stamp(path: str) -> tuple[int, int, int] | None:
 
 
 _stat = os.stat  # not the one that is watched
+_LOOKS = ("stat", "lstat", "access", "listdir", "scandir")  # functions of `os` on a path
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +307,7 @@ class _Walk:
                 self.reach.variables[id(cell), name] = variable
             self.value(variable.read(), DEPTH)
         own = user and "site-packages" not in code.co_filename
-        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        defaults = [*(function.__defaults__ or ()), function.__kwdefaults__]
         for number, default in enumerate(defaults):
             if own and not isinstance(default, ATOMS):
                 name = f"default {number} of {function.__name__}"
@@ -332,7 +333,8 @@ class _Walk:
             self.reach.writes.setdefault(name, f"{Path(code.co_filename).name}:{line}")
         own = "site-packages" not in code.co_filename
         if own and not _ALL_VARIABLES.isdisjoint(code.co_names):
-            used = (*used, *(name for name in namespace if not name.startswith("__")))
+            names = dict.fromkeys((*used, *namespace, *sorted(attributes)))
+            used = tuple(name for name in names if not name.startswith("__"))
         if own and not _ALL_MODULES.isdisjoint(code.co_names):
             for module in list(sys.modules.values()):
                 file = getattr(module, "__file__", None) or ""
@@ -347,13 +349,15 @@ class _Walk:
             if name in home and (home is namespace or not is_builtin):
                 self._variable(name, _place(code), home)
                 self.value(home[name], DEPTH)
+            elif own and loads[name] is MISSING:  # read under try, or by a name in a text
+                self._variable(name, _place(code), namespace)
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self._code(constant, namespace)
 
     def _variable(self, name: str, place: str, namespace: dict[str, Any]) -> None:
         library = "site-packages" in str(namespace.get("__file__", ""))
-        if not library or isinstance(namespace[name], ATOMS):
+        if not library or isinstance(namespace.get(name), ATOMS):
             self.reach.variables.setdefault((id(namespace), name), Variable(name, place, namespace))
 
 
@@ -573,8 +577,14 @@ class Watch:
 
     @property
     def reads(self) -> Reads:
-        """The state that the capture read and wrote."""
-        return Reads(dict.fromkeys(self.first), self.methods, self.writes, self.reach)
+        """The state that the capture read and wrote, and attributes that it did not find."""
+        absent = [
+            (path, name)
+            for path, name in self._missing - self._assigned.keys()
+            if not hasattr(self.modules[path], name) and name not in INTERNAL
+        ]
+        attributes = dict.fromkeys((*self.first, *sorted(absent)))
+        return Reads(attributes, self.methods, self.writes, self.reach)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -584,9 +594,12 @@ class Watch:
         get, put = object.__getattribute__, nn.Module.__setattr__
         opened = builtins.open
 
-        def stat(path: Any, *args: Any, **kwargs: Any) -> Any:
-            self._record_file(path, sys._getframe(1))
-            return _stat(path, *args, **kwargs)
+        def looking(function: Callable[..., Any]) -> Callable[..., Any]:
+            def look(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+                self._record_file(path, sys._getframe(1))
+                return function(path, *args, **kwargs)
+
+            return look
 
         def open_(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             if "r" in mode or "+" in mode:
@@ -597,7 +610,9 @@ class Watch:
             try:
                 value = get(module, name)
             except AttributeError:
-                self._missing.add((self._paths.get(id(get(module, "__dict__")), ""), name))
+                path = self._paths.get(id(get(module, "__dict__")))
+                if path is not None and not name.startswith("__"):
+                    self._missing.add((path, name))
                 raise
             if name == "__dict__" and not _is_ours(sys._getframe(1)):
                 self._record_all(value)
@@ -623,7 +638,7 @@ class Watch:
             with patched(
                 (nn.Module, "__getattribute__", getattribute),
                 (nn.Module, "__setattr__", setattr_),
-                (os, "stat", stat),
+                *((os, name, looking(getattr(os, name))) for name in _LOOKS),
                 *((module, "open", open_) for module in (builtins, io)),
             ):
                 yield
@@ -658,6 +673,7 @@ class Watch:
         path = self._paths.get(id(owner))
         if path is not None and is_user_code(sys._getframe(2).f_code.co_filename):
             self._missing.add((path, "__dict__"))  # perhaps to ask for an attribute
+            self.first.setdefault((path, "__dict__"), None)
             for name in owner.keys() - INTERNAL - {"training"}:
                 self._record_read((path, name), owner[name])
 

@@ -8,6 +8,8 @@ proves nothing, and the snapshots decide.
 """
 
 import array
+import contextvars
+import ctypes
 import functools
 import operator
 import random
@@ -18,6 +20,7 @@ from collections import UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from enum import Enum
+from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
 import numpy as np
@@ -33,6 +36,7 @@ ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 _SCALARS = {bool, int, float, complex, str, bytes, type(None)}
 # Names that every module has; forward may depend on `training` alone.
 INTERNAL = (frozenset(vars(nn.Module())) | frozenset(vars(nn.Module))) - {"training"}
+_MEMORY = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 
 
@@ -116,10 +120,17 @@ def _module(module: nn.Module, names: Set[str]) -> Any:
 
 
 def _contents(value: Any, names: Set[str], depth: int) -> Any:
-    """Return an object's state besides its attributes: items, or the position of an iterator."""
+    """Return an object's state besides its attributes: items, referents, positions of iterators."""
     if isinstance(value, types.GeneratorType):
         frame = value.gi_frame
         return frame and (frame.f_lasti, _container(dict(frame.f_locals), names, depth - 1))
+    if isinstance(value, contextvars.ContextVar | weakref.ref):
+        content = value.get(MISSING) if isinstance(value, contextvars.ContextVar) else value()
+        return snapshot(content, names, depth - 1)
+    if isinstance(value, SynchronizedBase):  # a value in memory that processes share
+        value = value.get_obj()
+    if isinstance(value, _MEMORY):
+        return bytes(value)
     with suppress(Exception):  # a class of the user's may raise anything: compare its attributes
         if isinstance(value, Mapping):
             return _container(dict(value), names, depth - 1)
@@ -182,11 +193,11 @@ def class_member(cls: type, name: str) -> Any:
 
 
 # ---------------------------------------------------------------- guards
-_CONSTANTS = (*ATOMS, types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)
+_CONSTANTS = (*ATOMS, *_FUNCTIONS, type, types.ModuleType, Missing)
 _OTHER_STATE = (  # objects whose state is more than their attributes
     *(torch.Tensor, nn.Module, np.ndarray, random.Random, np.random.Generator),
     *(np.random.RandomState, Mapping, deque, UserList, Iterator, types.MethodType),
-    functools.partial,
+    *(functools.partial, contextvars.ContextVar, weakref.ref, SynchronizedBase, *_MEMORY),
 )
 _NO_ATTRIBUTES = {object(): None}  # stands for the attributes of an object that no longer exists
 

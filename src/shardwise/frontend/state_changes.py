@@ -310,6 +310,8 @@ def _by_path(places: Iterable[Place]) -> defaultdict[str, list[str]]:
 
 def _get(ref: Callable[[], Any], name: str) -> Any:
     module = ref()
+    if module is not None and name == "__dict__":
+        return frozenset(vars(module))  # forward asks which attributes exist
     return _GONE if module is None else getattr(module, name, MISSING)
 
 

@@ -46,6 +46,7 @@ from shardwise.runtime.rendezvous import (
     Liveness,
     first_line,
     lost_store,
+    meet,
     name_ranks,
     naming_the_host,
     start_heartbeat,
@@ -178,14 +179,14 @@ def _failure_reports() -> FailureReports | None:
 
 @contextlib.contextmanager
 def naming_failures(
-    timeout_s: float, transport: ProcessGroupTransport | None = None
+    timeout_s: float, transport: ProcessGroupTransport | None = None, verb: str = ""
 ) -> Iterator[None]:
     """Turn a failure of communication within the body into a `RankError` that names its cause.
 
     Any other exception is published, so that the other ranks name it and this rank, and raised
     unchanged. Finding the cause takes at most `timeout_s`. All ranks use this around the same work.
     With the `transport` that the body uses, other ranks do not wait for this one after a failure;
-    over NCCL, `nccl_watch` also watches the device.
+    over NCCL, `nccl_watch` also watches the device. With a `verb`, all ranks meet first.
     """
     reports = _failure_reports()
     if reports is None:
@@ -193,16 +194,18 @@ def naming_failures(
         return
     reports.withdraw()
     if transport is not None:
-        reports.heartbeat.num_bodies += 1
+        reports.heartbeat.body = reports.heartbeat.body[0] + 1, verb
         transport.failure = None
     try:
         with _watching(reports, transport, timeout_s):
+            if verb:
+                meet(verb, timeout_s)
             yield
     except BaseException as error:
         _limit_exit_time()
         if transport is not None:
             transport.failure = error
-            args = (reports, weakref.ref(transport), timeout_s)
+            args = (reports, weakref.ref(transport), set(transport.groups), timeout_s)
             threading.Thread(target=_close_if_awaited, args=args, daemon=True).start()
         if not _is_communication(error):
             text = f"{type(error).__name__}: {first_line(error)}"
@@ -224,24 +227,34 @@ def naming_failures(
 
 
 def _close_if_awaited(
-    reports: FailureReports, reference: weakref.ref[ProcessGroupTransport], timeout_s: float
+    reports: FailureReports,
+    reference: weakref.ref[ProcessGroupTransport],
+    groups: set[dist.ProcessGroup],
+    timeout_s: float,
 ) -> None:
     """Close this rank's connections if another rank waits for it in the body that failed here.
 
-    Only a weak reference is held: the parallel module may be deleted, which closes them too.
+    Only a weak reference is held: the parallel module may be deleted. Torch keeps its groups.
     """
-    number, end = reports.heartbeat.num_bodies, time.monotonic() + timeout_s
-    with contextlib.suppress(RuntimeError):
+    (number, _), end = reports.heartbeat.body, time.monotonic() + timeout_s
+    with contextlib.suppress(RuntimeError, ValueError):  # groups may have been destroyed
         time.sleep(CLOSE_S)
-        while reports.heartbeat.num_bodies == number and time.monotonic() < end:
-            if reference() is None:
-                return
+        while reports.heartbeat.body[0] == number and time.monotonic() < end:
             waiting = [r for r in reports.others() if not reports.report_of(r)]
-            if any(reports.liveness.num_bodies(r) == number for r in waiting):
+            if any(reports.liveness.body(r)[0] == number for r in waiting):
                 if (transport := reference()) is not None:
-                    transport.close()
+                    transport.note_failure()
+                del transport
+                close_groups(groups)
                 return
             time.sleep(HEARTBEAT_S)
+
+
+def close_groups(groups: set[dist.ProcessGroup]) -> None:
+    """Close the connections of groups that nothing else refers to, except the default one."""
+    while groups:
+        if (group := groups.pop()) is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def _watching(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import BatchError, LossError, ProgramError, did_you_mean
-from shardwise.runtime.consistency import BatchCheck, leaves, share, signature
+from shardwise.runtime.consistency import BATCH_CHECK_EVERY, BatchCheck, leaves, share, signature
 from shardwise.runtime.mesh import ProcessMesh
 from shardwise.runtime.operators import widened
 from shardwise.runtime.rendezvous import count_run, starting
@@ -91,6 +91,8 @@ class ParallelModule(nn.Module):
         self._world = world
         self._registered = registered or RegisteredHooks()
         self._num_runs, self._history = 0, 0
+        self._mode: bool | None = None  # whether the last step trained
+        self._num_switches = self._next_meeting = 0
         self._last_world, self._changes = world(), Counter[tuple[Hashable, Hashable]]()
         self._num_registered = -1  # hooks when this rank's tensors were last checked for them
         self.steps = tuple(steps)
@@ -129,7 +131,7 @@ class ParallelModule(nn.Module):
             raise ProgramError(
                 f"scale is {scale!r}, not a finite number", hint="pm.train_step(batch, scale=1 / n)"
             )
-        with self.store.naming_failures():
+        with self.store.naming_failures(self._verb(training=True)):
             registered = self._registered()
             if registered != self._num_registered:
                 refuse_hooks_on_parts(self.store)
@@ -165,7 +167,7 @@ class ParallelModule(nn.Module):
     def _evaluate(
         self, batch: Any, step: str, local: bool, *, outputs: bool
     ) -> tuple[Tensor | None, Any]:
-        with self.store.naming_failures():
+        with self.store.naming_failures(self._verb(training=False)):
             key, program = self._program(batch, step, training=False, local=local)
             with self.store.evaluate(key):
                 return program.evaluate(batch, self.store, outputs=outputs, local=local)
@@ -204,6 +206,20 @@ class ParallelModule(nn.Module):
                 f"{problem}{did_you_mean(step, named)}; the steps are {named}",
                 hint=f"pm.train_step(batch, step={named[0]!r})",
             )
+
+    def _verb(self, *, training: bool) -> str:
+        """Return the verb at which ranks meet before a step, or nothing.
+
+        Ranks whose data differ in length differ in when they change to evaluation and back.
+        """
+        changes, self._mode = self._mode not in (None, training), training
+        if not changes:
+            return ""
+        self._num_switches += 1
+        if self._num_switches > AGREED_CHANGES and self._num_runs < self._next_meeting:
+            return ""
+        self._next_meeting = self._num_runs + BATCH_CHECK_EVERY
+        return "train" if training else "evaluate"
 
     def _program(
         self, batch: Any, step: str, *, training: bool, local: bool
@@ -305,7 +321,7 @@ class ParallelModule(nn.Module):
     def gather_state_dict(self) -> dict[str, Tensor]:
         """Return the full model's state dict on every rank; all ranks call it."""
         self.store.require_values()
-        with self.store.naming_failures():
+        with self.store.naming_failures("gather the state dict"):
             shared = self._share(self.store.gather_state_dict())
         state = {name: tensor for name, tensor in shared.items() if tensor is not None}
         self.exchanged |= {name: sample_values(tensor) for name, tensor in state.items()}
@@ -313,7 +329,7 @@ class ParallelModule(nn.Module):
 
     def gather_gradients(self) -> dict[str, Tensor | None]:
         """Return the full model's gradients by parameter name on every rank; all ranks call it."""
-        with self.store.naming_failures():
+        with self.store.naming_failures("gather the gradients"):
             return self._share(self.store.gather_gradients())
 
     def _share(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
@@ -394,7 +410,7 @@ class ParallelModule(nn.Module):
         Each rank may pass its own model, or None to only take part. One full tensor exists at a
         time. With `strict`, the model must have the names of the one that was parallelized.
         """
-        with self.store.naming_failures():
+        with self.store.naming_failures("copy the weights to a model"):
             copy_weights(self, model, strict=strict)
 
     def __repr__(self) -> str:

@@ -112,7 +112,7 @@ class NcclWatch:
 
         If all ranks raise the same error, none waits for another, and training may go on.
         """
-        body, now = self.reports.heartbeat.num_bodies, time.monotonic()
+        (body, _), now = self.reports.heartbeat.body, time.monotonic()
         if self._failed_in[0] != body:
             self._failed_in = (body, now)
         return now - self._failed_in[1] >= CLOSE_S

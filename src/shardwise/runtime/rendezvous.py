@@ -201,7 +201,7 @@ class Heartbeat:
         self.rank = dist.get_rank()
         self.cause: str | None = None
         self.num_runs = 0  # of programs that this rank has begun to run
-        self.num_bodies = 0  # of `naming_failures` that this rank has entered
+        self.body = 0, ""  # the number of the latest body of `naming_failures`, and its verb
         self._connection = Connection(timeout_s=10.0)
         self._stop = threading.Event()
         self._beat(0)
@@ -218,7 +218,7 @@ class Heartbeat:
                 self._beat(beats)
 
     def _beat(self, beats: int) -> None:
-        text = json.dumps([beats, self.cause is not None, self.num_runs, self.num_bodies])
+        text = json.dumps([beats, self.cause is not None, self.num_runs, *self.body])
         self._connection.write(f"heartbeat/{self.rank}", text)
 
     def end(self) -> None:
@@ -265,13 +265,15 @@ class Liveness:
         """Return how many programs a rank has begun to run, as of its last heartbeat."""
         return self._read(rank)[2]
 
-    def num_bodies(self, rank: int) -> int:
-        """Return how many bodies of `naming_failures` a rank has entered, likewise."""
-        return self._read(rank)[3]
+    def body(self, rank: int) -> tuple[int, str]:
+        """Return how many bodies of `naming_failures` a rank has entered, and the last one's verb,
+        likewise.
+        """
+        return self._read(rank)[3:]
 
-    def _read(self, rank: int) -> tuple[int | None, bool, int, int]:
+    def _read(self, rank: int) -> tuple[int | None, bool, int, int, str]:
         text = self._connection.read(f"heartbeat/{rank}")
-        return (None, False, 0, 0) if text is None else tuple(json.loads(text))
+        return (None, False, 0, 0, "") if text is None else tuple(json.loads(text))
 
     def dead(self, ranks: Sequence[int], after_s: float = DEAD_AFTER_S) -> list[int]:
         """Return the ranks that have begun, have not exited, and show no heartbeat."""
@@ -298,6 +300,7 @@ class Rendezvous:
 
     rank, world = 0, 1
     reason = ""  # why this rank takes part, for messages
+    join_s = _JOIN_S
 
     def publish(self, point: str, text: str = "") -> None:
         """Announce that this rank has reached a point."""
@@ -368,7 +371,7 @@ class _StoreRendezvous(Rendezvous):
                     checked = now
                     missing = [r for r in ranks if not self._has_published(point, r)]
                     self._check_missing(missing, liveness, now - start, timeout_s)
-                time.sleep(_POLL_S)
+                time.sleep(min(_POLL_S, 0.001 + (now - start) / 4))
             return {r: self._connection.read(f"{self.prefix}/{point}/{r}") or "" for r in ranks}
 
     def _has_published(self, point: str, rank: int) -> bool:
@@ -394,19 +397,35 @@ class _StoreRendezvous(Rendezvous):
         self, missing: Sequence[int], liveness: Liveness, waited: float, timeout_s: float
     ) -> None:
         """Raise an error that names missing ranks that died, never began, or take too long."""
-        dead, absent, ahead = [], [], []
+        dead, ended, absent, ahead, own = [], [], [], [], _heartbeat
         for rank in missing:
             beats, unchanged_s = liveness.observe(rank)
-            num_runs = liveness.num_runs(rank)  # read before whether the rank has joined
+            # Read before whether the rank has joined.
+            num_runs, (number, verb) = liveness.num_runs(rank), liveness.body(rank)
             if beats is not None and unchanged_s > DEAD_AFTER_S:
-                dead.append(rank)
+                (ended if beats == ENDED else dead).append(rank)
             if self._connection.count(f"{self.name}/joined/{rank}") < self.number:
                 absent.append(rank)
-                if _heartbeat is not None and num_runs > _heartbeat.num_runs:
+                if own is not None and (
+                    num_runs > own.num_runs
+                    or number > own.body[0]
+                    or (number == own.body[0] and verb != own.body[1])
+                ):
                     ahead.append(rank)
-        join_s = min(_JOIN_S, timeout_s)
+        join_s = min(self.join_s, timeout_s)
         if dead:
             raise RankError(f"{name_ranks(dead)} died: no heartbeat for {DEAD_AFTER_S:g} s")
+        if ended:
+            raise RankError(
+                f"rank {self.rank} began to {self.name}, but {name_ranks(ended)} ended",
+                hint=f"all ranks {self.name} together",
+            )
+        if ahead and self.name != "start":
+            raise RankError(
+                f"rank {self.rank} began to {self.name}, while {name_ranks(ahead)} began "
+                f"{'to ' + verb if verb else 'another step'}",
+                hint="give all ranks the same number of batches, and run the same lines on each",
+            )
         if ahead:
             raise RankError(
                 f"rank {self.rank} needs another program{self.reason}, while {name_ranks(ahead)} "
@@ -470,6 +489,17 @@ def _encode(error: BaseException, doing: str) -> str:
     return json.dumps(
         [f"{doing}{message}", getattr(error, "where", None), getattr(error, "hint", None)]
     )
+
+
+def meet(verb: str, timeout_s: float) -> None:
+    """Wait until all ranks have begun an operation; raise if one began another instead.
+
+    Collectives of different operations would not end, end the process or mix their data.
+    """
+    rendezvous = open_rendezvous(verb)
+    rendezvous.join_s = timeout_s
+    rendezvous.publish("begun")
+    rendezvous.wait_for("begun", range(rendezvous.world), timeout_s)
 
 
 # Starting a program

@@ -105,11 +105,14 @@ class ParameterStore:
         for part, owner in modules:
             self.attach(owner, part)
 
-    def naming_failures(self) -> contextlib.AbstractContextManager[None]:
-        """Make other ranks name a rank that fails in the body, where ranks are processes."""
+    def naming_failures(self, verb: str = "") -> contextlib.AbstractContextManager[None]:
+        """Make other ranks name a rank that fails in the body, where ranks are processes.
+
+        With a `verb`, ranks meet first: one may still be in a step, because it has more batches.
+        """
         transport = self.mesh.transport
         if isinstance(transport, ProcessGroupTransport):
-            return naming_failures(transport.timeout_s or GRACE_S, transport)
+            return naming_failures(transport.timeout_s or GRACE_S, transport, verb)
         return contextlib.nullcontext()
 
     def _group(self) -> list[FlatGroup]:

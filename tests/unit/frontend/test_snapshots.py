@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import gc
+import multiprocessing
 import os
 import weakref
 from functools import lru_cache, partial
@@ -220,3 +222,57 @@ def test_state_read_only_for_another_batch_is_captured_as_it_is_then() -> None:
     for beta in (5.0, 7.0):
         model.beta = beta
         assert torch.allclose(pm.train_step(longer), model(**longer)), beta
+
+
+LEVEL = contextvars.ContextVar("LEVEL", default=1.0)
+SHARED = multiprocessing.Value("d", 1.0)
+
+
+def scaled(x: Tensor, *, factor: float = 1.0) -> Tensor:
+    return x * factor
+
+
+class Absent(nn.Module):
+    """Reads what does not exist yet, and state behind a reference."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.line, self.folder, self.config = nn.Linear(3, 2), folder, Config()
+        self.reference = weakref.ref(self.config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = scaled(self.line(x).sum()) * LEVEL.get() * SHARED.value
+        y = y * getattr(self.line, "gain", 1.0) * self.__dict__.get("bonus", 1.0)
+        if hasattr(self, "shift"):
+            y = y + self.shift
+        y = y * len(os.listdir(self.folder)) * self.reference().scale
+        try:
+            return y * SOMETHING  # type: ignore[name-defined]
+        except NameError:
+            return y * globals().get("OTHER", 1.0)
+
+
+def test_state_that_appears_later_and_state_behind_references(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "one").touch()
+    model = Absent(tmp_path)
+    pm = parallel(model)
+    changes = (
+        lambda: scaled.__kwdefaults__.update(factor=2.0),
+        lambda: LEVEL.set(3.0),
+        lambda: setattr(SHARED, "value", 0.5),
+        lambda: setattr(model.line, "gain", 2.0),
+        lambda: setattr(model, "bonus", 0.7),
+        lambda: setattr(model, "shift", 4.0),
+        lambda: (tmp_path / "two").touch(),
+        lambda: setattr(model.config, "scale", 9.0),
+        lambda: monkeypatch.setitem(globals(), "OTHER", 1.5),
+        lambda: monkeypatch.setitem(globals(), "SOMETHING", 2.5),
+    )
+    for number, change in enumerate(changes):
+        before = pm.train_step(BATCH)
+        change()
+        after = pm.train_step(BATCH)
+        assert not torch.equal(before, after), number
+        assert torch.allclose(after, model(**BATCH)), number

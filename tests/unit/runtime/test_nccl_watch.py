@@ -25,7 +25,7 @@ class Reports:
     runs: dict[int, int] = field(default_factory=lambda: {0: 4, 1: 4, 2: 4})
     recorded: Cause | None = None
     rank: int = 0
-    num_bodies: int = 9
+    body: tuple[int, str] = (9, "")
 
     def __post_init__(self) -> None:
         self.connection = self.heartbeat = self
@@ -115,7 +115,7 @@ def test_an_error_that_all_ranks_raise_aborts_nothing(watched: Any) -> None:
     with contextlib.suppress(ValueError), watch.step(60.0, never_ends):
         time.sleep(0.1)
         raise ValueError("seven apples")
-    reports.recorded, reports.num_bodies = None, 10
+    reports.recorded, reports.body = None, (10, "")
     with watch.step(60.0, lambda: lambda: True):
         time.sleep(0.3)
     assert watch.cause is None

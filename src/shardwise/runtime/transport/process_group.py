@@ -74,16 +74,13 @@ class ProcessGroupTransport:
         self._require_open()
         return self._groups[tuple(range(self.world_size))]
 
-    def close(self) -> None:
-        """Close this rank's connections: its peers fail at once, and every further use here."""
+    def note_failure(self) -> None:
+        """Give up this rank's connections, which are closed after a failure: every use raises."""
         error, self.failure = self.failure, None
         assert error is not None
         self._closed = f"{type(error).__name__}: {first_line(error)}"
         traceback.clear_frames(error.__traceback__)  # they may refer to connections
-        groups, self._groups = set(self._groups.values()), {}
-        while groups:
-            if (group := groups.pop()) is not dist.group.WORLD:
-                dist.destroy_process_group(group)
+        self._groups = {}
 
     def _require_open(self) -> None:
         if self._closed:
