@@ -266,9 +266,7 @@ class Liveness:
         return self._read(rank)[2]
 
     def body(self, rank: int) -> tuple[int, str]:
-        """Return how many bodies of `naming_failures` a rank has entered, and the last one's verb,
-        likewise.
-        """
+        """Return number and verb of a rank's latest body of `naming_failures`, likewise."""
         return self._read(rank)[3:]
 
     def _read(self, rank: int) -> tuple[int | None, bool, int, int, str]:
@@ -397,7 +395,8 @@ class _StoreRendezvous(Rendezvous):
         self, missing: Sequence[int], liveness: Liveness, waited: float, timeout_s: float
     ) -> None:
         """Raise an error that names missing ranks that died, never began, or take too long."""
-        dead, ended, absent, ahead, own = [], [], [], [], _heartbeat
+        dead, ended, absent, ahead = [], [], [], []
+        own_runs, own_body = (_heartbeat.num_runs, _heartbeat.body) if _heartbeat else (0, (0, ""))
         for rank in missing:
             beats, unchanged_s = liveness.observe(rank)
             # Read before whether the rank has joined.
@@ -406,20 +405,14 @@ class _StoreRendezvous(Rendezvous):
                 (ended if beats == ENDED else dead).append(rank)
             if self._connection.count(f"{self.name}/joined/{rank}") < self.number:
                 absent.append(rank)
-                if own is not None and (
-                    num_runs > own.num_runs
-                    or number > own.body[0]
-                    or (number == own.body[0] and verb != own.body[1])
-                ):
+                is_elsewhere = number == own_body[0] and verb != own_body[1]
+                if num_runs > own_runs or number > own_body[0] or is_elsewhere:
                     ahead.append(rank)
         join_s = min(self.join_s, timeout_s)
         if dead:
             raise RankError(f"{name_ranks(dead)} died: no heartbeat for {DEAD_AFTER_S:g} s")
         if ended:
-            raise RankError(
-                f"rank {self.rank} began to {self.name}, but {name_ranks(ended)} ended",
-                hint=f"all ranks {self.name} together",
-            )
+            raise RankError(f"{name_ranks(ended)} ended before all ranks began to {self.name}")
         if ahead and self.name != "start":
             raise RankError(
                 f"rank {self.rank} began to {self.name}, while {name_ranks(ahead)} began "
