@@ -578,12 +578,9 @@ class Watch:
     @property
     def reads(self) -> Reads:
         """The state that the capture read and wrote, and attributes that it did not find."""
-        absent = [
-            (path, name)
-            for path, name in self._missing - self._assigned.keys()
-            if not hasattr(self.modules[path], name) and name not in INTERNAL
-        ]
-        attributes = dict.fromkeys((*self.first, *sorted(absent)))
+        missing = sorted(self._missing - self._assigned.keys())
+        absent = [place for place in missing if not hasattr(self.modules[place[0]], place[1])]
+        attributes = dict.fromkeys((*self.first, *absent))
         return Reads(attributes, self.methods, self.writes, self.reach)
 
     @contextlib.contextmanager

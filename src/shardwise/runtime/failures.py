@@ -244,7 +244,6 @@ def _close_if_awaited(
             if any(reports.liveness.body(r)[0] == number for r in waiting):
                 if (transport := reference()) is not None:
                     transport.note_failure()
-                del transport
                 close_groups(groups)
                 return
             time.sleep(HEARTBEAT_S)

@@ -92,7 +92,7 @@ class ParallelModule(nn.Module):
         self._registered = registered or RegisteredHooks()
         self._num_runs, self._history = 0, 0
         self._mode: bool | None = None  # whether the last step trained
-        self._num_switches = self._next_meeting = 0
+        self._next_meeting = 0  # the number of runs from which a switch is a meeting
         self._last_world, self._changes = world(), Counter[tuple[Hashable, Hashable]]()
         self._num_registered = -1  # hooks when this rank's tensors were last checked for them
         self.steps = tuple(steps)
@@ -212,13 +212,10 @@ class ParallelModule(nn.Module):
 
         Ranks whose data differ in length differ in when they change to evaluation and back.
         """
-        changes, self._mode = self._mode not in (None, training), training
-        if not changes:
+        is_switch, self._mode = self._mode not in (None, training), training
+        if not is_switch or self._num_runs < self._next_meeting:
             return ""
-        self._num_switches += 1
-        if self._num_switches > AGREED_CHANGES and self._num_runs < self._next_meeting:
-            return ""
-        self._next_meeting = self._num_runs + BATCH_CHECK_EVERY
+        self._next_meeting = self._num_runs + min(self._num_runs, BATCH_CHECK_EVERY)
         return "train" if training else "evaluate"
 
     def _program(

@@ -86,11 +86,6 @@ class WeightQueue:
     def __init__(self) -> None:
         self._jobs: list[_Job] = []
 
-    @property
-    def num_waiting(self) -> int:
-        """The number of calls whose weight gradients are still to be computed."""
-        return len(self._jobs)
-
     @contextlib.contextmanager
     def deferring(self) -> Iterator[WeightQueue]:
         """Collect the weight gradients of this thread's computation in the body."""
