@@ -113,7 +113,8 @@ def products(
     if "attention" in name and operands[-1].dim() >= 3:
         first = 1 if "backward" in name else 0
         query, key = operands[first : first + 2]
-        causal = _is_causal(func, args, kwargs)
+        names = [argument.name for argument in func._schema.arguments]
+        causal = bool({**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal"))
         fraction = causal_fraction(query.shape[-2], key.shape[-2]) if causal else 1.0
         shape = (*query.shape[:-1], key.shape[-2], query.shape[-1])[-5:]
         kernel = _product(full_name, "attention", flops * fraction, shape, touched, query.dtype)
@@ -135,14 +136,6 @@ def _product(
     return Kernel(
         op=op, kind=kind, flops=flops, bytes=num_bytes, dtype=dtype_name(dtype), shape=shape
     )
-
-
-def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    names = [a.name for a in func._schema.arguments]
-    if "is_causal" not in names:
-        return False
-    position = names.index("is_causal")
-    return bool(args[position] if position < len(args) else kwargs.get("is_causal", False))
 
 
 def causal_fraction(rows: int, columns: int, tile: int = 1) -> float:
@@ -171,10 +164,6 @@ def _by_dims(*operands: str) -> Callable[..., Size]:
         return sizes["b"], sizes["m"], sizes["n"], sizes["k"]
 
     return size
-
-
-def _linear(x: Tensor, weight: Tensor, *_: Any) -> Size:
-    return 1, prod(x.shape[:-1]), weight.shape[0], x.shape[-1]
 
 
 def _grouped(a: Tensor, b: Tensor, *_: Any) -> Size:
@@ -207,7 +196,7 @@ _SIZES: dict[str, Callable[..., Size]] = {
     **dict.fromkeys(("baddbmm", "addbmm"), _by_dims("", "bmk", "bkn")),
     "mv": _by_dims("mk", "k"),
     "addmv": _by_dims("", "mk", "k"),
-    "linear": _linear,
+    "linear": lambda x, weight, *_: (1, prod(x.shape[:-1]), weight.shape[0], x.shape[-1]),
     "_grouped_mm": _grouped,
     "grouped_linear": _grouped_linear,
     "grouped_outer": _grouped_outer,

@@ -70,7 +70,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         record = self.storages.get(key)
         if record is None:
             record = self.storages[key] = Storage(next(self._counter))
-            record.watch = weakref.ref(storage, lambda _: self._free(key))
+            free = lambda _: self.resize(self.storages.pop(key), 0)  # noqa: E731
+            record.watch = weakref.ref(storage, free)
         self.resize(record, storage.nbytes())
         return record
 
@@ -79,9 +80,6 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live += size - storage.size
         self.peak = max(self.peak, self.live)
         storage.size = size
-
-    def _free(self, key: int) -> None:
-        self.resize(self.storages.pop(key), 0)
 
 
 # ------------------------------------------------------------ kernels

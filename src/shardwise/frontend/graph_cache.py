@@ -521,7 +521,8 @@ class Describe:
         if any(c not in known for c in native):
             raise NotStorable(f"a {type(value).__name__} may have hidden state")
         # Methods of Python's and torch's classes are not followed: they may read any attribute.
-        followed = is_user_code(_file_of(type(value))) or isinstance(value, ContextDecorator)
+        file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
+        followed = is_user_code(file) or isinstance(value, ContextDecorator)
         attributes = snapshots.attributes_of(value)
         texts = [
             f"{name}: {self(attributes[name])}"
@@ -573,10 +574,6 @@ def _is_native(cls: type) -> bool:
     own = vars(cls)
     larger = cls.__base__ is not None and cls.__basicsize__ > cls.__base__.__basicsize__
     return larger and "__dict__" not in own and "__slots__" not in own
-
-
-def _file_of(cls: type) -> str:
-    return getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
 
 
 def digest(parts: Iterable[str]) -> str:

@@ -138,8 +138,12 @@ class _Builder:
         for values in families((p.value for p in self.graph.parameters), self._parameter_roots()):
             self._parameters(values)
         for source in self.graph.inputs:
-            if source.kind == "received" and source.value in self.users:
-                self._received(source.value)
+            if source.kind == "received" and source.value in self.users:  # as its first use needs
+                first = self._needs(source.value, self.users[source.value][0])
+                stored = dict.fromkeys(tuple(_stored(p) for p in need[0][0]) for need in first)
+                self.built.storages[source.value] = tuple(stored)
+                zeros = [0.0] * len(stored)
+                self.built.sources[source.value] = self._add(zeros, zeros)
         for node in self.graph.nodes:
             for position, value in enumerate(node.outputs):
                 holdings = [(o.gives[position], o.pure) for o in self.built.options[node.name]]
@@ -235,13 +239,6 @@ class _Builder:
             storages |= dict.fromkeys(product(*kinds))
         return tuple(storages)
 
-    def _received(self, value: str) -> None:
-        """Add a variable for a value from an earlier stage, received as its first use needs it."""
-        first = self._needs(value, self.users[value][0])
-        storages = dict.fromkeys(tuple(_stored(p) for p in need[0][0]) for need in first)
-        self.built.storages[value] = tuple(storages)
-        self.built.sources[value] = self._add([0.0] * len(storages), [0.0] * len(storages))
-
     # ------------------------------------------------------------ values
     def _needs(self, value: str, user: str) -> list[Need]:
         """Return the need of each option of a node for a value."""
@@ -308,8 +305,10 @@ class _Builder:
         unmoved: set[int] = set()  # needs that only a holding with the same layout serves
         if value in self.options.received:
             unmoved = set(multi_use.uses[0].need.tolist())
-        elif value in self.pure.parameters and not self._may_move(value):
-            unmoved = set(range(len(needs)))
+        elif value in self.pure.parameters:
+            several = len(self.users.get(value, ())) > 1
+            if not (several or self.task.move_parameters or self.task.parameters.get(value)):
+                unmoved = set(range(len(needs)))
         rows = [[paths.number(row) for row in need[0]] for need in needs]
         for h, (placements, pure) in enumerate(holdings):
             number = paths.number(placements)
@@ -328,11 +327,6 @@ class _Builder:
                         possible &= multi_use.prices[h, step[1]] < INF
                         steps[step[1]] = None
                 multi_use.steps[h, n] = tuple(steps) if possible else None
-
-    def _may_move(self, value: str) -> bool:
-        """Return whether a parameter may be moved for a use."""
-        several = len(self.users.get(value, ())) > 1
-        return several or self.task.move_parameters or bool(self.task.parameters.get(value))
 
     def _end(self, value: str, placements: Placements) -> Placements:
         """Return how a value leaves the graph: replicated, or with its sums completed."""

@@ -274,13 +274,10 @@ def _with_nested(current: Layout, needed: Layout, changed: list[str]) -> list[st
             continue
         for other in names[:position]:
             for outer in (current[other], needed[other]):
-                if other in result and isinstance(outer, Shard) and _shares(outer, inner):
-                    result.add(axis)
+                if other in result and isinstance(outer, Shard) and outer.dim == inner.dim:
+                    equal = (x == y for x, y in zip(outer.of, inner.of, strict=False))
+                    result |= {axis} if any(equal) else set()
     return [name for name in names if name in result]
-
-
-def _shares(a: Shard, b: Shard) -> bool:
-    return a.dim == b.dim and any(x == y for x, y in zip(a.of, b.of, strict=False))
 
 
 def _only_shard(current: Layout, needed: Layout, axis: str, sizes: Mapping[str, AxisSize]) -> bool:

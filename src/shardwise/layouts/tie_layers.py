@@ -181,16 +181,12 @@ def _tied_nodes(
             for paths in families(kinds, kinds):
                 equal_blocks = [blocks[path] for path in paths]
                 if any(_stands_for_many(nodes, depth, modules) for nodes in equal_blocks):
-                    _tie(equal_blocks, tied)
+                    for first, *others in zip(*equal_blocks, strict=True):
+                        for node in others:
+                            a, b = _root(first.name, tied), _root(node.name, tied)
+                            if a != b:
+                                tied[b] = a
     return tied
-
-
-def _tie(equal_blocks: Sequence[Sequence[Node]], tied: dict[str, str]) -> None:
-    for nodes in equal_blocks[1:]:
-        for node, first in zip(nodes, equal_blocks[0], strict=True):
-            a, b = _root(first.name, tied), _root(node.name, tied)
-            if a != b:
-                tied[b] = a
 
 
 def _stands_for_many(
