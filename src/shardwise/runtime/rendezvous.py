@@ -395,7 +395,9 @@ class _StoreRendezvous(Rendezvous):
         self, missing: Sequence[int], liveness: Liveness, waited: float, timeout_s: float
     ) -> None:
         """Raise an error that names missing ranks that died, never began, or take too long."""
-        dead, ended, absent, ahead = [], [], [], []
+        dead: list[int] = []
+        ended: list[int] = []
+        absent, ahead = [], []
         own_runs, own_body = (_heartbeat.num_runs, _heartbeat.body) if _heartbeat else (0, (0, ""))
         for rank in missing:
             beats, unchanged_s = liveness.observe(rank)
