@@ -140,9 +140,9 @@ class _Builder:
         for source in self.graph.inputs:
             if source.kind == "received" and source.value in self.users:  # as its first use needs
                 first = self._needs(source.value, self.users[source.value][0])
-                stored = dict.fromkeys(tuple(_stored(p) for p in need[0][0]) for need in first)
-                self.built.storages[source.value] = tuple(stored)
-                zeros = [0.0] * len(stored)
+                storages = dict.fromkeys(tuple(_stored(p) for p in need[0][0]) for need in first)
+                self.built.storages[source.value] = tuple(storages)
+                zeros = [0.0] * len(storages)
                 self.built.sources[source.value] = self._add(zeros, zeros)
         for node in self.graph.nodes:
             for position, value in enumerate(node.outputs):
