@@ -16,7 +16,7 @@ from shardwise.checkpoint.manifest import decode, encode
 from shardwise.checkpoint.shards import PlainState, State, TensorShards
 from shardwise.checkpoint.sync_state import fill_boxes
 from shardwise.errors import CheckpointError
-from shardwise.runtime.optimizer import ShardedOptimizer
+from shardwise.runtime.optimizer import ShardedOptimizer, is_by_row
 from shardwise.schema import Reader
 
 # ------------------------------------------------------------ groups of parameters
@@ -97,7 +97,7 @@ def save_optimizer(optimizer: Optimizers, state: State, rank: int) -> OptimizerS
                 continue  # it was never trained
 
             def store(tensor: Tensor, path: str, name: str = name, p: Tensor = parameter) -> None:
-                is_sharded = tensor.shape == p.shape
+                is_sharded = tensor.shape == p.shape or is_by_row(tensor, p)
                 shards = (state.sharded if is_sharded else state.replicated)(name, tensor)
                 sections.setdefault(f"{OPTIMIZER}.{path}", []).append(shards)
 
@@ -219,11 +219,14 @@ class _Loader:
         shape, dtype = self.shapes[section][self.name]
         if dtype.is_floating_point and self.parameter.is_floating_point():
             dtype = self.parameter.dtype
-        state = self.state
-        is_sharded = fill_boxes(state.sharded(self.name, self.parameter), shape) is not None
-        tensor = torch.empty(
-            self.parameter.shape if is_sharded else shape, dtype=dtype, device=self.parameter.device
-        )
-        shards = (state.sharded if is_sharded else state.replicated)(self.name, tensor)
+        local, rows = self.parameter.shape, self.parameter.shape[:1]
+        for part in (local, rows) if len(local) > 1 else (local,):
+            tensor = torch.empty(part, dtype=dtype, device=self.parameter.device)
+            shards = self.state.sharded(self.name, tensor)
+            if fill_boxes(shards, shape) is not None:
+                break
+        else:
+            tensor = torch.empty(shape, dtype=dtype, device=self.parameter.device)
+            shards = self.state.replicated(self.name, tensor)
         self.targets.append((section, shards))
         return tensor

@@ -17,6 +17,7 @@ from shardwise.runtime.devices import num_processes
 from shardwise.runtime.grad_sync import sync_axis
 from shardwise.runtime.memory import settle
 from shardwise.runtime.module import ParallelModule
+from shardwise.runtime.optimizer import is_by_row
 from shardwise.runtime.parameters import Entry
 from shardwise.runtime.splits import local_runs
 
@@ -309,7 +310,10 @@ class ParallelState(_State):
 
     def per_rank(self, entry: Entry, tensor: Tensor, merge: str) -> TensorShards:
         """Return a tensor like the parameter, of which each rank of its axis has its own."""
-        shards, axis = self.shared(entry, tensor), sync_axis(entry, self.mesh)
+        return self._by_rank(entry, self.shared(entry, tensor), merge)
+
+    def _by_rank(self, entry: Entry, shards: TensorShards, merge: str) -> TensorShards:
+        axis = sync_axis(entry, self.mesh)
         boxes = [LocalBox(b.box.on_ranks(axis.index, 1), b.view.unsqueeze(0)) for b in shards.boxes]
         ranks = self._other_ranks({s.axis for s in entry.spec.splits} | set(entry.spec.sync))
         shape = (axis.size, *shards.shape)
@@ -326,8 +330,11 @@ class ParallelState(_State):
         return shards.ranks[0] == rank
 
     def sharded(self, name: str, tensor: Tensor) -> TensorShards:
-        """Return the shards of a tensor that is sharded as a parameter or its optimizer state."""
+        """Return the shards of a tensor that is sharded as a parameter, its rows, or its pieces."""
         entry = self.store.entry(name)
+        if is_by_row(tensor, entry.piece):
+            shards = self._rows(entry, tensor.detach())
+            return self._by_rank(entry, shards, MEAN) if entry.spec.is_local else shards
         if entry.spec.is_local and tuple(tensor.shape) == entry.local_shape:
             return self.per_rank(entry, tensor.detach(), MEAN)
         if tensor.shape == entry.piece.shape:
@@ -339,6 +346,15 @@ class ParallelState(_State):
             f"shard of shape {tuple(entry.piece.shape)} and uses one of {entry.local_shape}"
         )
 
+    def _rows(self, entry: Entry, tensor: Tensor) -> TensorShards:
+        """Return the shards of a tensor with an element for each row of this rank's piece."""
+        shards, boxes, begin = self._shards(entry, entry.piece.detach(), piece=True), [], 0
+        for box in (local.box for local in shards.boxes):
+            view = tensor[begin : begin + box.size[0]]
+            boxes.append(LocalBox(Box(box.offset[:1], box.size[:1]), view))
+            begin += len(view)
+        return replace(shards, shape=shards.shape[:1], dtype=tensor.dtype, boxes=tuple(boxes))
+
     def is_replica(self, name: str) -> bool:
         return self.store.entry(name).spec.borrowed
 
@@ -346,7 +362,7 @@ class ParallelState(_State):
         """Return a tensor that belongs to a parameter, but has a different shape."""
         entry = self.store.entry(name)
         is_split = any(self.mesh.axes[split.axis] != 1 for split in entry.spec.splits)
-        if is_split or entry.group is not None:
+        if is_split or entry.group is not None or entry.spec.is_local:
             raise CheckpointError(
                 f"state of shape {tuple(tensor.shape)} for {name}, of which this rank has only "
                 f"{tuple(entry.piece.shape)} of {entry.spec.shape}",
@@ -468,7 +484,7 @@ class PlainState(_State):
         parameter = self.named.get(self.aliases.get(name, name))
         if parameter is None:
             raise CheckpointError(f"no parameter {name!r}{did_you_mean(name, self.named)}")
-        if parameter.shape != tensor.shape:
+        if parameter.shape != tensor.shape and not is_by_row(tensor, parameter):
             raise CheckpointError(
                 f"a tensor of shape {tuple(tensor.shape)} for {name} of {tuple(parameter.shape)}"
             )

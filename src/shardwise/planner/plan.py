@@ -44,10 +44,10 @@ from shardwise.planner.search_space import (
 from shardwise.planner.strategies.experts import expert_parameters
 from shardwise.planner.strategies.make import batch_inputs
 from shardwise.planner.strategies.sequence import attentions
-from shardwise.planner.sync_choice import with_syncs
+from shardwise.planner.sync_choice import allowed_forms, with_syncs
 from shardwise.planner.what_if import Rerun
 from shardwise.planner.write import in_captured_names, with_choices, write_plan
-from shardwise.plans import Plan, Precision, model_fingerprint
+from shardwise.plans import Plan, Precision, Sync, model_fingerprint
 from shardwise.plans.execution import check_types
 from shardwise.plans.search_result import LeftOutDevices, ParallelConfig
 from shardwise.program.pipeline import check_micro_batches
@@ -71,6 +71,7 @@ def plan(
     cluster: Cluster,
     *,
     constraints: Constraints | None = None,
+    allowed_syncs: Mapping[str, Sequence[Sync]] | None = None,
     memory_gib: float | None = None,
     precision: str | Precision | None = None,
     table: OpTable | None = None,
@@ -84,10 +85,12 @@ def plan(
     are left out, so the plan may be for fewer ranks; `all_devices` uses all of them.
 
     `constraints` maps globs of parameters to a sharding ("0", "replicate") or to shardings by mesh
-    axis. Options fix parts of the plan: `dp`, `ep`, `cp`, `tp`, `pp`, `virtual_stages`,
-    `schedule`, `num_microbatches`, `zero`, `recompute`, `offload`. `memory_gib` limits the memory
-    of each device. Raises `InfeasiblePlan`, with figures and the smallest changes that help, if
-    nothing fits.
+    axis. `allowed_syncs` maps globs to lists of `Sync`, inexact ones too, which may be used if they
+    make the step shorter; without it, the planner chooses exact ones only. Options fix parts of the
+    plan: `dp`, `ep`, `cp`, `tp`, `pp`, `virtual_stages`, `schedule`, `num_microbatches`, `zero`,
+    `recompute`, `offload`. `memory_gib` limits the memory of each device. Raises
+    `InfeasiblePlan`, with figures and the smallest changes that help, if nothing
+    fits.
     """
     fixed = UserOptions.of(dict(options))
     _check_memory(memory_gib)
@@ -154,7 +157,9 @@ def plan(
         if not outcome.feasible:
             raise infeasible(outcome, search, fixed, limits, rerun)
         given = restrictions(fixed, memory_gib, constraints)
-        outcome, reasons = with_syncs(outcome, search, fixed_syncs(search.fold.graph, constraints))
+        required = fixed_syncs(search.fold.graph, constraints)
+        forms = allowed_forms(run, search, allowed_syncs)
+        outcome, reasons = with_syncs(outcome, search, required, forms)
         figures = search_result(outcome, search, fixed, given, rerun, idle)
         best = in_captured_names(write_plan(run, search.fold, outcome.best, dtypes), run, graph)
         best = with_user_syncs(best, constraints).with_(notes=(*best.notes, *reasons))

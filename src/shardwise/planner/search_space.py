@@ -220,7 +220,7 @@ def fixed_parameters(graph: Graph, constraints: Constraints | None) -> FixedPlac
                     f"constraint {glob!r}: no mesh axis {axis!r} shards parameters{near}",
                     hint='{"tp": "0"}, or "0" alone',
                 )
-        for name, value in _matched(graph, glob):
+        for name, value in matched(graph, glob):
             for axis, text in entry.layout.items():
                 try:
                     placement = parse_placement(text, graph.values[value].shape)
@@ -255,20 +255,20 @@ def with_user_syncs(plan: Plan, constraints: Constraints | None) -> Plan:
     return plan.with_(parameters=entries)
 
 
-def _matched(graph: Graph, glob: str) -> list[tuple[str, str]]:
+def matched(graph: Graph, glob: str) -> list[tuple[str, str]]:
     """Return the names and values of the parameters with a name that matches."""
-    matched = [
+    pairs = [
         (p.name, p.value)
         for p in graph.parameters
         if any(fnmatchcase(name, glob) for name in (p.name, *p.aliases))
     ]
-    if not matched:
+    if not pairs:
         names = [name for p in graph.parameters for name in (p.name, *p.aliases)]
         near = get_close_matches(glob.replace("*", ""), names, n=SHOWN, cutoff=0.0)
         raise PlanError(
             f"constraint {glob!r} matches none of the {len(names)} parameters", hint=", ".join(near)
         )
-    return matched
+    return pairs
 
 
 def restrictions(

@@ -1,20 +1,22 @@
 """Choose the form of synchronization of each large parameter by its predicted time.
 
-Only exact forms are chosen, for plans that shard the batch alone, and only if the simulated step
-is shorter by more than the slack for simpler plans.
+Forms are chosen for plans that shard the batch alone, and only if the simulated step is shorter by
+more than the slack for simpler plans. They are exact, except for those that the user allows.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from shardwise.cost.sync import link_rates, step_rows, sync_messages, sync_seconds
 from shardwise.dtypes import dtype_name
+from shardwise.errors import PlanError
 from shardwise.formatting import seconds as in_seconds
 from shardwise.formatting import size as in_bytes
-from shardwise.ir import Parameter
+from shardwise.ir import Graph, Parameter
 from shardwise.planner.search import SIMPLER_SLACK, Candidate, Search, SearchOutcome
+from shardwise.planner.search_space import matched
 from shardwise.plans import Sync
 from shardwise.plans.sync import applied_sync, operator_uses
 from shardwise.runtime.parameters import BUCKET_BYTES
@@ -23,12 +25,47 @@ TRIED = 2  # candidates for which forms are chosen
 GAIN = 0.9  # of the time of an all-reduce, below which another form is worth its complexity
 
 
+@dataclass(frozen=True, slots=True)
+class AllowedForm:
+    """A form of synchronization that the user allows for a glob, and its folded parameters."""
+
+    glob: str
+    sync: Sync
+    names: frozenset[str]
+
+
+def allowed_forms(
+    graph: Graph, search: Search, allowed: Mapping[str, Sequence[Sync]] | None
+) -> tuple[AllowedForm, ...]:
+    """Return the forms that the user allows, in their order.
+
+    A parameter of the folded graph may use one if all those may for which it stands.
+    """
+    folded, uses = search.fold.graph, operator_uses(search.fold.graph)
+    first = search.fold.parameter_uses(graph)
+    forms = []
+    for glob, syncs in (allowed or {}).items():
+        if isinstance(syncs, str) or not all(isinstance(sync, Sync) for sync in syncs):
+            raise PlanError(f"allowed_syncs[{glob!r}]={syncs!r}", hint="[sw.Sync(every=50)]")
+        inside = {value for _, value in matched(graph, glob)}
+        refused = {name for value, (_, name) in first.items() if value not in inside}
+        rest = [p for p in folded.parameters if p.requires_grad and p.name not in refused]
+        for sync in syncs:
+            names = frozenset(p.name for p in rest if applied_sync(folded, p, sync, uses) == sync)
+            forms.append(AllowedForm(glob, sync, names))
+    return tuple(forms)
+
+
 def with_syncs(
-    outcome: SearchOutcome, search: Search, fixed: Mapping[str, Sync]
+    outcome: SearchOutcome,
+    search: Search,
+    fixed: Mapping[str, Sync],
+    allowed: Sequence[AllowedForm] = (),
 ) -> tuple[SearchOutcome, tuple[str, ...]]:
     """Return the outcome with the best candidate's forms of synchronization, and the reasons.
 
-    `fixed` are those that the user requires, by parameter.
+    `fixed` are those that the user requires, by parameter. Each of the `allowed` forms is tried on
+    top of those before it.
     """
     best: Candidate = outcome.best
     notes: tuple[str, ...] = ()
@@ -36,15 +73,32 @@ def with_syncs(
         best = _simulated(best, search, dict(fixed))
     for candidate in _candidates(outcome, search):
         syncs, reasons = _SyncChoice(candidate, search).choose(set(fixed))
-        if not syncs:
+        if not syncs and not allowed:
             continue
         other = _simulated(candidate, search, {**syncs, **fixed})
-        fits = all(use.peak_bytes <= use.limit_bytes for use in other.estimate.memory)
-        faster = other.estimate.step_time_s * (1 + SIMPLER_SLACK) < best.estimate.step_time_s
-        if fits and faster:
+        exact, used = other.estimate.step_time_s, dict[str, Sync]()
+        for form in allowed:
+            chosen = dict.fromkeys(form.names - fixed.keys(), form.sync)
+            tried = _simulated(candidate, search, {**other.execution.syncs, **chosen})
+            if _is_better(tried, other):
+                other, used[form.glob] = tried, form.sync
+        if used:
+            step = in_seconds(other.estimate.step_time_s)
+            listed = "; ".join(f"{glob}: {sync}" for glob, sync in used.items())
+            reasons.append(
+                f"{listed}: allowed by you, predicted step {step} instead of {in_seconds(exact)}"
+            )
+        if _is_better(other, best):
             best, notes = other, tuple(reasons)
     rest = tuple(c for c in outcome.feasible if c.config != best.config)
     return replace(outcome, feasible=(best, *rest)), notes
+
+
+def _is_better(other: Candidate, best: Candidate) -> bool:
+    """Return whether a candidate fits in memory and is faster by more than the slack."""
+    fits = all(use.peak_bytes <= use.limit_bytes for use in other.estimate.memory)
+    shorter = other.estimate.step_time_s * (1 + SIMPLER_SLACK)
+    return fits and shorter < best.estimate.step_time_s
 
 
 def _candidates(outcome: SearchOutcome, search: Search) -> Iterator[Candidate]:

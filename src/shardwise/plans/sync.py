@@ -125,7 +125,13 @@ class Sync:
         if later is None or later.kind:
             return later or self
         changed = {f.name: v for f in fields(later) if (v := getattr(later, f.name)) != f.default}
-        return replace(self, **changed)
+        try:
+            return replace(self, **changed)
+        except PlanError as error:
+            raise PlanError(
+                f"{error.message}; a later glob ({later}) changes single fields of ({self})",
+                hint='kind="all_reduce" in the later one, to replace all fields',
+            ) from None
 
     def weights(self, num_ranks: int) -> tuple[int, ...]:
         """Return the share of each of the ranks that own the parameter; () if shares are equal.

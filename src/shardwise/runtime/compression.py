@@ -91,11 +91,23 @@ class Feedback:
     """The state of compressed sums, by the names of tensors, all of them flat.
 
     `residuals` are this rank's own. `warm` are the right factors of "powersgd", the same on all
-    ranks.
+    ranks. With `measures`, `errors` has the squared norm of the tensors of each last sum before
+    compression, and that of what their messages omitted.
     """
 
     residuals: dict[str, Tensor] = field(default_factory=dict)
     warm: dict[str, Tensor] = field(default_factory=dict)
+    measures: bool = False
+    errors: dict[tuple[str, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def relative_error(self) -> float:
+        """Return the norm of all that the last messages omitted, relative to that of the tensors.
+
+        >>> Feedback(errors={("w",): (torch.tensor(16.0), torch.tensor(1.0))}).relative_error()
+        0.25
+        """
+        whole, omitted = (float(sum(norms)) for norms in zip(*self.errors.values(), strict=True))
+        return math.sqrt(omitted / whole) if whole else 0.0
 
 
 class CompressedSum:
@@ -128,9 +140,19 @@ class CompressedSum:
         for name, tensor in zip(self.names, tensors, strict=True):
             if name in residuals:
                 tensor += residuals[name]
-        return self._start(list(tensors), step)
+        values = list(tensors)
+        if not self.feedback.measures:
+            return self._start(values, step)
+        whole = _squared_norm(values)
+
+        def measure(total: Tensor) -> Tensor:
+            self.feedback.errors[self.names] = whole, _squared_norm(values)
+            return total
+
+        return self._start(values, step).then(measure)
 
     def _start(self, values: list[Tensor], step: int) -> Pending:
+        """Start the sum, and overwrite the values with what this rank's messages omit of them."""
         raise NotImplementedError
 
     def _keep(self, index: int, residual: Tensor) -> None:
@@ -212,6 +234,11 @@ class Quantized(CompressedSum):
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """Return flat tensors as one, without a copy of a single one."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _squared_norm(tensors: Sequence[Tensor]) -> Tensor:
+    norms = [torch.linalg.vector_norm(tensor).double() for tensor in tensors]
+    return torch.stack(norms).square().sum()
 
 
 def _message(encoded: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -319,6 +346,7 @@ class PowerSGD(CompressedSum):
                     self._keep(i, values[i].sub_(totals[i], alpha=1 / self.axis.size))
             for i in set(range(len(sums))) - set(matrices):
                 totals[i].copy_(sums[i])
+                values[i].zero_()
             return result
 
         return sent.then(multiply)

@@ -176,6 +176,15 @@ PER_TENSOR: tuple[type[torch.optim.Optimizer], ...] = (
 )
 
 
+def is_by_row(state: Tensor, parameter: Tensor) -> bool:
+    """Return whether a tensor has an element for each row of a parameter: index of its first dim.
+
+    >>> is_by_row(torch.ones(3), torch.ones(3, 2)), is_by_row(torch.ones(3), torch.ones(3))
+    (True, False)
+    """
+    return state.dim() == 1 < parameter.dim() and len(state) == len(parameter)
+
+
 def _updates_rows(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether it takes sparse gradients, and changes only the rows that they have."""
     if isinstance(optimizer, torch.optim.SparseAdam):
@@ -211,6 +220,7 @@ def optimizer(
     *,
     params: Params | None = None,
     elementwise: bool | None = None,
+    rowwise: bool = False,
     rest: bool = True,
     **options: Any,
 ) -> ShardedOptimizer:
@@ -222,7 +232,9 @@ def optimizer(
     `groups` are dicts of options with "params", which selects parameters in the same way. The
     remaining parameters form a last group with the defaults, unless `rest=False`; groups of tensors
     are complete, as in `torch.optim`. Frozen parameters belong to groups too, and are updated once
-    they are unfrozen. `elementwise=True` asserts that an unknown class may update parts of tensors.
+    they are unfrozen. `elementwise=True` asserts that an unknown class may update parts of tensors;
+    `rowwise=True`, that it takes sparse gradients, and updates only their rows, each from its own
+    gradient and state. Its state may have an element per row, and is sharded like the rows.
     On GPUs, the classes of torch that can be are `fused`, unless options say otherwise.
     """
     store = pm.store
@@ -231,13 +243,15 @@ def optimizer(
     grouped, names = find_groups(store, groups or [], params, rest=rest)
     if not elementwise:
         entries = [entry for _, group in grouped for entry in group if entry.trained]
-        _require_full_tensors(store, cls, entries)
-        _require_all_stages(store, cls)
+        _require_full_tensors(store, cls, entries, rowwise)
+        if not rowwise:
+            _require_all_stages(store, cls)
     if _is_fused(cls, [entry for _, group in grouped for entry in group], options):
         options["fused"] = True
     inner = cls([{**g, "params": [e.piece for e in group]} for g, group in grouped], **options)
     result = ShardedOptimizer(store, inner, [group for _, group in grouped])
     result.elementwise, result.claimed = elementwise, tuple(sorted(names))
+    result.rowwise = rowwise
     # An earlier optimizer of these parameters may not step any more.
     store.optimizers.update(dict.fromkeys(result.claimed, weakref.ref(result)))
     return result
@@ -255,17 +269,21 @@ def _require_all_stages(store: ParameterStore, cls: object) -> None:
         )
 
 
-def _require_full_tensors(store: ParameterStore, cls: object, entries: Iterable[Entry]) -> None:
+def _require_full_tensors(
+    store: ParameterStore, cls: object, entries: Iterable[Entry], rowwise: bool = False
+) -> None:
     """Refuse optimizers that may not be elementwise for sharded parameters."""
     name = getattr(cls, "__name__", str(cls))
     for entry in entries:
-        by_rows = entry.spec.sparse and cls is torch.optim.SparseAdam
+        by_rows = rowwise or (entry.spec.sparse and cls is torch.optim.SparseAdam)
+        by_rows = by_rows and entry.piece.shape[1:] == entry.spec.shape[1:]
         if not by_rows and (entry.group is not None or store.is_split(entry)):
             raise OptimizerError(
                 f"{name} is not known to be elementwise, and {entry.spec.name} of shape "
                 f"{entry.spec.shape} is sharded here",
                 hint=f"a plan that replicates parameters (ddp), or optimizer(pm, {name}, "
-                "elementwise=True) if each element's update reads that element alone",
+                "elementwise=True) if each element's update reads that element alone; "
+                "rowwise=True with shards along dim 0, if each row's update reads that row alone",
             )
 
 
@@ -284,6 +302,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._pieces = [[entry.piece for entry in group] for group in self._entries]
         self._all_entries = [entry for group in self._entries for entry in group]
         self.elementwise = True  # whether an update of an element only reads that element
+        self.rowwise = False  # whether it takes sparse gradients, and only changes their rows
         self.claimed: tuple[str, ...] = ()  # names of its parameters, also on other ranks
         closure = inspect.signature(inner.step).parameters.get("closure")
         # LBFGS and the like require a closure.
@@ -358,14 +377,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         recorder = store.recorder
         with recorder.span("compute", "optimizer"):
             store.link_gradients(self._all_entries)
-            by_rows = _updates_rows(self.inner)
+            by_rows = self.rowwise or _updates_rows(self.inner)
             if not by_rows:
                 for entry in self._all_entries:
                     if entry.piece.grad is not None and entry.piece.grad.is_sparse:
                         entry.piece.grad = entry.piece.grad.to_dense()
             if not self.elementwise:  # parameters that were frozen at first may be sharded
                 trained = [entry for entry in self._all_entries if entry.piece.grad is not None]
-                _require_full_tensors(store, type(self.inner), trained)
+                _require_full_tensors(store, type(self.inner), trained, self.rowwise)
             self._rounds.begin()
             self._show(self._pieces, self.inner.param_groups)
             try:
@@ -421,6 +440,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _full_value(self, entry: Entry, value: Any) -> Any:
         if isinstance(value, Tensor) and value.dim():
+            if is_by_row(value, entry.piece):
+                rows = _repeated(value, entry.piece.shape)
+                return self.store.gather_full(entry, rows, piece=True).flatten(1)[:, 0].clone()
             if value.shape != entry.piece.shape:
                 raise OptimizerError(
                     f"the state of {entry.spec.name} has shape {tuple(value.shape)}, but this "
@@ -456,7 +478,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if value.dim() and tuple(value.shape) == entry.spec.shape:
             part = self.store.piece_of(entry, value)
             return part.to(entry.piece.device, copy=True).contiguous()
+        if value.dim() == 1 < len(entry.spec.shape) and len(value) == entry.spec.shape[0]:
+            rows = self.store.piece_of(entry, _repeated(value, entry.spec.shape))
+            return rows.to(entry.piece.device).flatten(1)[:, 0].clone()
         return value.clone()
+
+
+def _repeated(rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a tensor of this shape that has the same value in all elements of a row."""
+    return rows.view(-1, *[1] * (len(shape) - 1)).expand(tuple(shape))
 
 
 def _without_empty_end(groups: Sequence[Sequence[str]]) -> list[list[str]]:

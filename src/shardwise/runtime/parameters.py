@@ -296,7 +296,7 @@ class FlatGroup:
         entry.group, entry.bounds = self, self.bounds(index, self.axis.index)
         low, high = entry.bounds
         own = self.shard[max(start - begin, 0) :][: high - low].data
-        if entry.spec.sparse:
+        if entry.spec.sparse or self.dim == 0:
             own = own.view(-1, *entry.local_shape[1:])
         entry.piece = nn.Parameter(own, requires_grad=trainable)
         entry.shown = entry.piece if self.zero == 3 else entry.leaf

@@ -56,6 +56,10 @@ class Rounds:
             if due % inexact.every == inexact.overlap and entries[0].spec.name in self.state.sent:
                 for entry in entries:
                     self._apply(entry)
+            for entry in entries:
+                name, since = entry.spec.name, due % inexact.every
+                since += inexact.every * (name in self.state.sent)
+                self.state.ages[name] = min(since, self.state.updates[name])
 
     def _send(self, entries: Sequence[Entry], number: int) -> None:
         axis, anchors = sync_axis(entries[0], self.store.mesh), self.state.anchors

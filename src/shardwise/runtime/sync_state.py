@@ -30,7 +30,8 @@ class SyncState:
 
     `step` counts training steps and `updates` a parameter's optimizer steps. `late` are the sums of
     gradients that have yet to take effect, the oldest first. `anchors` are the parameters after the
-    last round, and `momenta` those of the outer optimizer.
+    last round, and `momenta` those of the outer optimizer. `ages` counts the updates of a replica
+    that no other rank has received.
     """
 
     feedback: Feedback = field(default_factory=Feedback)
@@ -40,6 +41,7 @@ class SyncState:
     sent: dict[str, Sent] = field(default_factory=dict)
     step: int = 0
     updates: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    ages: dict[str, int] = field(default_factory=dict)
     _sums: dict[tuple[Any, ...], CompressedSum] = field(default_factory=dict)
 
     def start(
@@ -73,6 +75,18 @@ class SyncState:
             queue.append(part)
             if len(queue) > inexact.stale:
                 yield entry, queue.popleft().wait()
+
+    def figures(self) -> dict[str, float]:
+        """Return the highest number of steps whose gradients this rank has not received or sent.
+
+        If `feedback.measures`, add the relative error of compressed messages.
+        """
+        figures = {}
+        if ages := [*map(len, self.late.values()), *self.ages.values()]:
+            figures["staleness"] = float(max(ages))
+        if self.feedback.errors:
+            figures["compression_error"] = self.feedback.relative_error()
+        return figures
 
     def forget(self, name: str) -> None:
         """Begin a new round with the values that a parameter was just given."""

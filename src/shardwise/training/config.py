@@ -56,13 +56,14 @@ class GroupConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """A class of `torch.optim`, or any import path; `elementwise` as in `sw.optimizer`."""
+    """A class of `torch.optim`, or any import path; other fields as in `sw.optimizer`."""
 
     SHORT_FORM: ClassVar[str] = "name"
     name: Class = "AdamW"
     args: Mapping[str, Any] = field(default_factory=dict)
     groups: Several[GroupConfig] = ()
     elementwise: bool | None = None
+    rowwise: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,8 @@ class Loop:
     def __post_init__(self) -> None:
         self.config = self.session.config
         self._meter = _Meter(self.session) if self.session.world.is_main else None
+        feedback = self.session.module.store.reducer.state.feedback
+        feedback.measures = self.session.world.is_main
 
     def run(self) -> Outcome:
         """Run all remaining steps; if a rank fails, the others name it."""
@@ -153,6 +155,7 @@ class Loop:
         if self._meter is None:
             return
         self.metrics |= self._meter.read(loaded, seconds)
+        self.metrics |= self.session.module.store.reducer.state.figures()
         if self.session.step % self.config.logs.every_steps == 0:
             self._log({"epoch": float(loaded.epoch), **self.metrics})
         self.terminal.step(self.session.step, self.metrics)

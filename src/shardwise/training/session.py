@@ -223,7 +223,12 @@ class Session:
         args = resolved(config.args, "optimizer", self.base)
         try:
             return rt.optimizer(
-                self.module, cls, groups or None, elementwise=config.elementwise, **args
+                self.module,
+                cls,
+                groups or None,
+                elementwise=config.elementwise,
+                rowwise=config.rowwise,
+                **args,
             )
         except (TypeError, ValueError) as error:
             raise ConfigError(

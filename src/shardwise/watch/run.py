@@ -210,7 +210,7 @@ class Tail:
 # ------------------------------------------------------------ runs
 FIGURES = (
     "loss", "gradient_norm", "learning_rate", "step_s", "samples_per_s", "tokens_per_s", "mfu",
-    "memory_bytes",
+    "memory_bytes", "staleness", "compression_error",
 )  # fmt: skip
 ENDED = {
     "finished": "finished",

@@ -59,6 +59,8 @@ def _rows(run: Run, width: int) -> list[tuple[str, str]]:
         ("memory", _memory(run)),
         ("learning rate", _figure(now.get("learning_rate"), "{:.3g}")),
         ("gradient norm", _figure(now.get("gradient_norm"), "{:.4g}")),
+        ("staleness", _figure(now.get("staleness"), "{:,.0f} steps")),
+        ("omitted", _figure(now.get("compression_error"), "{:.2%} of messages")),
         ("ranks", _ranks(run)),
         ("experts", _experts(run)),
         ("skipped", f"{run.skipped:,} steps without a finite loss" if run.skipped else None),

@@ -3,11 +3,13 @@
 import { Chart, shape } from "./chart.js";
 import { bytes, count, duration, plain, rate, seconds } from "./format.js";
 
+const percent = (v) => `${(v * 100).toFixed(1)}%`;
 const POLL_MS = 1000, IDLE_POLL_MS = 5000, SLOW = 1.1;
 const FIGURES = {
   loss: ["Loss", plain], tokens_per_s: ["Tokens per second", rate], samples_per_s: ["Samples per second", rate],
   step_s: ["Step time", seconds], memory_bytes: ["Memory of rank 0", bytes], gradient_norm: ["Gradient norm", plain],
-  learning_rate: ["Learning rate", plain], mfu: ["Model FLOPs utilization", (v) => `${(v * 100).toFixed(1)}%`],
+  learning_rate: ["Learning rate", plain], mfu: ["Model FLOPs utilization", percent],
+  staleness: ["Staleness in steps", plain], compression_error: ["Part of messages omitted by compression", percent],
 };
 const byId = (id) => document.getElementById(id);
 const charts = new Map();
@@ -66,6 +68,8 @@ function cardRows(data) {
   if (load) add("load of experts", load.max.toFixed(2), "most loaded rank, relative to the mean");
   if (now.learning_rate !== undefined && now.learning_rate !== null) add("learning rate", plain(now.learning_rate));
   if (now.gradient_norm !== undefined && now.gradient_norm !== null) add("gradient norm", plain(now.gradient_norm));
+  if (now.staleness !== undefined && now.staleness !== null) add("staleness", `${count(now.staleness)} steps`);
+  if (now.compression_error !== undefined && now.compression_error !== null) add("omitted by compression", percent(now.compression_error));
   return rows;
 }
 
