@@ -7,10 +7,13 @@ memory for it than `BLOCK_BYTES`, or one row. A tensor that no rank has is initi
 """
 
 import ast
+import contextlib
 import functools
 import inspect
 import logging
 import math
+import os
+import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +33,7 @@ from shardwise.runtime.rendezvous import starting
 
 Init = Callable[[], nn.Module] | Callable[[nn.Module], object]
 BLOCK_BYTES = 64 << 20
+FREE_SHARE = 0.5  # of the free memory, that the initialization of a tensor may take
 BUILD_TIMEOUT_S = 1800.0
 _DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 log = logging.getLogger(__name__)
@@ -534,6 +538,21 @@ def _groups(slots: list[_Slot], calls: list[_Call]) -> list[set[int]]:
     return list({id(group): group for group in group_of.values()}.values())
 
 
+def _memory_like(meta: Tensor) -> Tensor:
+    """Return memory for a tensor on meta: in a temporary file if it takes most of what is free."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if meta.nbytes < FREE_SHARE * free:
+        with contextlib.suppress(RuntimeError):  # a limit of this process
+            return torch.empty_like(meta, device="cpu", requires_grad=False)
+    with tempfile.NamedTemporaryFile(prefix="shardwise-") as file:
+        size, dtype = meta.numel(), meta.dtype
+        return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(meta.shape)
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return any(bool(torch.isnan(part).any()) for part in tensor.reshape(-1).split(BLOCK_BYTES))
+
+
 def _run(
     slots: list[_Slot],
     calls: list[_Call],
@@ -544,7 +563,7 @@ def _run(
     """Run the calls of one group on real memory; return why some tensors got no value."""
     on_meta = [slot.tensor for slot in slots]
     for slot, meta in zip(slots, on_meta, strict=True):
-        real = torch.empty_like(meta, device="cpu", requires_grad=False)
+        real = _memory_like(meta)
         if real.is_floating_point() or real.is_complex():
             real.fill_(torch.nan)
         slot.put(nn.Parameter(real, meta.requires_grad) if isinstance(meta, nn.Parameter) else real)
@@ -556,7 +575,7 @@ def _run(
         for slot in slots:
             if slot.name not in names:
                 continue
-            if slot.tensor.is_floating_point() and bool(torch.isnan(slot.tensor).any()):
+            if slot.tensor.is_floating_point() and _has_nan(slot.tensor):
                 reasons[slot.name] = "its initialization leaves some of its values unset"
             else:
                 load(slot.name, slot.tensor.detach())
