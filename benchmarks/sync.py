@@ -1,6 +1,8 @@
-"""Compare synchronization per parameter with DDP on two emulated hosts of a slow network.
+"""Compare synchronization per parameter with DDP on emulated hosts of a slow network.
 
-    python -m benchmarks.sync [--model words powersgd …] [--gbit 1 10] [--pairs 40]
+    python -m benchmarks.sync [--model words powersgd …] [--gbit 1 10] [--pairs 40] [--slow-host]
+
+There are two hosts, and with `--slow-host` a third one, whose card has a tenth of the bandwidth.
 
 Needs root and Debian's iproute2. Every process trains the same model with DDP and with a plan, step
 by step in turns, with plain SGD on the same batches; DDP also runs with `sparse=True` embeddings.
@@ -38,9 +40,15 @@ from shardwise.collectives import Network
 from shardwise.collectives.bench.emulation import emulated, run_on_hosts
 
 RESULTS = Path(__file__).parent / "results" / "sync.json"
-RANKS, WARM_UP, TIMEOUT_S = 2, 2, 1800.0
+WARM_UP, TIMEOUT_S = 2, 1800.0
 RANK = 4  # of PowerSGD
 Batch = dict[str, Tensor]
+
+
+def network(gbit: float, slow: bool) -> sw.Cluster:
+    """Return two hosts and, if asked for, a slow one."""
+    rates = [gbit * 1000.0] * 2 + [gbit * 100.0] * slow
+    return sw.Cluster.from_yaml(hosts(rates))
 
 
 class Words(nn.Module):
@@ -232,16 +240,17 @@ def ddp_side(
     if hook is not None:
         hook(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.learning_rate)
+    ranks = dist.get_world_size()
 
     def step(batch: Batch) -> float:
-        local = {n: torch.chunk(t, RANKS)[dist.get_rank()] for n, t in batch.items()}
+        local = {n: torch.chunk(t, ranks)[dist.get_rank()] for n, t in batch.items()}
         optimizer.zero_grad()
         loss = model(**local)
         loss.backward()
         optimizer.step()
         total = loss.detach().clone()
         dist.all_reduce(total)
-        return float(total) / RANKS
+        return float(total) / ranks
 
     return Side(step)
 
@@ -262,12 +271,13 @@ def own_side(case: Case, batch: Batch, cluster: sw.Cluster) -> Side:
     return Side(step, case.steps)
 
 
-def train(name: str, pairs: int, gbit: float) -> dict[str, Any]:
+def train(name: str, pairs: int, cluster: sw.Cluster) -> dict[str, Any]:
     """Train all sides in turns, on all ranks."""
-    case = CASES[name]
+    case, ranks = CASES[name], cluster.num_ranks
     torch.manual_seed(1)
-    batches = [case.model.batch() for _ in range(2)]
-    cluster = sw.Cluster.from_yaml(hosts([gbit * 1000.0] * RANKS))
+    drawn = [case.model.batch() for _ in range(2)]
+    # DDP is exact for equal parts only.
+    batches = [{n: t[: len(t) // ranks * ranks] for n, t in batch.items()} for batch in drawn]
     sides = {"ddp": ddp_side(case, False), "ours": own_side(case, batches[0], cluster)}
     if name in ("words", "dlrm"):
         sides["ddp_sparse"] = ddp_side(case, True)
@@ -278,33 +288,34 @@ def train(name: str, pairs: int, gbit: float) -> dict[str, Any]:
     return {n: {"seconds": s.seconds[WARM_UP:], "losses": s.losses} for n, s in sides.items()}
 
 
-def worker(folder: Path, rank: int, name: str, pairs: int, gbit: float) -> None:
+def worker(folder: Path, rank: int, name: str, pairs: int, cluster: sw.Cluster) -> None:
     """Run one rank in its namespace."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder / 'rendezvous'}",
         rank=rank,
-        world_size=RANKS,
+        world_size=cluster.num_ranks,
         timeout=timedelta(seconds=300),
     )
-    result = train(name, pairs, gbit)
+    result = train(name, pairs, cluster)
     if rank == 0:
         (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(name: str, gbit: float, pairs: int) -> dict[str, Any]:
-    """Emulate two hosts, train, and return the figures."""
-    network = Network.of_cluster(sw.Cluster.from_yaml(hosts([gbit * 1000.0] * RANKS)))
-    with tempfile.TemporaryDirectory() as folder, emulated(network) as layout:
+def measure(name: str, gbit: float, pairs: int, slow: bool) -> dict[str, Any]:
+    """Emulate the hosts, train, and return the figures."""
+    cluster = network(gbit, slow)
+    with tempfile.TemporaryDirectory() as folder, emulated(Network.of_cluster(cluster)) as layout:
         commands = [
             [
                 *(sys.executable, "-m", "benchmarks.sync", "--model", name, "--gbit", str(gbit)),
                 *("--pairs", str(pairs), "--worker", folder, str(rank)),
+                *(["--slow-host"] if slow else []),
             ]
-            for rank in range(RANKS)
+            for rank in range(cluster.num_ranks)
         ]
         run_on_hosts(layout, commands, timeout_s=TIMEOUT_S, environment={"OMP_NUM_THREADS": "1"})
         figures = json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
@@ -316,6 +327,7 @@ def measure(name: str, gbit: float, pairs: int) -> dict[str, Any]:
     result = {
         "model": name,
         "gbit_per_s": gbit,
+        "slow_host": slow,
         "pairs": pairs,
         "medians_s": medians,
         "against": case.against,
@@ -328,7 +340,7 @@ def measure(name: str, gbit: float, pairs: int) -> dict[str, Any]:
     times = ", ".join(f"{side} {value * 1e3:.1f} ms" for side, value in medians.items())
     reached = result["ratio"] <= result["at_most"] and (case.inexact or apart < 1e-4)
     print(
-        f"{name}, {gbit:g} Gbit/s: {times}; {'reached' if reached else 'MISSED'}: "
+        f"{name}, {gbit:g} Gbit/s{' and a slow host' if slow else ''}: {times}; {'reached' if reached else 'MISSED'}: "
         f"{result['ratio']:.3f} of {case.against} (at most {result['at_most']}), losses "
         f"{apart:.1e} apart, from {losses[1][0]:.3f} to {losses[1][-1]:.3f}",
         flush=True,
@@ -342,18 +354,25 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--gbit", nargs="+", type=float, default=[1.0, 10.0])
     parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--slow-host", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--worker", nargs=2, metavar=("FOLDER", "RANK"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         folder, rank = options.worker
-        worker(Path(folder), int(rank), options.model[0], options.pairs, options.gbit[0])
+        cluster = network(options.gbit[0], options.slow_host)
+        worker(Path(folder), int(rank), options.model[0], options.pairs, cluster)
         return
     earlier = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
-    cases = {(c["model"], c["gbit_per_s"]): c for c in earlier.get("cases", [])}
+    cases = {
+        (c["model"], c["gbit_per_s"], c.get("slow_host", False)): c
+        for c in earlier.get("cases", [])
+    }
     for name in options.model:
         for gbit in options.gbit:
-            cases[name, gbit] = measure(name, gbit, options.pairs)
+            cases[name, gbit, options.slow_host] = measure(
+                name, gbit, options.pairs, options.slow_host
+            )
             result = {"command": "python -m benchmarks.sync", "machine": machine()}
             result["cases"] = list(cases.values())
             options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

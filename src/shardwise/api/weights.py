@@ -550,7 +550,9 @@ def _memory_like(meta: Tensor) -> Tensor:
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    return any(bool(torch.isnan(part).any()) for part in tensor.reshape(-1).split(BLOCK_BYTES))
+    return any(
+        bool(torch.isnan(part).any()) for part in torch.split(tensor.reshape(-1), BLOCK_BYTES)
+    )
 
 
 def _run(

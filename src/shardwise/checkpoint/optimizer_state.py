@@ -7,6 +7,7 @@ sharded one have the same form, so that either continues from the other.
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ def save_optimizer(optimizer: Optimizers, state: State, rank: int) -> OptimizerS
                 continue  # it was never trained
 
             def store(tensor: Tensor, path: str, name: str = name, p: Tensor = parameter) -> None:
-                is_sharded = tensor.shape == p.shape or is_by_row(tensor, p)
+                is_sharded = tensor.shape == p.shape or is_by_row(tensor, p.shape)
                 shards = (state.sharded if is_sharded else state.replicated)(name, tensor)
                 sections.setdefault(f"{OPTIMIZER}.{path}", []).append(shards)
 
@@ -219,14 +220,15 @@ class _Loader:
         shape, dtype = self.shapes[section][self.name]
         if dtype.is_floating_point and self.parameter.is_floating_point():
             dtype = self.parameter.dtype
-        local, rows = self.parameter.shape, self.parameter.shape[:1]
-        for part in (local, rows) if len(local) > 1 else (local,):
-            tensor = torch.empty(part, dtype=dtype, device=self.parameter.device)
+        memory = partial(torch.empty, dtype=dtype, device=self.parameter.device)
+        own = self.parameter.shape  # a single row may be a factor of Adafactor's
+        for part in dict.fromkeys((own, own[:1] if math.prod(own[:1]) > 1 else own)):
+            tensor = memory(part)
             shards = self.state.sharded(self.name, tensor)
             if fill_boxes(shards, shape) is not None:
                 break
         else:
-            tensor = torch.empty(shape, dtype=dtype, device=self.parameter.device)
+            tensor = memory(shape)
             shards = self.state.replicated(self.name, tensor)
         self.targets.append((section, shards))
         return tensor

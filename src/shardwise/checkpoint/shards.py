@@ -332,7 +332,7 @@ class ParallelState(_State):
     def sharded(self, name: str, tensor: Tensor) -> TensorShards:
         """Return the shards of a tensor that is sharded as a parameter, its rows, or its pieces."""
         entry = self.store.entry(name)
-        if is_by_row(tensor, entry.piece):
+        if is_by_row(tensor, entry.piece.shape):
             shards = self._rows(entry, tensor.detach())
             return self._by_rank(entry, shards, MEAN) if entry.spec.is_local else shards
         if entry.spec.is_local and tuple(tensor.shape) == entry.local_shape:
@@ -484,7 +484,7 @@ class PlainState(_State):
         parameter = self.named.get(self.aliases.get(name, name))
         if parameter is None:
             raise CheckpointError(f"no parameter {name!r}{did_you_mean(name, self.named)}")
-        if parameter.shape != tensor.shape and not is_by_row(tensor, parameter):
+        if parameter.shape != tensor.shape and not is_by_row(tensor, parameter.shape):
             raise CheckpointError(
                 f"a tensor of shape {tuple(tensor.shape)} for {name} of {tuple(parameter.shape)}"
             )

@@ -67,14 +67,14 @@ def is_special(form: Sync) -> bool:
 
 
 def special_syncs(graph: Graph, plan: Plan) -> dict[str, Sync]:
-    """Return the parameters of a graph with messages of their own, and their synchronization."""
+    """Return the parameters with messages of their own, or in a dtype of their own."""
     if all(entry.sync is None for entry in plan.parameters.values()):
         return {}
     uses = operator_uses(graph)
     forms = {
         p.name: applied_sync(graph, p, plan.entry(p.name).sync, uses) for p in graph.parameters
     }
-    return {name: form for name, form in forms.items() if is_special(form)}
+    return {name: form for name, form in forms.items() if is_special(form) or form.dtype}
 
 
 def step_rows(graph: Graph) -> dict[str, int]:

@@ -71,7 +71,7 @@ def plan(
     cluster: Cluster,
     *,
     constraints: Constraints | None = None,
-    allowed_syncs: Mapping[str, Sequence[Sync]] | None = None,
+    allowed_syncs: Mapping[str, Sync | Sequence[Sync]] | None = None,
     memory_gib: float | None = None,
     precision: str | Precision | None = None,
     table: OpTable | None = None,
@@ -85,12 +85,11 @@ def plan(
     are left out, so the plan may be for fewer ranks; `all_devices` uses all of them.
 
     `constraints` maps globs of parameters to a sharding ("0", "replicate") or to shardings by mesh
-    axis. `allowed_syncs` maps globs to lists of `Sync`, inexact ones too, which may be used if they
-    make the step shorter; without it, the planner chooses exact ones only. Options fix parts of the
-    plan: `dp`, `ep`, `cp`, `tp`, `pp`, `virtual_stages`, `schedule`, `num_microbatches`, `zero`,
-    `recompute`, `offload`. `memory_gib` limits the memory of each device. Raises
-    `InfeasiblePlan`, with figures and the smallest changes that help, if nothing
-    fits.
+    axis. `allowed_syncs` maps globs to one or several `Sync`, inexact ones too, that may be used if
+    they make the step shorter; without it, the planner chooses exact ones only. Options fix parts
+    of the plan: `dp`, `ep`, `cp`, `tp`, `pp`, `virtual_stages`, `schedule`, `num_microbatches`,
+    `zero`, `recompute`, `offload`. `memory_gib` limits the memory of each device. Raises
+    `InfeasiblePlan`, with figures and the smallest changes that help, if nothing fits.
     """
     fixed = UserOptions.of(dict(options))
     _check_memory(memory_gib)
@@ -158,8 +157,8 @@ def plan(
             raise infeasible(outcome, search, fixed, limits, rerun)
         given = restrictions(fixed, memory_gib, constraints)
         required = fixed_syncs(search.fold.graph, constraints)
-        forms = allowed_forms(run, search, allowed_syncs)
-        outcome, reasons = with_syncs(outcome, search, required, forms)
+        allowed = [*allowed_forms(run, search, allowed_syncs)]
+        outcome, reasons = with_syncs(outcome, search, required, allowed)
         figures = search_result(outcome, search, fixed, given, rerun, idle)
         best = in_captured_names(write_plan(run, search.fold, outcome.best, dtypes), run, graph)
         best = with_user_syncs(best, constraints).with_(notes=(*best.notes, *reasons))

@@ -242,7 +242,7 @@ def fixed_syncs(graph: Graph, constraints: Constraints | None) -> dict[str, Sync
             if any(fnmatchcase(name, glob) for name in (parameter.name, *parameter.aliases)):
                 sync = syncs.get(parameter.name, Sync()).updated(entry.sync)
                 syncs[parameter.name] = applied_sync(graph, parameter, sync, uses)
-    return {name: sync for name, sync in syncs.items() if is_special(sync)}
+    return {name: sync for name, sync in syncs.items() if is_special(sync) or sync.dtype}
 
 
 def with_user_syncs(plan: Plan, constraints: Constraints | None) -> Plan:

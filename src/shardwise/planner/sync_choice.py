@@ -6,7 +6,7 @@ more than the slack for simpler plans. They are exact, except for those that the
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
 from shardwise.cost.sync import link_rates, step_rows, sync_messages, sync_seconds
@@ -25,42 +25,28 @@ TRIED = 2  # candidates for which forms are chosen
 GAIN = 0.9  # of the time of an all-reduce, below which another form is worth its complexity
 
 
-@dataclass(frozen=True, slots=True)
-class AllowedForm:
-    """A form of synchronization that the user allows for a glob, and its folded parameters."""
-
-    glob: str
-    sync: Sync
-    names: frozenset[str]
+Allowed = tuple[str, Sync, set[str]]  # a glob, its form, and parameters of the folded graph
 
 
 def allowed_forms(
-    graph: Graph, search: Search, allowed: Mapping[str, Sequence[Sync]] | None
-) -> tuple[AllowedForm, ...]:
-    """Return the forms that the user allows, in their order.
-
-    A parameter of the folded graph may use one if all those may for which it stands.
-    """
+    graph: Graph, search: Search, allowed: Mapping[str, Sync | Sequence[Sync]] | None
+) -> Iterator[Allowed]:
+    """Yield the forms that the user allows, each for folded parameters that only stand for such."""
     folded, uses = search.fold.graph, operator_uses(search.fold.graph)
     first = search.fold.parameter_uses(graph)
-    forms = []
     for glob, syncs in (allowed or {}).items():
-        if isinstance(syncs, str) or not all(isinstance(sync, Sync) for sync in syncs):
+        forms = [syncs] if isinstance(syncs, Sync) else list(syncs)
+        if not all(isinstance(form, Sync) for form in forms):
             raise PlanError(f"allowed_syncs[{glob!r}]={syncs!r}", hint="[sw.Sync(every=50)]")
         inside = {value for _, value in matched(graph, glob)}
         refused = {name for value, (_, name) in first.items() if value not in inside}
         rest = [p for p in folded.parameters if p.requires_grad and p.name not in refused]
-        for sync in syncs:
-            names = frozenset(p.name for p in rest if applied_sync(folded, p, sync, uses) == sync)
-            forms.append(AllowedForm(glob, sync, names))
-    return tuple(forms)
+        for sync in forms:
+            yield glob, sync, {p.name for p in rest if applied_sync(folded, p, sync, uses) == sync}
 
 
 def with_syncs(
-    outcome: SearchOutcome,
-    search: Search,
-    fixed: Mapping[str, Sync],
-    allowed: Sequence[AllowedForm] = (),
+    outcome: SearchOutcome, search: Search, fixed: Mapping[str, Sync], allowed: Sequence[Allowed]
 ) -> tuple[SearchOutcome, tuple[str, ...]]:
     """Return the outcome with the best candidate's forms of synchronization, and the reasons.
 
@@ -77,17 +63,15 @@ def with_syncs(
             continue
         other = _simulated(candidate, search, {**syncs, **fixed})
         exact, used = other.estimate.step_time_s, dict[str, Sync]()
-        for form in allowed:
-            chosen = dict.fromkeys(form.names - fixed.keys(), form.sync)
+        for glob, sync, names in allowed:
+            chosen = dict.fromkeys(names - fixed.keys(), sync)
             tried = _simulated(candidate, search, {**other.execution.syncs, **chosen})
             if _is_better(tried, other):
-                other, used[form.glob] = tried, form.sync
+                other, used[glob] = tried, sync
         if used:
-            step = in_seconds(other.estimate.step_time_s)
+            times = [in_seconds(t) for t in (other.estimate.step_time_s, exact)]
             listed = "; ".join(f"{glob}: {sync}" for glob, sync in used.items())
-            reasons.append(
-                f"{listed}: allowed by you, predicted step {step} instead of {in_seconds(exact)}"
-            )
+            reasons.append(f"{listed}: as you allow, predicted step {' instead of '.join(times)}")
         if _is_better(other, best):
             best, notes = other, tuple(reasons)
     rest = tuple(c for c in outcome.feasible if c.config != best.config)

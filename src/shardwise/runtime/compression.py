@@ -91,23 +91,14 @@ class Feedback:
     """The state of compressed sums, by the names of tensors, all of them flat.
 
     `residuals` are this rank's own. `warm` are the right factors of "powersgd", the same on all
-    ranks. With `measures`, `errors` has the squared norm of the tensors of each last sum before
-    compression, and that of what their messages omitted.
+    ranks. With `measures`, `errors` has the norm of what the messages of each last sum omitted,
+    relative to that of its tensors.
     """
 
     residuals: dict[str, Tensor] = field(default_factory=dict)
     warm: dict[str, Tensor] = field(default_factory=dict)
     measures: bool = False
-    errors: dict[tuple[str, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    def relative_error(self) -> float:
-        """Return the norm of all that the last messages omitted, relative to that of the tensors.
-
-        >>> Feedback(errors={("w",): (torch.tensor(16.0), torch.tensor(1.0))}).relative_error()
-        0.25
-        """
-        whole, omitted = (float(sum(norms)) for norms in zip(*self.errors.values(), strict=True))
-        return math.sqrt(omitted / whole) if whole else 0.0
+    errors: dict[tuple[str, ...], float] = field(default_factory=dict)
 
 
 class CompressedSum:
@@ -143,10 +134,11 @@ class CompressedSum:
         values = list(tensors)
         if not self.feedback.measures:
             return self._start(values, step)
-        whole = _squared_norm(values)
+        norm = torch.linalg.vector_norm(joined(values)).item()
 
         def measure(total: Tensor) -> Tensor:
-            self.feedback.errors[self.names] = whole, _squared_norm(values)
+            omitted = torch.linalg.vector_norm(joined(values)).item()
+            self.feedback.errors[self.names] = omitted / norm if norm else 0.0
             return total
 
         return self._start(values, step).then(measure)
@@ -234,11 +226,6 @@ class Quantized(CompressedSum):
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """Return flat tensors as one, without a copy of a single one."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
-
-
-def _squared_norm(tensors: Sequence[Tensor]) -> Tensor:
-    norms = [torch.linalg.vector_norm(tensor).double() for tensor in tensors]
-    return torch.stack(norms).square().sum()
 
 
 def _message(encoded: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

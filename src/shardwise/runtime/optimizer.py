@@ -176,13 +176,9 @@ PER_TENSOR: tuple[type[torch.optim.Optimizer], ...] = (
 )
 
 
-def is_by_row(state: Tensor, parameter: Tensor) -> bool:
-    """Return whether a tensor has an element for each row of a parameter: index of its first dim.
-
-    >>> is_by_row(torch.ones(3), torch.ones(3, 2)), is_by_row(torch.ones(3), torch.ones(3))
-    (True, False)
-    """
-    return state.dim() == 1 < parameter.dim() and len(state) == len(parameter)
+def is_by_row(state: Tensor, shape: Sequence[int]) -> bool:
+    """Return whether a tensor has an element for each row of a parameter of this shape."""
+    return state.dim() == 1 < len(shape) and len(state) == shape[0]
 
 
 def _updates_rows(optimizer: torch.optim.Optimizer) -> bool:
@@ -244,8 +240,7 @@ def optimizer(
     if not elementwise:
         entries = [entry for _, group in grouped for entry in group if entry.trained]
         _require_full_tensors(store, cls, entries, rowwise)
-        if not rowwise:
-            _require_all_stages(store, cls)
+        _require_all_stages(store, cls, rowwise)
     if _is_fused(cls, [entry for _, group in grouped for entry in group], options):
         options["fused"] = True
     inner = cls([{**g, "params": [e.piece for e in group]} for g, group in grouped], **options)
@@ -257,10 +252,10 @@ def optimizer(
     return result
 
 
-def _require_all_stages(store: ParameterStore, cls: object) -> None:
+def _require_all_stages(store: ParameterStore, cls: object, rowwise: bool) -> None:
     """Refuse optimizers that read all parameters at once where a pipeline stage has only some."""
     name = getattr(cls, "__name__", str(cls))
-    if len(store.mesh.groups) > 1 and cls not in PER_TENSOR:
+    if len(store.mesh.groups) > 1 and cls not in PER_TENSOR and not rowwise:
         raise OptimizerError(
             f"{name} may read several parameters for one update, but each rank only has the "
             "parameters of its pipeline stages",
@@ -275,8 +270,8 @@ def _require_full_tensors(
     """Refuse optimizers that may not be elementwise for sharded parameters."""
     name = getattr(cls, "__name__", str(cls))
     for entry in entries:
-        by_rows = rowwise or (entry.spec.sparse and cls is torch.optim.SparseAdam)
-        by_rows = by_rows and entry.piece.shape[1:] == entry.spec.shape[1:]
+        by_rows = entry.spec.sparse and cls is torch.optim.SparseAdam
+        by_rows |= rowwise and entry.piece.shape[1:] == entry.spec.shape[1:]
         if not by_rows and (entry.group is not None or store.is_split(entry)):
             raise OptimizerError(
                 f"{name} is not known to be elementwise, and {entry.spec.name} of shape "
@@ -440,7 +435,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _full_value(self, entry: Entry, value: Any) -> Any:
         if isinstance(value, Tensor) and value.dim():
-            if is_by_row(value, entry.piece):
+            if is_by_row(value, entry.piece.shape):
                 rows = _repeated(value, entry.piece.shape)
                 return self.store.gather_full(entry, rows, piece=True).flatten(1)[:, 0].clone()
             if value.shape != entry.piece.shape:
@@ -478,7 +473,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if value.dim() and tuple(value.shape) == entry.spec.shape:
             part = self.store.piece_of(entry, value)
             return part.to(entry.piece.device, copy=True).contiguous()
-        if value.dim() == 1 < len(entry.spec.shape) and len(value) == entry.spec.shape[0]:
+        if is_by_row(value, entry.spec.shape):
             rows = self.store.piece_of(entry, _repeated(value, entry.spec.shape))
             return rows.to(entry.piece.device).flatten(1)[:, 0].clone()
         return value.clone()

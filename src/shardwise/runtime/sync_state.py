@@ -77,16 +77,12 @@ class SyncState:
                 yield entry, queue.popleft().wait()
 
     def figures(self) -> dict[str, float]:
-        """Return the highest number of steps whose gradients this rank has not received or sent.
-
-        If `feedback.measures`, add the relative error of compressed messages.
+        """Return the highest number of steps whose gradients have yet to arrive on this or other
+        ranks, and the largest relative error of a compressed sum, if they are measured.
         """
-        figures = {}
-        if ages := [*map(len, self.late.values()), *self.ages.values()]:
-            figures["staleness"] = float(max(ages))
-        if self.feedback.errors:
-            figures["compression_error"] = self.feedback.relative_error()
-        return figures
+        ages = [*map(len, self.late.values()), *self.ages.values()]
+        lists = {"staleness": ages, "compression_error": self.feedback.errors.values()}
+        return {name: float(max(values)) for name, values in lists.items() if values}
 
     def forget(self, name: str) -> None:
         """Begin a new round with the values that a parameter was just given."""

@@ -24,8 +24,9 @@ from shardwise.simulation.costs import ClusterCosts, ExecutionConfig, Group, Nod
 from shardwise.simulation.folded_graph import FoldedGraph
 from shardwise.simulation.workload import LocalParameter, Workload
 
-# Mesh axes of the reduction, ZeRO level, item bytes, and whether `Sync` gives the messages.
-Key = tuple[tuple[str, ...], int, int, bool]
+# Mesh axes of the reduction, ZeRO level, item bytes, and those of sent gradients: 0 if `Sync` gives
+# the messages.
+Key = tuple[tuple[str, ...], int, int, int]
 Run = tuple[str, int, int]  # a unit: its name, its first position and its end
 
 # Purposes of messages: "reduce" gradients; "gather" the parameters of blocks for each pass, and
@@ -56,12 +57,10 @@ def shares(fold: FoldedGraph, work: Workload, execution: ExecutionConfig) -> dic
     for parameter in work.parameters:
         if not parameter.requires_grad:
             continue
-        key = (
-            parameter.sync,
-            _level(parameter, execution),
-            parameter.itemsize,
-            parameter.name in execution.syncs,
-        )
+        form, item = execution.syncs.get(parameter.name, Sync()), parameter.itemsize
+        size = itemsize_of(form.dtype, execution.reduced_item_bytes(item))
+        reduced = 0 if sync.is_special(form) else size
+        key = (parameter.sync, _level(parameter, form, execution), item, reduced)
         arrays = classes.setdefault(key, {n: np.zeros(count) for n in float_arrays(ParamClass)})
         node, numel = parameter.node, parameter.numel
         last = max((node, *parameter.others))
@@ -69,7 +68,7 @@ def shares(fold: FoldedGraph, work: Workload, execution: ExecutionConfig) -> dic
         arrays["tensors"][node] += 1
         arrays["arrives"][last if fold.copies[last] == fold.copies[node] else node] += numel
         arrays["squares"][node] += float(numel) ** 2
-        is_large = numel * execution.reduced_item_bytes(parameter.itemsize) >= single
+        is_large = numel * size >= single
         is_flat = numel * parameter.itemsize >= single
         arrays["single" if is_large else "bucketed"][node] += 1 if is_large else numel
         arrays["flat" if is_flat else "joined"][node] += 1 if is_flat else numel
@@ -79,9 +78,9 @@ def shares(fold: FoldedGraph, work: Workload, execution: ExecutionConfig) -> dic
     }
 
 
-def _level(parameter: LocalParameter, execution: ExecutionConfig) -> int:
+def _level(parameter: LocalParameter, form: Sync, execution: ExecutionConfig) -> int:
     """Return the level by which ranks share a parameter; the fullest rank owns all of it."""
-    if (form := execution.syncs.get(parameter.name)) is not None:
+    if sync.is_special(form):
         return 2 if form.kind == "partitioned" else 0
     return execution.level(parameter.name) if parameter.sync else 0
 
@@ -93,7 +92,8 @@ def special_messages(
 
     The last value is how many of these messages the parameter adds: others share them.
     """
-    rows, syncs = sync.step_rows(fold.graph), execution.syncs
+    rows = sync.step_rows(fold.graph)
+    syncs = {name: form for name, form in execution.syncs.items() if sync.is_special(form)}
     values = {p.name: p.value for p in fold.graph.parameters}
     special = [p for p in work.parameters if p.name in syncs and p.sync and p.requires_grad]
     joined: Counter[Sync] = Counter()  # parameters with the same synchronization
@@ -180,10 +180,9 @@ def sent(
     """Yield the messages of a stage with these units."""
     inside = np.array([bool(name) or execution.whole_units for name, _, _ in runs])
     summed: dict[tuple[tuple[str, ...], int], list[ParamClass]] = {}
-    for (axes, zero, itemsize, special), share in classes.items():
-        if special:
+    for (axes, zero, itemsize, size), share in classes.items():
+        if not size:
             continue
-        size = execution.reduced_item_bytes(itemsize)
         if zero < 2:
             summed.setdefault((axes, size), []).append(share)
         if zero == 0:
