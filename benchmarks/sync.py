@@ -340,7 +340,8 @@ def measure(name: str, gbit: float, pairs: int, slow: bool) -> dict[str, Any]:
     times = ", ".join(f"{side} {value * 1e3:.1f} ms" for side, value in medians.items())
     reached = result["ratio"] <= result["at_most"] and (case.inexact or apart < 1e-4)
     print(
-        f"{name}, {gbit:g} Gbit/s{' and a slow host' if slow else ''}: {times}; {'reached' if reached else 'MISSED'}: "
+        f"{name}, {gbit:g} Gbit/s{' and a slow host' if slow else ''}: {times}; "
+        f"{'reached' if reached else 'MISSED'}: "
         f"{result['ratio']:.3f} of {case.against} (at most {result['at_most']}), losses "
         f"{apart:.1e} apart, from {losses[1][0]:.3f} to {losses[1][-1]:.3f}",
         flush=True,

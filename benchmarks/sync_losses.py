@@ -42,9 +42,13 @@ FORMS: dict[str, tuple[dict[str, Any], float]] = {
     "streaming": ({"every": 10, "outer": OUTER, "fragments": 2, "overlap": 2}, 0.1),
     "stale": ({"stale": 1}, 0.15),
     "stale_owner": ({"kind": "owner", "owner": 0, "stale": 1}, 0.15),
+    "bf16": ({"compression": sw.Compression(kind="bf16")}, 0.02),
+    "fp16": ({"compression": sw.Compression(kind="fp16")}, 0.02),
     "int8": ({"compression": sw.Compression(kind="int8")}, 0.02),
+    "fp8": ({"compression": sw.Compression(kind="fp8")}, 0.05),
     "onebit": ({"compression": sw.Compression(kind="onebit", warmup=20)}, 0.25),
     "topk": ({"compression": sw.Compression(kind="topk", ratio=0.05)}, 0.15),
+    "randomk": ({"compression": sw.Compression(kind="randomk", ratio=0.25)}, 0.25),
     "powersgd": ({"compression": sw.Compression(kind="powersgd", rank=4)}, 0.1),
 }
 
@@ -112,6 +116,7 @@ def final(losses: Mapping[str, float]) -> float:
 WIDTH, HEIGHT, LEFT, TOP = 480, 250, 46, 14
 COLORS = ("#111827", "#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed")
 COLORS += ("#0891b2", "#db2777", "#65a30d", "#9a3412")
+COLORS += ("#4b5563", "#0d9488", "#b45309", "#a21caf")
 
 
 def picture(losses: Mapping[str, Mapping[str, float]]) -> str:

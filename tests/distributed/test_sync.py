@@ -15,6 +15,7 @@ import shardwise as sw
 from shardwise.cost.sync import step_rows, sync_messages
 from shardwise.plans import ParameterEntry
 from shardwise.plans.sync import applied_sync, operator_uses
+from shardwise.simulation.stages import Layers
 from tests.support.inexact import FORMS as INEXACT
 from tests.support.sync_model import assert_equal, make_model, make_plan, reference, train
 
@@ -87,13 +88,16 @@ def test_hierarchical(pool: Any, ranks: int) -> None:
         assert_equal(result, reference("adamw"))
 
 
+CAUSES = ("gradients", "update", "rounds", "parameters")
+
+
 def counted_bytes(
-    entries: dict[str, Any], skipped: int = 1, steps: int = 1
+    entries: dict[str, Any], skipped: int = 1, steps: int = 1, zero: int = 0
 ) -> dict[tuple[str, str], float]:
     """Return the mean bytes of some steps' messages by cause and operation, on rank 0."""
     ranks = torch.distributed.get_world_size()
     model, batch = make_model(), distinct_batch()
-    plan = make_plan(sw.capture(model, batch), ranks, entries)
+    plan = make_plan(sw.capture(model, batch), ranks, entries, zero=zero)
     pm = sw.parallelize(model, batch, plan, record=True)
     opt = sw.optimizer(pm, torch.optim.SGD, lr=0.1)
     for number in range(skipped + steps):  # the first step also agrees on the order of gradients
@@ -107,7 +111,7 @@ def counted_bytes(
     totals: Counter[tuple[str, str]] = Counter()
     for event in [] if trace is None else trace["traceEvents"]:
         args = event.get("args", {})
-        if "bytes" in args and event["name"] in ("gradients", "update", "rounds"):
+        if "bytes" in args and event["name"] in CAUSES:
             parts = 1 if args["op"] == "all_gather" else ranks  # else each rank has all of it
             totals[event["name"], args["op"]] += args["bytes"] / parts / steps
     return dict(totals)
@@ -170,6 +174,43 @@ def test_counted_bytes_of_inexact_forms(pool: Any, form: str, ranks: int) -> Non
     warmup = 1 if sync.compression is None else 1 + sync.compression.warmup
     counted = pool(ranks).run(counted_bytes, {"*": sync}, warmup * sync.every, sync.every)[0]
     assert counted == pytest.approx(dict(predicted))
+
+
+PLAIN: dict[str, tuple[dict[str, Any], int]] = {
+    "bfloat16": ({"*": sw.Sync(dtype="bfloat16"), "up.*": sw.Sync(hierarchical=2)}, 0),
+    "zero 1": ({}, 1),
+    "zero 2": ({"*": sw.Sync(dtype="float32")}, 2),
+    "zero 3": ({}, 3),
+    "sharded": ({"up.*": {"zero": 3}, "words.*": {"zero": 2}, "down.*": {"zero": 1}}, 0),
+}
+PURPOSES = {"reduce": "gradients", "root": "parameters", "gather": "parameters"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", PLAIN)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_counted_bytes_of_buckets_and_zero(
+    pool: Any, monkeypatch: pytest.MonkeyPatch, form: str, ranks: int
+) -> None:
+    """The simulator's messages are those that ranks send."""
+    (entries, zero), graph = PLAIN[form], sw.capture(make_model(), distinct_batch())
+    if ranks == 2:
+        entries = {glob: entry for glob, entry in entries.items() if glob != "up.*"}
+    predicted: Counter[tuple[str, str]] = Counter()
+
+    def recorded(layers: Any, *stage: Any) -> Any:
+        predicted.clear()
+        for kind in (traffic := sent(layers, *stage)):
+            nodes = ranks // kind.level if kind.level > 0 and kind.op == "all_gather" else 1
+            cause = PURPOSES.get(kind.purpose, kind.purpose)
+            predicted[cause, kind.op] += float(kind.num_bytes.sum()) * nodes
+        return traffic
+
+    sent = Layers.sent
+    monkeypatch.setattr(Layers, "sent", recorded)
+    sw.simulate(graph, make_plan(graph, ranks, entries, zero=zero), sw.Cluster.local(ranks))
+    counted = pool(ranks).run(counted_bytes, entries, zero=zero)[0]
+    assert counted == pytest.approx({k: v for k, v in predicted.items() if v})
 
 
 class Table(nn.Module):
@@ -235,3 +276,85 @@ def test_rows_of_tables_with_sparse_adam(pool: Any, strategy: str, ranges: bool)
     for apart, rows in pool(3).run(train_rows, strategy, ranges):
         assert apart < 1e-12
         assert rows in (33, 34)
+
+
+class RowAdagrad(torch.optim.Optimizer):
+    """Adagrad with one number of state for each row of a table, as DLRM trains with."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                grad = p.grad.coalesce() if p.grad.is_sparse else p.grad.to_sparse(1)
+                at, rows = grad.indices()[0], grad.values()
+                sums = self.state[p].setdefault("sum", p.new_zeros(len(p)))
+                sums[at] += rows.square().mean(1)
+                p[at] -= group["lr"] * rows / (sums[at].sqrt() + 1e-8).unsqueeze(1)
+
+
+def row_plan(graph: sw.Graph, form: str, ranks: int) -> sw.Plan:
+    """Return a plan in which the state of rows is replicated, partitioned, or of replicas."""
+    cluster = sw.Cluster.local(ranks)
+    if form == "tensor":
+        entry = ParameterEntry(layout={"tp": "0"}, sync=sw.Sync(sparse="gather"))
+        return sw.strategies.tensor(graph, cluster, constraints={"table.*": entry})
+    syncs = {
+        "rows": sw.Sync(kind="partitioned", dim=0, sparse="rows", owners=owners(ranks)),
+        "dense": sw.Sync(kind="partitioned", dim=0),
+        "owner": sw.Sync(kind="owner", owner=ranks - 1, sparse="rows"),
+        "gather": sw.Sync(sparse="gather"),
+        "local": sw.Sync(every=3),
+    }
+    return sw.strategies.ddp(graph, cluster, constraints={"table.*": syncs[form]})
+
+
+def train_by_row(folder: str, form: str, steps: range) -> tuple[Any, Any, Any]:
+    """Train, from a checkpoint unless at the first step; return weights, state and replica."""
+    torch.manual_seed(0)
+    model, ranks = Bags().double(), torch.distributed.get_world_size()
+    batches = [
+        {"x": torch.randint(0, 101, (12, 3)), "y": torch.randint(0, 4, (12,))} for _ in range(6)
+    ]
+    pm = sw.parallelize(model, batches[0], row_plan(sw.capture(model, batches[0]), form, ranks))
+    opt = sw.optimizer(pm, RowAdagrad, params="table.*", rowwise=True, lr=0.1)
+    if steps.start:
+        sw.load_checkpoint(folder, pm, opt)
+    for step in steps:
+        pm.train_step(batches[step])
+        opt.step()
+        pm.zero_grad()
+    if not steps.start:
+        sw.save_checkpoint(folder, pm, opt, step=steps.stop)
+    entry = pm.store.entry("table.weight")
+    state = opt.state_dict()["state"]["table.weight"]["sum"]
+    return pm.gather_state_dict(), state, (entry.piece.detach(), opt.state[entry.piece]["sum"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["rows", "dense", "owner", "gather", "tensor"])
+def test_state_of_rows_is_sharded_like_the_rows(pool: Any, tmp_path: Path, form: str) -> None:
+    """It continues on other ranks and under other plans."""
+    folder = str(tmp_path / "c")
+    expected = pool(1).run(train_by_row, str(tmp_path / "one"), "gather", range(6))[0]
+    for _, state, (piece, own) in pool(3).run(train_by_row, folder, form, range(3)):
+        assert state.shape == (101,)
+        assert own.shape == piece.shape[:1]
+        assert form == "gather" or len(piece) < 101
+    for ranks, other in ((3, form), (2, "tensor"), (4, "rows"), (2, "gather")):
+        for weights, state, _ in pool(ranks).run(train_by_row, folder, other, range(3, 6)):
+            torch.testing.assert_close(weights, expected[0])
+            torch.testing.assert_close(state, expected[1])
+
+
+@pytest.mark.slow
+def test_state_of_rows_of_replicas_continues(pool: Any, tmp_path: Path) -> None:
+    straight = pool(3).run(train_by_row, str(tmp_path / "straight"), "local", range(6))
+    pool(3).run(train_by_row, str(tmp_path / "c"), "local", range(2))
+    continued = pool(3).run(train_by_row, str(tmp_path / "c"), "local", range(2, 6))
+    for (_, _, expected), (_, _, actual) in zip(straight, continued, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))

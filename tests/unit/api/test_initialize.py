@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.api import weights
 from shardwise.api.weights import initialize
 
 
@@ -48,6 +49,16 @@ def test_reset_parameters_is_repeated() -> None:
     assert all(torch.equal(again[name], value) for name, value in tensors.items())
     other, _ = values(lambda: Plain().double(), seed=4)
     assert not torch.equal(other["table.weight"], tensors["table.weight"])
+
+
+def test_tensors_that_do_not_fit_in_memory_get_the_same_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected, _ = values(Plain)
+    monkeypatch.setattr(weights, "FREE_SHARE", 0.0)
+    tensors, reasons = values(Plain)
+    assert not reasons
+    assert all(torch.equal(tensors[name], value) for name, value in expected.items())
 
 
 class Applied(nn.Module):

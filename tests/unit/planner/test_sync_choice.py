@@ -99,6 +99,30 @@ def test_plan_keeps_the_users_sync() -> None:
     assert plan.entry("table.weight").sync == owner
 
 
+def test_inexact_forms_are_chosen_where_they_are_allowed() -> None:
+    graph = sw.capture(Tables(), batch())
+    cluster = sw.Cluster.preset("cpu", nodes=4, devices_per_node=1, nic_gbit_per_s=1)
+    rounds, late = sw.Sync(every=50), sw.Sync(stale=1)
+    int8 = sw.Sync(compression=sw.Compression(kind="int8"))
+
+    def planned(allowed: Any, cluster: sw.Cluster = cluster) -> sw.Plan:
+        fixed: dict[str, Any] = {"dp": cluster.num_ranks, "zero": 0, "num_microbatches": 1}
+        return sw.plan(graph, cluster, progress=False, allowed_syncs=allowed, **fixed)
+
+    exact = planned(None)
+    plan = planned({"up.*": late, "wide.*": (int8, rounds)})
+    assert plan.entry("up.weight").sync == late
+    assert plan.entry("wide.bias").sync == rounds
+    assert plan.entry("table.weight").sync == exact.entry("table.weight").sync
+    assert "up.*: gradients 1 step late; wide.*: a round every 50 updates" in plan.notes[-1]
+    assert plan.figures.best.step_time_s < exact.figures.best.step_time_s
+    assert planned({"*": rounds}, sw.Cluster.local(1)).entry("up.weight").sync is None
+    for wrong in ({"none.*": rounds}, {"*": "int8"}):
+        with pytest.raises(sw.errors.PlanError) as caught:
+            planned(wrong)
+        assert caught.value.hint
+
+
 def test_equal_shares_are_the_fastest_on_unequal_links() -> None:
     rates = link_rates(slow_third(), range(3))
     assert rates[0] == pytest.approx(10 * rates[2])

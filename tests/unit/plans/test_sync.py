@@ -87,6 +87,15 @@ def test_later_globs_win_by_field(graph: sw.Graph) -> None:
     assert made.entry("linear.bias").sync == sw.Sync(kind="owner", owner=1)
 
 
+def test_a_later_glob_may_not_contradict_an_earlier_one(graph: sw.Graph) -> None:
+    with pytest.raises(PlanError, match="gradients 2 steps late") as caught:
+        plan(graph, {"*": sw.Sync(stale=2), "linear.*": sw.Sync(every=5)})
+    assert 'kind="all_reduce"' in str(caught.value.hint)
+    replaced = sw.Sync(kind="all_reduce", every=5)
+    made = plan(graph, {"*": sw.Sync(stale=2), "linear.*": replaced})
+    assert made.entry("linear.weight").sync == replaced
+
+
 @pytest.mark.parametrize(
     ("fields", "part"),
     [

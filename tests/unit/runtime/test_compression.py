@@ -77,6 +77,26 @@ def test_sums_equal_the_reference(kind: str, num_ranks: int, feedback: bool) -> 
         assert bool(state.residuals) == (feedback and num_ranks > 1)
 
 
+@pytest.mark.parametrize("kind", COMPRESSIONS)
+def test_the_error_of_a_sum_is_what_its_residuals_hold(kind: str) -> None:
+    compression = Compression(kind=kind, ratio=0.3, rank=2)
+
+    def run(rank, transport):
+        axis = ProcessMesh({"dp": 2}, rank, transport).axis("dp")
+        state = Feedback(measures=True)
+        total = compressed_sum(compression, list(SHAPES), list(SHAPES.values()), axis, state)
+        for step in range(2):
+            flat = [t.reshape(-1) for t in tensors(rank, step).values()]
+            sent = [t + state.residuals.get(n, 0.0) for n, t in zip(SHAPES, flat, strict=True)]
+            total.start(flat, step).wait()
+        return state, torch.cat(sent).norm()
+
+    for state, norm in run_threads(2, run, timeout_s=60):
+        (error,) = state.errors.values()
+        assert error == pytest.approx(torch.cat([*state.residuals.values()]).norm() / norm)
+        assert 0 < error < 1
+
+
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "int8", "fp8", "onebit"])
 def test_messages_are_small_and_unbiased(kind: str) -> None:
     values = torch.linspace(-3, 2, 1001)

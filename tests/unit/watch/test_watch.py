@@ -187,6 +187,16 @@ def test_the_load_of_experts_is_shown(tmp_path: Path) -> None:
     assert run.to_json()["ranks"]["expert_load"]["max"] == 1.37
 
 
+def test_staleness_and_compression_are_shown(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=3)
+    add_rows(tmp_path, range(4, 6), staleness=2.0, compression_error=0.125)
+    run = poll_run(tmp_path)
+    text = summary(run, 100)
+    assert "staleness      2 steps" in text
+    assert "omitted        12.50% of messages" in text
+    assert run.to_json()["history"]["compression_error"]["mean"][-1] == 0.125
+
+
 def test_many_ranks_are_aggregated() -> None:
     own = [0.05 + rank / 1e6 for rank in range(1024)]
     own[700] = 0.09
