@@ -304,7 +304,9 @@ def row_plan(graph: sw.Graph, form: str, ranks: int) -> sw.Plan:
         entry = ParameterEntry(layout={"tp": "0"}, sync=sw.Sync(sparse="gather"))
         return sw.strategies.tensor(graph, cluster, constraints={"table.*": entry})
     syncs = {
-        "rows": sw.Sync(kind="partitioned", dim=0, sparse="rows", owners=owners(ranks)),
+        "rows": sw.Sync(
+            kind="partitioned", dim=0, sparse="rows", owners=owners(ranks) if ranks > 1 else ()
+        ),
         "dense": sw.Sync(kind="partitioned", dim=0),
         "owner": sw.Sync(kind="owner", owner=ranks - 1, sparse="rows"),
         "gather": sw.Sync(sparse="gather"),

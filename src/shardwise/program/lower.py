@@ -533,7 +533,8 @@ class _Lowering:
         if any(form.factors for form in forms) and call.fn == "aten.linear.default":
             return LocalCall("rt.linear_factors", call.args, call.kwargs)
         if any(form.sparse for form in forms) and call.fn in SPARSE_CALLS:
-            return LocalCall(call.fn, call.args, (*call.kwargs, ("sparse", True)))
+            args = call.args[:4] if call.fn == SPARSE_CALLS[0] else call.args  # the fifth is False
+            return LocalCall(call.fn, args, (*call.kwargs, ("sparse", True)))
         return call
 
     def _inexact(self, parameter: Parameter) -> Inexact | None:

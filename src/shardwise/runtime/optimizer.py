@@ -377,6 +377,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for entry in self._all_entries:
                     if entry.piece.grad is not None and entry.piece.grad.is_sparse:
                         entry.piece.grad = entry.piece.grad.to_dense()
+            if self.rowwise or isinstance(self.inner, torch.optim.SparseAdam):
+                for entry in self._all_entries:
+                    if (grad := entry.piece.grad) is not None and grad.dim() > 1:
+                        entry.piece.grad = grad if grad.is_sparse else grad.to_sparse(1)
             if not self.elementwise:  # parameters that were frozen at first may be sharded
                 trained = [entry for entry in self._all_entries if entry.piece.grad is not None]
                 _require_full_tensors(store, type(self.inner), trained, self.rowwise)

@@ -53,6 +53,8 @@ def test_strategies() -> None:
     plan = sw.strategies.parallax(graph, cluster)
     assert plan.entry("words.weight").sync == sw.Sync(kind="partitioned", dim=0, sparse="rows")
     assert plan.entry("up.weight").sync is None
+    late = sw.strategies.parameter_server(graph, cluster, constraints={"*": sw.Sync(stale=2)})
+    assert late.entry("up.weight").sync == sw.Sync(kind="owner", owner=0, stale=2)
 
 
 def loads(cluster: sw.Cluster) -> list[int]:

@@ -153,5 +153,24 @@ def test_refused_for_a_parameter(
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_sparse_gradients_are_computed_as_rows(ranks: int, sparse: bool) -> None:
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(11, 4, sparse=sparse, padding_idx=2)
+            self.bag = nn.EmbeddingBag(11, 4, sparse=sparse)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.table(x).sum(1) * self.bag(x)).square().sum()
+
+    graph = sw.capture(Tables(), {"x": torch.ones(6, 3, dtype=torch.long)})
+    program = sw.compile(graph, sw.strategies.parallax(graph, sw.Cluster.local(ranks)))
+    calls = [line for line in program.source(0).splitlines() if "F.embedding(" in line]
+    assert len(calls) == 2
+    assert all("sparse=True)" in call for call in calls)
+
+
 def test_a_glob_needs_one_suitable_parameter(graph: sw.Graph) -> None:
     plan(graph, {"*": sw.Sync(factors=True)}).check(graph)
