@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import json
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -440,7 +441,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _full_value(self, entry: Entry, value: Any) -> Any:
         if isinstance(value, Tensor) and value.dim():
             if is_by_row(value, entry.piece.shape):
-                rows = _repeated(value, entry.piece.shape)
+                rows = value.unsqueeze(1).expand(-1, math.prod(entry.piece.shape[1:]))
                 return self.store.gather_full(entry, rows, piece=True).flatten(1)[:, 0].clone()
             if value.shape != entry.piece.shape:
                 raise OptimizerError(
@@ -478,14 +479,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             part = self.store.piece_of(entry, value)
             return part.to(entry.piece.device, copy=True).contiguous()
         if is_by_row(value, entry.spec.shape):
-            rows = self.store.piece_of(entry, _repeated(value, entry.spec.shape))
-            return rows.to(entry.piece.device).flatten(1)[:, 0].clone()
+            rows = value.unsqueeze(1).expand(-1, math.prod(entry.spec.shape[1:]))
+            part = self.store.piece_of(entry, rows.reshape(entry.spec.shape))
+            return part.to(entry.piece.device).flatten(1)[:, 0].clone()
         return value.clone()
-
-
-def _repeated(rows: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a tensor of this shape that has the same value in all elements of a row."""
-    return rows.view(-1, *[1] * (len(shape) - 1)).expand(tuple(shape))
 
 
 def _without_empty_end(groups: Sequence[Sequence[str]]) -> list[list[str]]:
