@@ -28,6 +28,8 @@ FORMS: dict[str, Sync] = {
     "stale_3": Sync(stale=3),
     "stale_owner": Sync(kind="owner", owner=1, stale=2),
     "stale_partitioned": Sync(kind="partitioned", stale=1),
+    "stale_rows": Sync(kind="partitioned", dim=0, stale=2),
+    "stale_columns": Sync(kind="partitioned", dim=1, stale=1),
     "stale_int8": Sync(stale=1, compression=Compression(kind="int8", **SHORT)),
     "diloco_int8": Sync(
         every=2, outer=OuterOptimizer(), compression=Compression(kind="int8", warmup=1)

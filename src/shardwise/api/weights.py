@@ -549,12 +549,6 @@ def _memory_like(meta: Tensor) -> Tensor:
         return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(meta.shape)
 
 
-def _has_nan(tensor: Tensor) -> bool:
-    return any(
-        bool(torch.isnan(part).any()) for part in torch.split(tensor.reshape(-1), BLOCK_BYTES)
-    )
-
-
 def _run(
     slots: list[_Slot],
     calls: list[_Call],
@@ -577,7 +571,8 @@ def _run(
         for slot in slots:
             if slot.name not in names:
                 continue
-            if slot.tensor.is_floating_point() and _has_nan(slot.tensor):
+            drawn = slot.tensor.is_floating_point() and slot.tensor.numel() > 0
+            if drawn and bool(slot.tensor.amin().isnan()):  # which needs no memory
                 reasons[slot.name] = "its initialization leaves some of its values unset"
             else:
                 load(slot.name, slot.tensor.detach())

@@ -221,8 +221,8 @@ class _Loader:
         if dtype.is_floating_point and self.parameter.is_floating_point():
             dtype = self.parameter.dtype
         memory = partial(torch.empty, dtype=dtype, device=self.parameter.device)
-        own = self.parameter.shape  # a single row may be a factor of Adafactor's
-        for part in dict.fromkeys((own, own[:1] if math.prod(own[:1]) > 1 else own)):
+        own = self.parameter.shape  # (1, 1) is a factor of Adafactor's, not the only row of ranks
+        for part in dict.fromkeys((own, own if shape == (1, 1) else own[:1])):
             tensor = memory(part)
             shards = self.state.sharded(self.name, tensor)
             if fill_boxes(shards, shape) is not None:

@@ -310,9 +310,8 @@ class ParallelState(_State):
 
     def per_rank(self, entry: Entry, tensor: Tensor, merge: str) -> TensorShards:
         """Return a tensor like the parameter, of which each rank of its axis has its own."""
-        return self._by_rank(entry, self.shared(entry, tensor), merge)
-
-    def _by_rank(self, entry: Entry, shards: TensorShards, merge: str) -> TensorShards:
+        by_row = is_by_row(tensor, entry.piece.shape)
+        shards = self._rows(entry, tensor) if by_row else self.shared(entry, tensor)
         axis = sync_axis(entry, self.mesh)
         boxes = [LocalBox(b.box.on_ranks(axis.index, 1), b.view.unsqueeze(0)) for b in shards.boxes]
         ranks = self._other_ranks({s.axis for s in entry.spec.splits} | set(entry.spec.sync))
@@ -332,11 +331,11 @@ class ParallelState(_State):
     def sharded(self, name: str, tensor: Tensor) -> TensorShards:
         """Return the shards of a tensor that is sharded as a parameter, its rows, or its pieces."""
         entry = self.store.entry(name)
-        if is_by_row(tensor, entry.piece.shape):
-            shards = self._rows(entry, tensor.detach())
-            return self._by_rank(entry, shards, MEAN) if entry.spec.is_local else shards
-        if entry.spec.is_local and tuple(tensor.shape) == entry.local_shape:
+        by_row = is_by_row(tensor, entry.piece.shape)
+        if entry.spec.is_local and (by_row or tuple(tensor.shape) == entry.local_shape):
             return self.per_rank(entry, tensor.detach(), MEAN)
+        if by_row:
+            return self._rows(entry, tensor.detach())
         if tensor.shape == entry.piece.shape:
             return self._shards(entry, tensor.detach(), piece=True)
         if tuple(tensor.shape) == entry.local_shape:

@@ -51,8 +51,11 @@ def save_sync(state: State) -> Sections:
     for entry in _entries(state):
         name = entry.spec.name
         for number, pending in enumerate(sync.late.get(name, ())):
-            owned, grad = entry.zero >= 2, pending.wait()  # by one rank each
-            add(f"late_{number}", state.sharded(name, grad) if owned else state.shared(entry, grad))
+            grad = pending.wait()
+            if entry.zero >= 2:  # owned by one rank each
+                add(f"late_{number}", state.sharded(name, grad.view(entry.piece.shape)))
+            else:
+                add(f"late_{number}", state.shared(entry, grad))
         if name in sync.feedback.residuals:
             add("residual", state.per_rank(entry, sync.feedback.residuals[name], SUM))
         if name in sync.feedback.warm:

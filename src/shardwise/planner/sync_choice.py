@@ -80,9 +80,8 @@ def with_syncs(
 
 def _is_better(other: Candidate, best: Candidate) -> bool:
     """Return whether a candidate fits in memory and is faster by more than the slack."""
-    fits = all(use.peak_bytes <= use.limit_bytes for use in other.estimate.memory)
-    shorter = other.estimate.step_time_s * (1 + SIMPLER_SLACK)
-    return fits and shorter < best.estimate.step_time_s
+    limit = best.estimate.step_time_s / (1 + SIMPLER_SLACK)
+    return other.estimate.fits and other.estimate.step_time_s < limit
 
 
 def _candidates(outcome: SearchOutcome, search: Search) -> Iterator[Candidate]:

@@ -221,15 +221,9 @@ class Session:
         cls = find_class(config.name, torch.optim, "optimizer", self.base)
         groups = [{"params": list(g.params), **g.args} for g in config.groups]
         args = resolved(config.args, "optimizer", self.base)
+        args |= {"elementwise": config.elementwise, "rowwise": config.rowwise}
         try:
-            return rt.optimizer(
-                self.module,
-                cls,
-                groups or None,
-                elementwise=config.elementwise,
-                rowwise=config.rowwise,
-                **args,
-            )
+            return rt.optimizer(self.module, cls, groups or None, **args)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"{config.name}: {error}", where="optimizer.args", hint="as in torch.optim"

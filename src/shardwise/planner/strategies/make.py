@@ -22,6 +22,7 @@ from shardwise.plans import (
     Precision,
     Resolved,
     Stage,
+    Sync,
     model_fingerprint,
     resolve,
 )
@@ -43,6 +44,14 @@ from shardwise.shares import axes_of, num_ranks
 from shardwise.simulation.costs import ClusterCosts, Group
 
 BATCH_AXES = ("dp", EXPERTS_AXIS)
+
+
+def joined(syncs: Mapping[str, Sync], constraints: Constraints | None) -> Constraints:
+    """Return a strategy's synchronization, as changed by the user's constraints, and these."""
+    entries = constrained_entries(constraints)
+    own = {glob: entries.get(glob, ParameterEntry()) for glob in syncs}
+    both = {glob: replace(e, sync=syncs[glob].updated(e.sync)) for glob, e in own.items()}
+    return {**both, **entries, **both}
 
 
 @known_options("sw.strategies.make_plan")

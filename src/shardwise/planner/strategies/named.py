@@ -6,7 +6,6 @@ Parameter servers are data parallelism with another synchronization (`Sync`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -15,15 +14,9 @@ from shardwise.cost.sync import link_rates, link_time
 from shardwise.errors import InfeasiblePlan
 from shardwise.inexact import OuterOptimizer
 from shardwise.ir import Graph, Parameter
-from shardwise.planner.options import (
-    CommonOptions,
-    PlanOptions,
-    StageOptions,
-    constrained_entries,
-    known_options,
-)
-from shardwise.planner.strategies.make import make_plan, read_schedule, stages_per_group
-from shardwise.plans import ParameterEntry, Plan, Sync
+from shardwise.planner.options import CommonOptions, PlanOptions, StageOptions, known_options
+from shardwise.planner.strategies.make import joined, make_plan, read_schedule, stages_per_group
+from shardwise.plans import Plan, Sync
 from shardwise.plans.sync import applied_sync, operator_uses
 from shardwise.schedules import Schedule
 
@@ -219,10 +212,7 @@ def _synchronized(
     name: str, graph: Graph, cluster: Cluster, syncs: Mapping[str, Sync], options: PlanOptions
 ) -> Plan:
     """Return a data-parallel plan with these synchronizations, before the user's constraints."""
-    entries = constrained_entries(options.get("constraints"))
-    own = {glob: entries.get(glob, ParameterEntry()) for glob in syncs}  # equal globs are joined
-    joined = {glob: replace(e, sync=syncs[glob].updated(e.sync)) for glob, e in own.items()}
-    options["constraints"] = {**joined, **entries, **joined}
+    options["constraints"] = joined(syncs, options.get("constraints"))
     return make_plan(name, graph, cluster, dp=cluster.num_ranks, **options)
 
 
