@@ -497,7 +497,8 @@ def _check_globs(what: str, globs: Mapping[str, Any], names: list[str]) -> None:
         if not any(fnmatchcase(name, glob) for name in names):
             raise PlanError(
                 f"{what} {glob!r} of the plan matches none of the {len(names)} {what}s of the "
-                f"model{did_you_mean(glob, names)}"
+                f"model{did_you_mean(glob, names)}",
+                hint=f"a glob of {', '.join(names[:3])}" + ", …" * (len(names) > 3),
             )
 
 
@@ -508,7 +509,7 @@ def _check_syncs(plan: Plan, graph: Graph) -> None:
     for glob, entry in syncs.items():
         assert entry.sync is not None
         problems = []
-        for parameter in graph.parameters:
+        for parameter in sorted(graph.parameters, key=lambda p: not p.requires_grad):
             if any(fnmatchcase(name, glob) for name in (parameter.name, *parameter.aliases)):
                 zero = plan.entry(parameter.name).zero
                 try:
