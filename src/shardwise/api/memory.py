@@ -229,7 +229,7 @@ class SingleRank:
         recorder: rt.Recorder | None = None,
         on_gradient: Callable[[Tensor], None] = lambda leaf: None,
         mesh: rt.ProcessMesh | None = None,
-        transport: type[FakeTransport] = FakeTransport,
+        transport: Callable[[int, int], FakeTransport] = FakeTransport,
     ) -> None:
         plan = program.plan
         self.program, self.device = program, device
@@ -241,6 +241,8 @@ class SingleRank:
             num_microbatches=plan.num_microbatches,
             timed=plan.splits_time,
         )
+        if recorder is not None:
+            self.mesh.note(recorder)
         generator = rng(plan.seed, plan.rng, self.mesh)
         loaded = load_program(program, self.mesh, generator, device)
         self.store = make_store([loaded], loaded.parameters, self.mesh, device)

@@ -30,7 +30,7 @@ from shardwise.runtime.pipeline.weight_grad import WeightQueue
 from shardwise.runtime.splits import Split, join, take_local
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.tracing import Recorder, called_submodules, probing
-from shardwise.schedules import Action, Round
+from shardwise.schedules import Action, Message, Round
 from shardwise.shares import AxisSize, part
 
 
@@ -187,6 +187,12 @@ class Executor:
         modules = {id(m): m for stage in stages.values() for m in stage.modules}
         for module in modules.values() if recorder is not None else ():
             self.recorder.watch(module, called_submodules(module))
+
+    def received(self) -> Iterator[Message]:
+        """Yield the message of each tensor that a training step receives from another rank."""
+        for item in self._training:
+            if isinstance(item, Round):
+                yield from self.exchange.received(item)
 
     def run(self, step: PipelineRun) -> tuple[Tensor | None, tuple[Any, ...] | None]:
         """Run a list to its end with all of its sends, and clean up after one that fails.
