@@ -201,7 +201,7 @@ def replay(
 
 
 def link_seconds(plan: Plan, cluster: Cluster, rank: int) -> Seconds:
-    """Return the time of a rank's operations, while other ranks run theirs along the same axes."""
+    """Return the time of operations of a rank, with all groups along the same axes at once."""
     costs = ClusterCosts(cluster, choose=chosen(plan.collectives))
     stage = next(stage for stage in plan.all_stages if rank in stage.ranks)
     group, concurrent = Group(mesh=stage.mesh, ranks=stage.ranks), {}
@@ -212,8 +212,8 @@ def link_seconds(plan: Plan, cluster: Cluster, rank: int) -> Seconds:
 
     @cache
     def time(operation: str, num_bytes: float, ranks: tuple[int, ...]) -> float:
-        alone = operation == "send" or ranks not in concurrent
-        rows = np.array([ranks]) if alone else concurrent[ranks]
+        single = operation == "send" or ranks not in concurrent
+        rows = np.array([ranks]) if single else concurrent[ranks]
         return costs.collective(operation, rows).seconds(num_bytes)
 
     return time

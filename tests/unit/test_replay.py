@@ -98,7 +98,7 @@ def test_the_exposed_communication_is_that_of_the_links(
 
 
 def test_message_times_are_those_of_all_groups_at_once() -> None:
-    """Four groups of a data axis share the card of a node, and are slower than one alone."""
+    """Four groups of a data axis share the card of a node, and are slower than a single one."""
     graph, cluster = graph_of(), sw.Cluster.preset("cpu", nodes=2, devices_per_node=4)
     (node,) = cluster.nodes
     assert node.nic is not None
@@ -106,8 +106,8 @@ def test_message_times_are_those_of_all_groups_at_once() -> None:
     cluster = dataclasses.replace(cluster, nodes=(dataclasses.replace(node, nic=nic),))
     plan = sw.strategies.hybrid(graph, cluster, dp=2, tp=4)
     time_of = link_seconds(plan, cluster, 1)
-    together, alone = time_of("all_reduce", 1e8, (1, 5)), time_of("send", 1e8, (1, 5))
-    assert together > 3 * alone
+    shared, single = time_of("all_reduce", 1e8, (1, 5)), time_of("send", 1e8, (1, 5))
+    assert shared > 3 * single
 
 
 def test_a_calibrated_cluster_predicts_the_measured_step(tmp_path: Any) -> None:
