@@ -246,6 +246,18 @@ def test_other_batch_sizes_and_trained_weights() -> None:
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_parameters_may_have_names_of_methods() -> None:
+    params = {"forward": {"train": jnp.ones(3)}, "forward_": jnp.ones(3)}
+    x = jnp.arange(3.0)
+
+    def loss(p: Any, batch: Any) -> Any:
+        return (p["forward"]["train"] * p["forward_"] * batch["x"]).sum()
+
+    module = sw.from_jax(loss, params, {"x": x})
+    assert [name for name, _ in module.named_parameters()] == ["forward__", "forward_.train_"]
+    assert float(module(x=torch.arange(3.0)).detach()) == 3.0
+
+
 def test_positional_batches_and_loops_of_known_length() -> None:
     def loss(params: Any, batch: Any) -> Any:
         x, times = batch
