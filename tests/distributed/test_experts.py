@@ -77,6 +77,26 @@ def test_experts_on_two_ranks_equal_one_device(pool: Callable[[int], Pool]) -> N
     check(pool, "experts", 2, {"ep": 2})
 
 
+def recorded_loads() -> list[float]:
+    """Return the loads of experts that a step records."""
+    model, batch = training.make("experts")
+    plan = training.plan_for(model, batch, "expert", 2)
+    pm = sw.parallelize(model, batch, plan=plan, record=True)
+    pm.train_step(batch)
+    events = pm.recorder.take() if pm.recorder is not None else []
+    return [e.details["expert_load"] for e in events if "expert_load" in e.details]
+
+
+def test_the_load_of_the_busiest_rank_is_recorded(pool: Callable[[int], Pool]) -> None:
+    model, batch = training.make("experts")
+    ids = model.get_submodule("router")(batch["x"]).topk(2).indices
+    counts = torch.bincount(ids.flatten(), minlength=5)
+    rows = [int(counts[:3].sum()), int(counts[3:].sum())]  # 3 experts on rank 0, 2 on rank 1
+    for loads in pool(2).run(recorded_loads):
+        assert loads
+        assert loads == pytest.approx([max(rows) * 5 / (sum(rows) * 3)] * len(loads))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "ranks", "options"), THOROUGH)
 def test_all_experts_equal_one_device(
