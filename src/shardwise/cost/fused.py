@@ -51,7 +51,6 @@ class _Sizes:
     result: TensorType
     mask: int | None
     causal: bool
-    rows_sharded: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -131,15 +130,14 @@ def _sizes(signature: Signature) -> _Sizes:
     lead = broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     heads = max(query.shape[-3], key.shape[-3])
     result = TensorType((*lead, heads, query.shape[-2], value.shape[-1]), query.dtype)
-    rows_sharded = signature.op == "rt.attention" and bool(named.get("is_causal"))
     return _Sizes(
         query=query,
         key=key,
         value=value,
         result=result,
         mask=places.get("attn_mask"),
-        causal=bool(named.get("is_causal")) and not rows_sharded,
-        rows_sharded=rows_sharded,
+        # The last rows of a sharded sequence see almost all keys.
+        causal=bool(named.get("is_causal")) and signature.op == _ATEN,
     )
 
 
@@ -156,24 +154,16 @@ def _strides(signature: Signature, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _mask(signature: Signature, sizes: _Sizes) -> tuple[tuple[Kernel, ...], int, int]:
     """Return the kernels that compute the mask, the bytes that attention reads, and the new bytes.
 
-    Boolean masks are first converted to the query's dtype (`convert_boolean_attn_mask`). So are the
-    rows of a causal mask that a rank with a shard of the queries has.
+    Boolean masks are first converted to the query's dtype (`convert_boolean_attn_mask`).
     """
-    kernels = []
-    if sizes.rows_sharded:
-        shape: tuple[int, ...] = (sizes.result.shape[-2], sizes.key.shape[-2])
-        dtype = torch.bool
-        if prod(shape):
-            kernels.append(memory_kernel("ge", prod(shape), dtype, shape))
-    elif sizes.mask is not None:
-        shape, dtype = signature.types[sizes.mask].shape, signature.types[sizes.mask].dtype
-    else:
+    if sizes.mask is None:
         return (), 0, 0
+    shape, dtype = signature.types[sizes.mask].shape, signature.types[sizes.mask].dtype
     count, item = prod(shape), sizes.query.dtype.itemsize
     if dtype != torch.bool:
         return (), count * dtype.itemsize, 0
-    kernels.append(memory_kernel("where", count * (1 + item), sizes.query.dtype, shape))
-    return tuple(kernels), count * item, count * item
+    kernel = memory_kernel("where", count * (1 + item), sizes.query.dtype, shape)
+    return (kernel,), count * item, count * item
 
 
 def _saved(

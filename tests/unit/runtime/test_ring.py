@@ -75,6 +75,24 @@ def test_a_ring_equals_attention(case: str, ranks: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize(("first", "rows"), [(0, 4), (3, 5), (9, 4), (13, 0), (11, 6)])
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_causal_rows_equal_those_of_a_mask(first: int, rows: int, key_heads: int) -> None:
+    torch.manual_seed(0)
+    operands = [
+        torch.randn(2, heads, length, 6, dtype=torch.float64, requires_grad=True)
+        for heads, length in ((4, rows), (key_heads, 13), (key_heads, 13))
+    ]
+    mask = torch.arange(first, first + rows)[:, None] >= torch.arange(13)
+    expected = F.scaled_dot_product_attention(*operands, mask, scale=0.3, enable_gqa=True)
+    grad = torch.randn_like(expected)
+    wanted = [expected, *torch.autograd.grad(expected, operands, grad)]
+    result = ring.causal_rows(*operands, first, 0.3)
+    actual = [result, *torch.autograd.grad(result, operands, grad)]
+    for a, b in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_causal_work_is_shared_equally_in_every_step(ranks: int) -> None:
     length, work = 4096, []

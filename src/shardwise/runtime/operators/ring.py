@@ -13,6 +13,7 @@ halves. Outside of the operator shards stay contiguous, so that positions, label
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.operators import untraced, widened
 from shardwise.runtime.splits import offsets
-from shardwise.runtime.transport import Pending
+from shardwise.runtime.transport import Group, LocalTransport, Pending
 from shardwise.shares import part
 
 MAX_SCORES = 1 << 26  # elements of the scores that exist at a time
@@ -59,6 +60,29 @@ def ring_attention(
     )
     result = _RingAttention.apply(query, key, value, mask, ring)  # type: ignore[no-untyped-call]
     return cast(Tensor, result)
+
+
+@untraced
+def causal_rows(
+    query: Tensor, key: Tensor, value: Tensor, first: int, scale: float | None
+) -> Tensor:
+    """Compute causal attention of the rows from `first` on, given all keys: a ring of one rank.
+
+    No mask is stored, and keys that no row sees are skipped.
+    """
+    rows, columns = query.shape[-2], key.shape[-2]
+    ring = _Rows(
+        axis=Axis("self", Group((0,), 0), LocalTransport()),
+        rows=rows,
+        columns=columns,
+        is_causal=True,
+        folded=False,
+        scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
+        groups=query.shape[-3] // key.shape[-3],
+        flash=first + rows <= columns and _has_flash(query, value),
+        first=first,
+    )
+    return cast(Tensor, _RingAttention.apply(query, key, value, None, ring))  # type: ignore[no-untyped-call]
 
 
 class _Piece(NamedTuple):
@@ -126,13 +150,18 @@ class _Ring:
         sent[target], received[source] = x.numel(), size
         return self.axis.all_to_all(x.reshape(-1), sent, received)
 
+    def positions(self, step: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Return the ranges of this rank's rows, and of the columns that it has in this step."""
+        n, index = self.axis.size, self.axis.index
+        return self.ranges(self.rows, index), self.ranges(self.columns, (index - step) % n)
+
     def pieces(self, step: int, num_heads: int) -> Iterator[_Piece]:
         """Iterate over pairs of ranges of this rank's rows and of the block's columns.
 
         Without flash kernels, scores of one piece have at most `MAX_SCORES` elements.
         """
-        block = self.ranges(self.columns, (self.axis.index - step) % self.axis.size)
-        for row, first_row, num_rows in offsets(self.ranges(self.rows, self.axis.index)):
+        rows_here, block = self.positions(step)
+        for row, first_row, num_rows in offsets(rows_here):
             for column, first_column, num_columns in offsets(block):
                 columns = slice(first_column, first_column + num_columns)
                 limit = num_rows if self.flash else MAX_SCORES // max(1, num_heads * num_columns)
@@ -144,6 +173,19 @@ class _Ring:
                     masked = self.is_causal and diagonal < num_columns - 1
                     rows = slice(first_row + start, first_row + stop)
                     yield _Piece(rows, columns, diagonal if masked else None, column)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows(_Ring):
+    """A ring of one rank, whose rows are those from `first` on; it has all columns."""
+
+    first: int
+
+    def positions(self, step: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Return the rows, and the columns before them, at the same positions and after them."""
+        ends = [0, *(min(n, self.columns) for n in (self.first, self.first + self.rows))]
+        columns = [(a, b - a) for a, b in pairwise([*ends, self.columns])]
+        return [(self.first, self.rows)], columns
 
 
 class _RingAttention(torch.autograd.Function):

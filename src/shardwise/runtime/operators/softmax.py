@@ -16,6 +16,7 @@ from shardwise.runtime import primitives
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.operators import local_range, require_in_range, summed, untraced, widened
 from shardwise.runtime.operators.reductions import local_extreme
+from shardwise.runtime.operators.ring import causal_rows
 from shardwise.runtime.redistribute import reduce
 from shardwise.runtime.rng import Rng, Splits, dropout
 from shardwise.runtime.splits import Of, full_length
@@ -45,6 +46,10 @@ def attention(
     """
     if is_causal:  # row i of the shard sees columns up to `first + i`
         first = local_range(row_axis, rows)[0] if row_axis is not None else 0
+        heads = -3 if enable_gqa else -2
+        same = query.shape[:heads] == key_.shape[:heads] and key_.shape[:-1] == value.shape[:-1]
+        if same and not dropout_p and not torch.is_autocast_enabled(query.device.type):
+            return causal_rows(query, key_, value, first, scale)
         stop, columns = first + query.shape[-2], key_.shape[-2]
         mask = torch.arange(first, stop, device=query.device).unsqueeze(1) >= torch.arange(
             columns, device=query.device
