@@ -352,16 +352,15 @@ def _sizes_of_experts(
 ) -> dict[str, list[Ref]]:
     """Map ids to the plain numbers that count how often they choose each expert."""
     producers = {name: node for node in nodes for name in node.outputs}
-    sizes: dict[str, dict[int, Ref]] = {}
+    sizes: dict[str, list[Ref]] = {}
     for node in nodes:
         if node.op == SYMBOLIC and node.args[0] == "aten.item.default":
             (name,) = node.inputs
             counts = producers.get(name)
             if _op(counts) == "unbind" and counts is not None:
-                ids = _counted_ids(counts.inputs[0], producers, types)
-                number = counts.outputs.index(name)
-                sizes.setdefault(ids, {})[number] = Ref(node.outputs[0])
-    return {ids: [row[i] for i in sorted(row)] for ids, row in sizes.items() if ids}
+                row = sizes.setdefault(_counted_ids(counts.inputs[0], producers, types), [])
+                row += [Ref(node.outputs[0])] if counts.outputs.index(name) == len(row) else []
+    return {ids: row for ids, row in sizes.items() if ids}
 
 
 def _counted_ids(name: str, producers: Mapping[str, Node], types: Mapping[str, TensorType]) -> str:

@@ -50,7 +50,7 @@ def progress_text(run: Run) -> str:
 
 def _rows(run: Run, width: int) -> list[tuple[str, str]]:
     """Return the available figures as labels and texts."""
-    now = run.latest
+    now, load = run.latest, (run.ranks or {}).get("expert_load")
     rows: list[tuple[str, str | None]] = [
         ("loss", _loss(run, width)),
         ("evaluation", _digits(now.get("evaluation_loss"))),
@@ -62,7 +62,7 @@ def _rows(run: Run, width: int) -> list[tuple[str, str]]:
         ("staleness", _figure(now.get("staleness"), "{:,.0f} steps")),
         ("omitted", _figure(now.get("compression_error"), "{:.2%} of messages")),
         ("ranks", _ranks(run)),
-        ("experts", _experts(run)),
+        ("experts", load and f"{load['max']:.2f} times the mean on the most loaded rank"),
         ("skipped", f"{run.skipped:,} steps without a finite loss" if run.skipped else None),
     ]
     return [(name, text) for name, text in rows if text]
@@ -124,11 +124,6 @@ def _ranks(run: Run) -> str | None:
     text = f"work {short_seconds(own['min'])} to {short_seconds(own['max'])} per step"
     slow = [f"rank {s['rank']} {s['ratio']:.2f}x" for s in run.slow_ranks[:SLOWEST]]
     return f"{text}; slow: {', '.join(slow)}" if slow else f"{text}; no rank is slow"
-
-
-def _experts(run: Run) -> str | None:
-    load = (run.ranks or {}).get("expert_load")
-    return None if load is None else f"{load['max']:.2f} times the mean on the most loaded rank"
 
 
 def line(run: Run) -> str:

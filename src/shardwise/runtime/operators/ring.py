@@ -63,25 +63,18 @@ def ring_attention(
 
 
 @untraced
-def causal_rows(
-    query: Tensor, key: Tensor, value: Tensor, first: int, scale: float | None
-) -> Tensor:
+def causal_rows(query: Tensor, key: Tensor, value: Tensor, first: int, scale: float) -> Tensor:
     """Compute causal attention of the rows from `first` on, given all keys: a ring of one rank.
 
     No mask is stored, and keys that no row sees are skipped.
     """
     rows, columns = query.shape[-2], key.shape[-2]
-    ring = _Rows(
-        axis=Axis("self", Group((0,), 0), LocalTransport()),
-        rows=rows,
-        columns=columns,
-        is_causal=True,
-        folded=False,
-        scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
-        groups=query.shape[-3] // key.shape[-3],
-        flash=first + rows <= columns and _has_flash(query, value),
-        first=first,
-    )
+    flash = first + rows <= columns and _has_flash(query, value)
+    alone, groups = Axis("self", Group((0,), 0), LocalTransport()), query.shape[-3] // key.shape[-3]
+    ring = _Ring(
+        axis=alone, rows=rows, columns=columns, is_causal=True, folded=False, scale=scale,
+        groups=groups, flash=flash, first=first,
+    )  # fmt: skip
     return cast(Tensor, _RingAttention.apply(query, key, value, None, ring))  # type: ignore[no-untyped-call]
 
 
@@ -106,6 +99,7 @@ class _Ring:
     scale: float
     groups: int
     flash: bool  # whether torch's flash kernels compute the pieces
+    first: int | None = None  # the first row of a rank that has all columns
 
     def ranges(self, size: int, rank: int) -> list[tuple[int, int]]:
         """Return start and length of the positions that a rank holds, in order."""
@@ -152,8 +146,12 @@ class _Ring:
 
     def positions(self, step: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Return the ranges of this rank's rows, and of the columns that it has in this step."""
-        n, index = self.axis.size, self.axis.index
-        return self.ranges(self.rows, index), self.ranges(self.columns, (index - step) % n)
+        n, index, first = self.axis.size, self.axis.index, self.first
+        if first is None:
+            return self.ranges(self.rows, index), self.ranges(self.columns, (index - step) % n)
+        ends = [0, first, first + self.rows, self.columns]  # columns before, at and after the rows
+        columns = [(a, max(0, min(b, self.columns) - a)) for a, b in pairwise(ends)]
+        return [(first, self.rows)], columns
 
     def pieces(self, step: int, num_heads: int) -> Iterator[_Piece]:
         """Iterate over pairs of ranges of this rank's rows and of the block's columns.
@@ -173,19 +171,6 @@ class _Ring:
                     masked = self.is_causal and diagonal < num_columns - 1
                     rows = slice(first_row + start, first_row + stop)
                     yield _Piece(rows, columns, diagonal if masked else None, column)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows(_Ring):
-    """A ring of one rank, whose rows are those from `first` on; it has all columns."""
-
-    first: int
-
-    def positions(self, step: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Return the rows, and the columns before them, at the same positions and after them."""
-        ends = [0, *(min(n, self.columns) for n in (self.first, self.first + self.rows))]
-        columns = [(a, b - a) for a, b in pairwise([*ends, self.columns])]
-        return [(self.first, self.rows)], columns
 
 
 class _RingAttention(torch.autograd.Function):

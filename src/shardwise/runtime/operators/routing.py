@@ -28,8 +28,7 @@ def route(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     if _is_predicted(ids):
         sizes = (ids.numel(), num_experts)
         return tuple(ids.new_empty(size, dtype=torch.int64) for size in sizes)  # type: ignore[return-value]
-    order, counts = local_route(ids, num_experts)
-    return order, counts
+    return cast(tuple[Tensor, Tensor], local_route(ids, num_experts))
 
 
 @untraced

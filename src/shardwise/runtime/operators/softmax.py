@@ -44,12 +44,13 @@ def attention(
     `row_axis` shards the query rows as `rows`, which the causal mask depends on. Dropout is drawn
     for the node `key` from the full weights' `shape`, sharded as `splits`.
     """
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if is_causal:  # row i of the shard sees columns up to `first + i`
         first = local_range(row_axis, rows)[0] if row_axis is not None else 0
         heads = -3 if enable_gqa else -2
         same = query.shape[:heads] == key_.shape[:heads] and key_.shape[:-1] == value.shape[:-1]
         if same and not dropout_p and not torch.is_autocast_enabled(query.device.type):
-            return causal_rows(query, key_, value, first, scale)
+            return causal_rows(query, key_, value, first, factor)
         stop, columns = first + query.shape[-2], key_.shape[-2]
         mask = torch.arange(first, stop, device=query.device).unsqueeze(1) >= torch.arange(
             columns, device=query.device
@@ -62,7 +63,6 @@ def attention(
         groups = query.shape[-3] // key_.shape[-3]
         key_, value = (t.repeat_interleave(groups, -3) for t in (key_, value))
     assert rng is not None, "dropout needs a source of random numbers"
-    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     weights = masked_softmax(query @ key_.transpose(-2, -1) * factor, mask)
     return dropout(weights, dropout_p, rng, key, shape, splits) @ value
 
