@@ -38,20 +38,20 @@ def of_experts(sizes: tuple[int, ...]) -> dict[str, float]:
         plan = sw.strategies.expert(graph, sw.Cluster.local(ep))
         program = sw.compile(graph, plan).lowered.rank_programs[0]
         shapes = [p for p in program.parameters if p.name in stacked]
-        held = sum(torch.Size(p.local_shape).numel() for p in shapes)
-        whole = sum(torch.Size(p.shape).numel() for p in shapes)
-        ratios[f"ep={ep}"] = round(held / whole * ep, 3)
+        local = sum(torch.Size(p.local_shape).numel() for p in shapes)
+        full = sum(torch.Size(p.shape).numel() for p in shapes)
+        ratios[f"ep={ep}"] = round(local / full * ep, 3)
     return ratios
 
 
 def of_context(graph: sw.Graph, sizes: tuple[int, ...]) -> dict[str, float]:
     """Return the ratio for each size of `cp` and way of attention."""
-    whole = activations(graph, sw.strategies.ddp(graph, sw.Cluster.local(1)))
+    full = activations(graph, sw.strategies.ddp(graph, sw.Cluster.local(1)))
     ratios = {}
     for cp in sizes:
         for attention in ("ring", "heads", "gather"):
             plan = sw.strategies.context(graph, sw.Cluster.local(cp), attention=attention)
-            ratios[f"cp={cp}, {attention}"] = round(activations(graph, plan) / whole * cp, 3)
+            ratios[f"cp={cp}, {attention}"] = round(activations(graph, plan) / full * cp, 3)
     return ratios
 
 

@@ -70,9 +70,9 @@ def causal_rows(query: Tensor, key: Tensor, value: Tensor, first: int, scale: fl
     """
     rows, columns = query.shape[-2], key.shape[-2]
     flash = first + rows <= columns and _has_flash(query, value)
-    alone, groups = Axis("self", Group((0,), 0), LocalTransport()), query.shape[-3] // key.shape[-3]
+    solo, groups = Axis("self", Group((0,), 0), LocalTransport()), query.shape[-3] // key.shape[-3]
     ring = _Ring(
-        axis=alone, rows=rows, columns=columns, is_causal=True, folded=False, scale=scale,
+        axis=solo, rows=rows, columns=columns, is_causal=True, folded=False, scale=scale,
         groups=groups, flash=flash, first=first,
     )  # fmt: skip
     return cast(Tensor, _RingAttention.apply(query, key, value, None, ring))  # type: ignore[no-untyped-call]
