@@ -1,8 +1,7 @@
-"""TensorFlow functions and SavedModels as ONNX files, and trained weights back.
+"""TensorFlow functions as ONNX files, and trained weights back into their variables.
 
-The graph of a function is converted by tf2onnx, with its variables as inputs, so that none is
-folded into a constant; in the file they are initializers under their own names. The conversion runs
-once, in a process with TensorFlow; `sw.from_onnx` reads the file on every rank.
+tf2onnx converts a function with its variables as inputs, so that none is folded into a constant; in
+the file they are initializers under their own names, which `sw.from_onnx` reads on every rank.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.emit.quote import unused
 from shardwise.errors import CaptureError, ConfigError
 from shardwise.integrations.onnx.weights import RECORDED_KINDS
 
@@ -24,40 +24,41 @@ try:
     from tensorflow.python.framework import convert_to_constants
 except ImportError as error:  # pragma: no cover - depends on the environment
     raise ConfigError(
-        f"TensorFlow models need tensorflow and tf2onnx: {error}",
+        f"TensorFlow functions need tensorflow and tf2onnx: {error}",
         hint="pip install 'shardwise[tensorflow]', best in an environment of its own",
     ) from error
 
 _OPSET = 18  # the newest that tf2onnx writes
 
 
-def to_onnx(source: Any, path: str | Path, *, signature: str = "serving_default") -> None:
+def to_onnx(function: Any, path: str | Path) -> None:
     """Write a TensorFlow function as an ONNX file whose initializers are its variables.
 
-    `source` is the folder of a SavedModel, of which `signature` is written, or a `tf.function`
-    with an input signature, or a concrete function. Trainable variables are the parameters of the
-    module that `sw.from_onnx` returns; others stay as they are.
+    The function is a signature of a SavedModel, or a `tf.function` with an input signature.
+    Trainable variables are the parameters of the module that `sw.from_onnx` returns.
 
-    >>> to_onnx("saved_model", "model.onnx")  # doctest: +SKIP
-    >>> module = sw.from_onnx("model.onnx")  # on every rank  # doctest: +SKIP
+    >>> to_onnx(tf.saved_model.load(folder).signatures["serving_default"], path)  # doctest: +SKIP
     """
-    function, _loaded = _concrete(source, signature)
+    function = _concrete(function)
     frozen = convert_to_constants.convert_variables_to_constants_v2(
         function, lower_control_flow=False
     )
     definition, variables = frozen.graph.as_graph_def(), _variables(function)
-    inputs = [tensor.name for tensor in frozen.inputs]
-    shapes = {tensor.name: tensor.shape.as_list() for tensor in frozen.inputs if tensor.shape.rank}
+    inputs, outputs = ([t.name for t in tensors] for tensors in (frozen.inputs, frozen.outputs))
+    names = {name: name.removesuffix(":0") for name in inputs}
+    if isinstance(function.structured_outputs, dict):  # which TensorFlow flattens in this order
+        names |= dict(zip(outputs, sorted(function.structured_outputs), strict=True))
+    shapes = {t.name: t.shape.as_list() for t in frozen.inputs if t.shape.rank}
     for node in definition.node:
         if node.name in variables:
-            variable = variables[node.name][1]
+            own, variable = variables[node.name]
             node.op = "Placeholder"
             node.attr.clear()
             node.attr["dtype"].type = variable.dtype.as_datatype_enum
             node.attr["shape"].shape.CopyFrom(variable.shape.as_proto())
-            inputs.append(f"{node.name}:0")
+            names[f"{node.name}:0"] = own
             shapes[f"{node.name}:0"] = variable.shape.as_list()
-    outputs = [tensor.name for tensor in frozen.outputs]
+            inputs.append(f"{node.name}:0")
     try:
         with tf.Graph().as_default():
             definition = tf2onnx.tf_loader.tf_optimize(inputs, outputs, definition)
@@ -72,98 +73,53 @@ def to_onnx(source: Any, path: str | Path, *, signature: str = "serving_default"
             f"tf2onnx cannot convert {function.name}: {reason}",
             hint="a Keras model comes in with from_keras('model.keras'), whatever its layers",
         ) from error
-    names = {f"{node}:0": name for node, (name, _) in variables.items()}
-    names |= {name: name.removesuffix(":0") for name in inputs[: len(frozen.inputs)]}
-    if isinstance(function.structured_outputs, dict):
-        keys = sorted(function.structured_outputs)  # as TensorFlow flattens them
-        names |= dict(zip(outputs, keys, strict=True))
     _rename(model.graph, names)
-    kinds = {}
+    kinds = {n: "PARAMETER" if v.trainable else "BUFFER" for n, v in variables.values()}
     for name, variable in variables.values():
         model.graph.initializer.append(numpy_helper.from_array(variable.numpy(), name))
-        kinds[name] = "PARAMETER" if variable.trainable else "BUFFER"
-    given = [value for value in model.graph.input if value.name not in kinds]
-    del model.graph.input[:]
-    model.graph.input.extend(given)
+        model.graph.input.remove(next(i for i in model.graph.input if i.name == name))
     entry = model.graph.metadata_props.add()
     entry.key, entry.value = RECORDED_KINDS, json.dumps(kinds)
     onnx.save_model(model, str(path))
 
 
-def assign(
-    path: str | Path,
-    source: Any,
-    *,
-    signature: str = "serving_default",
-    save_to: str | Path | None = None,
-) -> None:
-    """Assign the weights of an ONNX file to the variables of the function that it came from.
-
-    The file is one of `module.save_onnx`. With `save_to`, a SavedModel with the new weights is
-    written there.
-    """
-    function, loaded = _concrete(source, signature)
+def assign(path: str | Path, function: Any) -> None:
+    """Set the variables of a function to the weights of its ONNX file, from `save_onnx`."""
     arrays = {i.name: numpy_helper.to_array(i) for i in onnx.load(str(path)).graph.initializer}
-    variables = dict(_variables(function).values())
-    missing = [name for name in variables if name not in arrays]
-    wrong = [n for n, v in variables.items() if n not in missing and arrays[n].shape != v.shape]
-    if missing or wrong:
-        name = (missing + wrong)[0]
-        problem = "is not in" if missing else "has another shape in"
-        raise ConfigError(f"variable {name} {problem} {path}", hint="the file of this function")
+    variables = dict(_variables(_concrete(function)).values())
+    for name, variable in variables.items():
+        if name not in arrays or arrays[name].shape != tuple(variable.shape):
+            raise ConfigError(
+                f"{path} has no weights {name} of the shape {tuple(variable.shape)}",
+                hint="the file of this function, as to_onnx and save_onnx write it",
+            )
     for name, variable in variables.items():
         variable.assign(arrays[name])
-    if save_to is not None:
-        if loaded is None:
-            raise ConfigError("save_to needs the folder of a SavedModel as source")
-        tf.saved_model.save(loaded, str(save_to), signatures=dict(loaded.signatures))
 
 
-def _concrete(source: Any, signature: str) -> tuple[Any, Any]:
-    """Return a concrete function, and the SavedModel that it is part of, if any."""
-    if isinstance(source, str | Path):
-        try:
-            loaded = tf.saved_model.load(str(source))
-        except OSError as error:
-            raise ConfigError(f"{source} is not a SavedModel: {error}") from None
-        if signature not in loaded.signatures:
-            raise ConfigError(
-                f"{source} has no signature {signature!r}",
-                hint=f"one of {', '.join(loaded.signatures) or 'none'}: to_onnx(…, signature=)",
-            )
-        return loaded.signatures[signature], loaded  # the variables live as long as it does
-    if not hasattr(source, "structured_outputs"):
-        try:
-            source = source.get_concrete_function()
-        except Exception as error:
-            raise ConfigError(
-                f"the types of the function's inputs are unknown: {str(error).splitlines()[0]}",
-                hint="@tf.function(input_signature=[tf.TensorSpec((None, 8), tf.float32)])",
-            ) from error
-    return source, None
+def _concrete(function: Any) -> Any:
+    return function if hasattr(function, "graph") else function.get_concrete_function()
 
 
 def _variables(function: Any) -> dict[str, tuple[str, Any]]:
     """Map the node of every captured variable to its unique name and the variable."""
-    handles = {id(variable.handle): variable for variable in function.graph.variables}
-    pairs = zip(function.graph.internal_captures, function.graph.external_captures, strict=True)
-    nodes = {id(outer): inner.op.name for inner, outer in pairs if id(outer) in handles}
+    pairs = zip(function.graph.external_captures, function.graph.internal_captures, strict=True)
+    nodes = {id(outer): inner.op.name for outer, inner in pairs}
     named: dict[str, tuple[str, Any]] = {}
-    counts: dict[str, int] = {}
-    for handle, variable in handles.items():
-        stem = variable.name.removesuffix(":0")
-        counts[stem] = counts.get(stem, 0) + 1
-        name = stem if counts[stem] == 1 else f"{stem}_{counts[stem]}"
-        if handle in nodes:
-            named[nodes[handle]] = (name, variable)
+    for variable in function.graph.variables:
+        if node := nodes.get(id(variable.handle)):
+            taken = [name for name, _ in named.values()]
+            named[node] = (unused(variable.name.removesuffix(":0"), taken), variable)
     return named
 
 
 def _erfc(ctx: Any, node: Any, name: str, args: Any) -> None:
-    """Convert an operator that tf2onnx does not know: 1 - erf(x), in exact gelu."""
+    """Convert an operator of exact gelu that tf2onnx does not know: 1 - erf(x)."""
     dtype = tf2onnx.utils.map_onnx_to_numpy_type(ctx.get_dtype(node.input[0]))
-    erf = ctx.make_node("Erf", node.input[:])
-    one = ctx.make_const(f"{name}/one", np.ones((), dtype))
+    erf, one = (
+        ctx.make_node("Erf", node.input[:]),
+        ctx.make_const(f"{name}/one", np.ones((), dtype)),
+    )
     node.type = "Sub"
     ctx.replace_inputs(node, [one.output[0], erf.output[0]])
 

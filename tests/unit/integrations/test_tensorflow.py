@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import ConfigError
+from shardwise.errors import CaptureError, ConfigError
 
 tf: Any = pytest.importorskip("tensorflow", reason="the extra shardwise[tensorflow]")
 pytest.importorskip("tf2onnx", reason="the extra shardwise[tensorflow]")
@@ -66,7 +66,7 @@ def test_functions_come_in_and_weights_go_back(tmp_path: Path) -> None:
     to_onnx(source.run, tmp_path / "model.onnx")
     module = sw.from_onnx(tmp_path / "model.onnx")
     assert {n: tuple(p.shape) for n, p in module.named_parameters()} == {
-        "weight": (8, 16), "weight_2": (16, 16), "kernel": (3, 3, 2, 4), "table": (10, 8),
+        "weight": (8, 16), "weight2": (16, 16), "kernel": (3, 3, 2, 4), "table": (10, 8),
         "gain": (),
     }  # fmt: skip
     assert_close(outputs(module), source.run(*ARGUMENTS.values()))
@@ -75,7 +75,7 @@ def test_functions_come_in_and_weights_go_back(tmp_path: Path) -> None:
     with tf.GradientTape() as tape:
         loss = sum(tf.reduce_sum(v**2) for v in source.run(*arguments).values())
     variables = [source.weight, source.other, source.table, source.gain]
-    expected = dict(zip(("weight", "weight_2", "table", "gain"), tape.gradient(loss, variables),
+    expected = dict(zip(("weight", "weight2", "table", "gain"), tape.gradient(loss, variables),
                         strict=True))  # fmt: skip
     tensors = module(**{name: torch.from_numpy(value) for name, value in ARGUMENTS.items()})
     torch.stack([tensor.square().sum() for tensor in tensors]).sum().backward()
@@ -94,23 +94,27 @@ def test_functions_come_in_and_weights_go_back(tmp_path: Path) -> None:
 def test_saved_models_are_written_with_new_weights(tmp_path: Path) -> None:
     source = Source()
     tf.saved_model.save(source, tmp_path / "saved", signatures=source.run)
-    to_onnx(tmp_path / "saved", tmp_path / "model.onnx")
+    loaded = tf.saved_model.load(tmp_path / "saved")
+    to_onnx(loaded.signatures["serving_default"], tmp_path / "model.onnx")
     module = sw.from_onnx(tmp_path / "model.onnx")
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(0.1)
     module.save_onnx(tmp_path / "trained.onnx")
-    assign(tmp_path / "trained.onnx", tmp_path / "saved", save_to=tmp_path / "new")
-    loaded = tf.saved_model.load(tmp_path / "new")
+    assign(tmp_path / "trained.onnx", loaded.signatures["serving_default"])
+    tf.saved_model.save(loaded, tmp_path / "new", signatures=loaded.signatures)
+    new = tf.saved_model.load(tmp_path / "new")
     arguments = {name: tf.constant(value) for name, value in ARGUMENTS.items()}
-    assert_close(outputs(module), loaded.signatures["serving_default"](**arguments))
+    assert_close(outputs(module), new.signatures["serving_default"](**arguments))
 
 
-def test_what_cannot_be_converted_is_an_error(tmp_path: Path) -> None:
-    tf.saved_model.save(Source(), tmp_path / "saved")
-    with pytest.raises(ConfigError, match="no signature 'other'"):
-        to_onnx(tmp_path / "saved", tmp_path / "model.onnx", signature="other")
-    with pytest.raises(ConfigError, match="is not a SavedModel"):
-        to_onnx(tmp_path / "none", tmp_path / "model.onnx")
-    with pytest.raises(ConfigError, match="types of the function's inputs"):
-        to_onnx(tf.function(lambda x: x), tmp_path / "model.onnx")
+def test_what_does_not_fit_is_an_error(tmp_path: Path) -> None:
+    source = Source()
+    to_onnx(source.run, tmp_path / "model.onnx")
+    other = tf.Variable(tf.ones((3, 4)), name="weight")
+    function = tf.function(lambda: other + 1.0, input_signature=[])
+    with pytest.raises(ConfigError, match=r"no weights weight of the shape \(3, 4\)"):
+        assign(tmp_path / "model.onnx", function)
+    unknown = tf.function(tf.linalg.logm, input_signature=[tf.TensorSpec((3, 3), tf.complex64)])
+    with pytest.raises(CaptureError, match="tf2onnx cannot convert"):
+        to_onnx(unknown, tmp_path / "other.onnx")
