@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import CaptureError, ConfigError
+from shardwise.integrations.onnx.weights import RECORDED_KINDS
 
 tf: Any = pytest.importorskip("tensorflow", reason="the extra shardwise[tensorflow]")
 pytest.importorskip("tf2onnx", reason="the extra shardwise[tensorflow]")
 
-from shardwise.integrations.tensorflow import assign, to_onnx  # noqa: E402 - needs the packages
+from examples import tensorflow_onnx  # noqa: E402 - needs the packages
+from examples.tensorflow_onnx import assign, to_onnx  # noqa: E402
 
 ARGUMENTS = {
     "x": np.random.default_rng(0).standard_normal((5, 8)).astype("f"),
@@ -66,7 +67,7 @@ def test_functions_come_in_and_weights_go_back(tmp_path: Path) -> None:
     to_onnx(source.run, tmp_path / "model.onnx")
     module = sw.from_onnx(tmp_path / "model.onnx")
     assert {n: tuple(p.shape) for n, p in module.named_parameters()} == {
-        "weight": (8, 16), "weight2": (16, 16), "kernel": (3, 3, 2, 4), "table": (10, 8),
+        "weight": (8, 16), "weight_2": (16, 16), "kernel": (3, 3, 2, 4), "table": (10, 8),
         "gain": (),
     }  # fmt: skip
     assert_close(outputs(module), source.run(*ARGUMENTS.values()))
@@ -75,7 +76,7 @@ def test_functions_come_in_and_weights_go_back(tmp_path: Path) -> None:
     with tf.GradientTape() as tape:
         loss = sum(tf.reduce_sum(v**2) for v in source.run(*arguments).values())
     variables = [source.weight, source.other, source.table, source.gain]
-    expected = dict(zip(("weight", "weight2", "table", "gain"), tape.gradient(loss, variables),
+    expected = dict(zip(("weight", "weight_2", "table", "gain"), tape.gradient(loss, variables),
                         strict=True))  # fmt: skip
     tensors = module(**{name: torch.from_numpy(value) for name, value in ARGUMENTS.items()})
     torch.stack([tensor.square().sum() for tensor in tensors]).sum().backward()
@@ -108,13 +109,26 @@ def test_saved_models_are_written_with_new_weights(tmp_path: Path) -> None:
     assert_close(outputs(module), new.signatures["serving_default"](**arguments))
 
 
+def test_the_script_converts_and_writes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tensorflow_onnx.RECORDED_KINDS == RECORDED_KINDS
+    source = Source()
+    tf.saved_model.save(source, tmp_path / "saved", signatures=source.run)
+    for words in (["saved", "model.onnx"], ["saved", "model.onnx", "--save-to", "new"]):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("sys.argv", ["tensorflow_onnx.py", *words])
+        tensorflow_onnx.main()
+    assert tf.saved_model.load(tmp_path / "new").signatures["serving_default"] is not None
+
+
 def test_what_does_not_fit_is_an_error(tmp_path: Path) -> None:
     source = Source()
     to_onnx(source.run, tmp_path / "model.onnx")
     other = tf.Variable(tf.ones((3, 4)), name="weight")
     function = tf.function(lambda: other + 1.0, input_signature=[])
-    with pytest.raises(ConfigError, match=r"no weights weight of the shape \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"no weights weight of the shape \(3, 4\)"):
         assign(tmp_path / "model.onnx", function)
     unknown = tf.function(tf.linalg.logm, input_signature=[tf.TensorSpec((3, 3), tf.complex64)])
-    with pytest.raises(CaptureError, match="tf2onnx cannot convert"):
+    with pytest.raises(ValueError, match="tf2onnx cannot convert"):
         to_onnx(unknown, tmp_path / "other.onnx")

@@ -1,33 +1,28 @@
 """TensorFlow functions as ONNX files, and trained weights back into their variables.
 
+    python examples/tensorflow_onnx.py SAVED_MODEL model.onnx
+    python examples/tensorflow_onnx.py SAVED_MODEL trained.onnx --save-to TRAINED
+
 tf2onnx converts a function with its variables as inputs, so that none is folded into a constant; in
-the file they are initializers under their own names, which `sw.from_onnx` reads on every rank.
+the file they are initializers under their own names, which `sw.from_onnx` reads on every rank. This
+file needs tensorflow and tf2onnx, but neither torch nor shardwise: copy it to where TensorFlow is.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import tensorflow as tf
+import tf2onnx
+from onnx import numpy_helper
+from tensorflow.python.framework import convert_to_constants
 
-from shardwise.emit.quote import unused
-from shardwise.errors import CaptureError, ConfigError
-from shardwise.integrations.onnx.weights import RECORDED_KINDS
-
-try:
-    import onnx
-    import tensorflow as tf
-    import tf2onnx
-    from onnx import numpy_helper
-    from tensorflow.python.framework import convert_to_constants
-except ImportError as error:  # pragma: no cover - depends on the environment
-    raise ConfigError(
-        f"TensorFlow functions need tensorflow and tf2onnx: {error}",
-        hint="pip install 'shardwise[tensorflow]', best in an environment of its own",
-    ) from error
-
+RECORDED_KINDS = "shardwise.weights"  # where `sw.from_onnx` looks for the names of parameters
 _OPSET = 18  # the newest that tf2onnx writes
 
 
@@ -69,9 +64,9 @@ def to_onnx(function: Any, path: str | Path) -> None:
         onnx.checker.check_model(model)
     except Exception as error:  # tf2onnx has several kinds
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CaptureError(
-            f"tf2onnx cannot convert {function.name}: {reason}",
-            hint="a Keras model comes in with from_keras('model.keras'), whatever its layers",
+        raise ValueError(
+            f"tf2onnx cannot convert {function.name}: {reason}; a Keras model also comes in with "
+            "from_keras('model.keras') of shardwise.integrations.keras"
         ) from error
     _rename(model.graph, names)
     kinds = {n: "PARAMETER" if v.trainable else "BUFFER" for n, v in variables.values()}
@@ -89,9 +84,9 @@ def assign(path: str | Path, function: Any) -> None:
     variables = dict(_variables(_concrete(function)).values())
     for name, variable in variables.items():
         if name not in arrays or arrays[name].shape != tuple(variable.shape):
-            raise ConfigError(
-                f"{path} has no weights {name} of the shape {tuple(variable.shape)}",
-                hint="the file of this function, as to_onnx and save_onnx write it",
+            raise ValueError(
+                f"{path} has no weights {name} of the shape {tuple(variable.shape)}; pass the file "
+                "of this function, as to_onnx and save_onnx write it"
             )
     for name, variable in variables.items():
         variable.assign(arrays[name])
@@ -103,13 +98,15 @@ def _concrete(function: Any) -> Any:
 
 def _variables(function: Any) -> dict[str, tuple[str, Any]]:
     """Map the node of every captured variable to its unique name and the variable."""
-    pairs = zip(function.graph.external_captures, function.graph.internal_captures, strict=True)
-    nodes = {id(outer): inner.op.name for outer, inner in pairs}
+    captures = zip(function.graph.external_captures, function.graph.internal_captures, strict=True)
+    handles = {id(variable.handle): variable for variable in function.graph.variables}
     named: dict[str, tuple[str, Any]] = {}
-    for variable in function.graph.variables:
-        if node := nodes.get(id(variable.handle)):
-            taken = [name for name, _ in named.values()]
-            named[node] = (unused(variable.name.removesuffix(":0"), taken), variable)
+    stems: list[str] = []
+    for outer, inner in captures:  # whose order is the same in every process
+        if (variable := handles.get(id(outer))) is not None:
+            stems.append(stem := variable.name.removesuffix(":0"))
+            count = stems.count(stem)
+            named[inner.op.name] = (stem if count == 1 else f"{stem}_{count}", variable)
     return named
 
 
@@ -134,3 +131,28 @@ def _rename(graph: Any, names: dict[str, str]) -> None:
         for attribute in node.attribute:
             if attribute.HasField("g"):
                 _rename(attribute.g, names)
+
+
+def main() -> None:
+    """Convert the signature of a SavedModel, or write trained weights into a new one."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("saved_model", help="folder of a SavedModel")
+    parser.add_argument("file", help="ONNX file to write, or with --save-to to read")
+    parser.add_argument("--signature", default="serving_default")
+    parser.add_argument(
+        "--save-to", help="folder of a SavedModel to write with the weights of FILE"
+    )
+    options = parser.parse_args()
+    loaded = tf.saved_model.load(options.saved_model)
+    if options.signature not in loaded.signatures:
+        parser.error(f"--signature: one of {', '.join(loaded.signatures) or 'none'}")
+    function = loaded.signatures[options.signature]
+    if options.save_to is None:
+        to_onnx(function, options.file)
+    else:
+        assign(options.file, function)
+        tf.saved_model.save(loaded, options.save_to, signatures=dict(loaded.signatures))
+
+
+if __name__ == "__main__":
+    main()
