@@ -2,9 +2,9 @@
 
     python -m benchmarks.messages [--models gpt,llama] [--pairs 40] [--out messages.json]
 
-"before" is the rule without a cluster, with parameters of a block as separate messages from 4 MiB
-on. Messages are counted in a step of one rank of two, without sending them; `--pairs` alternates
-real steps of both rules in two gloo processes of one thread each.
+"before" is the former rule: parameters from 4 MiB on by themselves, smaller ones up to 25 MiB.
+Messages are counted in a step of one rank of two, without sending them; `--pairs` alternates real
+steps of both rules in two gloo processes of one thread each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,24 +31,39 @@ from benchmarks.models import MODELS
 from benchmarks.run import Step, alternate, our_step, ratio
 from shardwise.api.memory import SingleRank
 from shardwise.cluster.presets import parse_cluster
-from shardwise.runtime import store
-from shardwise.runtime.parameters import buckets
+from shardwise.runtime import grad_sync, store
+from shardwise.runtime.parameters import Entry, buckets
 from shardwise.runtime.tracing import Recorder
 
 CLUSTERS = ("local", "h100:1x2")
 
 
+def former_buckets(
+    entries: Iterable[Entry], key: Callable[[Entry], Hashable], _: Callable[[Entry], int]
+) -> list[list[Entry]]:
+    """Group entries as before: from 4 MiB on by themselves, others up to 25 MiB, the first to 1."""
+    result: list[list[Entry]] = []
+    waiting: dict[Hashable, list[Entry]] = {}
+    for entry in entries:
+        if entry.numel * entry.dtype.itemsize >= 4 << 20:
+            result.append([entry])
+            continue
+        bucket = waiting.setdefault(key(entry), [])
+        bucket.append(entry)
+        filled = sum(e.numel * e.dtype.itemsize for e in bucket)
+        if filled >= (25 << 20 if result else 1 << 20):
+            result.append(waiting.pop(key(entry)))
+    return result + list(waiting.values())
+
+
 @contextmanager
-def separate_parameters() -> Iterator[None]:
-    """Give parameters of a block messages of their own, as before."""
-    changed = store.buckets
-    store.buckets = lambda entries, key, size: buckets(
-        entries, key, lambda e: e.numel * e.dtype.itemsize
-    )
+def as_before() -> Iterator[None]:
+    """Form messages by the former rule, in steps that run for the first time."""
+    store.buckets = grad_sync.buckets = former_buckets
     try:
         yield
     finally:
-        store.buckets = changed
+        store.buckets = grad_sync.buckets = buckets
 
 
 def count(name: str, mode: str, where: str, *, before: bool) -> dict[str, Any]:
@@ -59,8 +74,6 @@ def count(name: str, mode: str, where: str, *, before: bool) -> dict[str, Any]:
     graph = sw.capture(model, batch)
     cluster = sw.Cluster.local(2) if where == "local" else parse_cluster(where)
     plan = getattr(sw.strategies, mode)(graph, cluster)
-    if before:
-        plan = plan.with_(bucket_mib=0)
     run = SingleRank(sw.compile(graph, plan), 0, torch.device("cpu"))
     recorder = Recorder(0)
     run.mesh.note(recorder)
@@ -69,21 +82,18 @@ def count(name: str, mode: str, where: str, *, before: bool) -> dict[str, Any]:
     for _ in range(2):
         run.module.train_step({k: torch.zeros_like(v) for k, v in batch.items()})
         events = [e for e in recorder.take() if e.lane == "communication"]
-    return {"bucket_mib": plan.bucket_mib, **Counter(e.details["op"] for e in events)}
+    size = 0 if before else plan.bucket_mib
+    return {"bucket_mib": size, **Counter(e.details["op"] for e in events)}
 
 
 def step_of(name: str, mode: str, *, before: bool) -> Step:
     """Return a step under either rule."""
     if not before:
         return our_step(name, mode, torch.device("cpu"))
-    make = getattr(sw.strategies, mode)
-    former = lambda graph, cluster: make(graph, cluster).with_(bucket_mib=0)  # noqa: E731
-    setattr(sw.strategies, mode, former)
-    try:
-        with separate_parameters():
-            return our_step(name, mode, torch.device("cpu"))
-    finally:
-        setattr(sw.strategies, mode, make)
+    with as_before():
+        step = our_step(name, mode, torch.device("cpu"))
+        step()
+    return step
 
 
 def worker(rank: int, port: int, name: str, mode: str, pairs: int, queue: Any) -> None:
@@ -125,7 +135,7 @@ def main() -> None:
         for mode in options.modes.split(","):
             for where in CLUSTERS:
                 row: dict[str, Any] = {"model": name, "mode": mode, "cluster": where}
-                with separate_parameters():
+                with as_before():
                     row["before"] = count(name, mode, where, before=True)
                 row["after"] = count(name, mode, where, before=False)
                 rows.append(row)

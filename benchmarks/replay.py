@@ -49,6 +49,7 @@ from shardwise.simulation.estimate import Estimate, check_plan, simulate
 from shardwise.tuning.compute_time import batch_of, fill
 
 WARM_UPS, STEPS = 2, 5
+MAX_LATE = 0.02  # of a step, above which waits that ended late are noted
 
 
 class Communication(NamedTuple):
@@ -179,24 +180,28 @@ def replay(
         peak = peak_bytes(program, rank, target)
     finally:
         torch.set_num_threads(threads)
-    events, sent, _ = sorted(runs, key=lambda run: run[2])[(steps - 1) // 2]
+    events, sent, spent, late = sorted(runs, key=lambda run: run[2])[(steps - 1) // 2]
     trace = merge([events], about=trace_labels(plan))
     recording = read_events(io.StringIO(json.dumps(trace)), f"replay of rank {rank}")
     actions = [str(action) for action in estimate.timeline.schedule.actions[group]]
     (step,) = recorded_step(recording, [actions], in_stages=len(plan.groups) > 1).ranks
-    other = f"the plan is for {planned.name}, and computing on a {target.type} takes another time"
+    notes = []
+    if target.type != planned.kind:
+        notes.append(f"the plan is for {planned.name}; a {target.type} computes at another speed")
+    if late > MAX_LATE * spent:
+        notes.append(f"other programs use this core: waits ended {seconds(late)} late")
     return Replay(
         plan=plan,
         rank=rank,
         device=str(target),
-        step_times_s=tuple(spent for _, _, spent in runs),
+        step_times_s=tuple(run[2] for run in runs),
         predicted_step_time_s=estimate.step_time_s,
         causes=compared_causes(step, predicted_causes(estimate, group)),
         communication=tuple(_communication(events, sent, step.causes)),
         peak_bytes=peak,
         predicted_peak_bytes=estimate.memory[group].peak_bytes,
         trace=trace,
-        notes=() if target.type == planned.kind else (other,),
+        notes=tuple(notes),
     )
 
 
@@ -226,8 +231,8 @@ def _steps(
     link_seconds: Seconds,
     estimate: Estimate,
     count: int,
-) -> Iterator[tuple[list[Event], list[float], float]]:
-    """Run steps; yield their events, the seconds of their collectives, and their own."""
+) -> Iterator[tuple[list[Event], list[float], float, float]]:
+    """Run steps; yield their events, the seconds of collectives, their own and those of delays."""
     recorder = Recorder(rank, device=device)
     transport = partial(ReplayTransport, seconds=link_seconds, device=device)
     run = SingleRank(program, rank, device, recorder=recorder, transport=transport)
@@ -242,7 +247,7 @@ def _steps(
         adamw.zero_grad()
         events = recorder.take()  # waits for the device
         first, last = min(e.start_ns for e in events), max(e.end_ns for e in events)
-        yield events, list(run.transport.sent), (last - first) * 1e-9
+        yield events, list(run.transport.sent), (last - first) * 1e-9, run.transport.late_s
 
 
 def peak_bytes(program: Program | PipelineProgram, rank: int, device: torch.device) -> int:

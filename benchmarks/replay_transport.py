@@ -28,7 +28,8 @@ class ReplayTransport(UninitializedTransport):
 
     `seconds` gives the time of an operation on some bytes of some ranks. The k-th tensor that is
     received in a step arrives at the k-th time of `begin`. `sent` has the seconds of every
-    collective, in the order in which they start.
+    collective, in the order in which they start, and `late_s` is by how much waits of the step
+    exceeded their messages, because other programs had the core.
     """
 
     def __init__(
@@ -43,11 +44,13 @@ class ReplayTransport(UninitializedTransport):
         self._arrivals: deque[float] = deque()
         self._began = 0.0
         self.sent: list[float] = []
+        self.late_s = 0.0
 
     def begin(self, arrivals: Iterable[float]) -> None:
         """Start a step, in which tensors from other stages arrive after these seconds."""
         self._began, self._arrivals = time.perf_counter(), deque(arrivals)
         self.sent.clear()
+        self.late_s = 0.0
 
     def all_reduce(self, flat: Tensor, op: str, group: Group) -> Pending:
         return self._timed(flat.nbytes, group, super().all_reduce, flat, op, group)
@@ -91,7 +94,7 @@ class ReplayTransport(UninitializedTransport):
         seconds = self._seconds(operation, num_bytes, ranks)
         if self._device.type != "cuda":
             self._free[ranks] = max(time.perf_counter(), self._free[ranks]) + seconds
-            return _until(self._free[ranks])
+            return self._until(self._free[ranks])
         stream, current = self._streams[ranks], torch.cuda.current_stream(self._device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
@@ -103,7 +106,19 @@ class ReplayTransport(UninitializedTransport):
         if not self._arrivals:  # of what follows the schedule: the loss, tied parameters
             return self._start("send", flat.nbytes, (source, self.rank))
         # A host that waits starts nothing on a GPU before the tensor is there.
-        return _until(self._began + self._arrivals.popleft())
+        return self._until(self._began + self._arrivals.popleft())
+
+    def _until(self, end: float) -> Message:
+        """Return a message that ends at a time of the clock."""
+
+        def wait() -> None:
+            if (remaining := end - time.perf_counter()) > 0:
+                time.sleep(max(0.0, remaining - SPIN_S))
+                while time.perf_counter() < end:
+                    pass
+                self.late_s += time.perf_counter() - end
+
+        return wait, lambda: time.perf_counter() >= end
 
 
 def _after(wait: Callable[[], object], pending: Pending) -> Pending:
@@ -114,17 +129,6 @@ def _after(wait: Callable[[], object], pending: Pending) -> Pending:
         return result
 
     return pending.then(finish)
-
-
-def _until(end: float) -> Message:
-    """Return a message that ends at a time of the clock."""
-
-    def wait() -> None:
-        time.sleep(max(0.0, end - time.perf_counter() - SPIN_S))
-        while time.perf_counter() < end:
-            pass
-
-    return wait, lambda: time.perf_counter() >= end
 
 
 def _cycles_per_s(device: torch.device) -> float:
