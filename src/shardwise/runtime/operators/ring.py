@@ -289,7 +289,7 @@ def _has_flash(query: Tensor, value: Tensor) -> bool:
     """Return whether a flash kernel exists for these operands; fake ones stand for GPUs."""
     if query.dim() != 4 or query.shape[-1] != value.shape[-1]:
         return False
-    half = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
+    half = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] in range(8, 257, 8)
     return half or query.device.type == "cpu"
 
 
