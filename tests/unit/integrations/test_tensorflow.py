@@ -12,8 +12,8 @@ import torch
 import shardwise as sw
 from shardwise.integrations.onnx.weights import RECORDED_KINDS
 
-tf: Any = pytest.importorskip("tensorflow", reason="the extra shardwise[tensorflow]")
-pytest.importorskip("tf2onnx", reason="the extra shardwise[tensorflow]")
+tf: Any = pytest.importorskip("tensorflow", reason="needs tensorflow and tf2onnx")
+pytest.importorskip("tf2onnx", reason="needs tensorflow and tf2onnx")
 
 from examples import tensorflow_onnx  # noqa: E402 - needs the packages
 from examples.tensorflow_onnx import assign, to_onnx  # noqa: E402
