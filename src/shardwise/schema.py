@@ -109,11 +109,6 @@ AS_MAPPING = object()  # a tuple of pairs that is written as a mapping
 Several: TypeAlias = Annotated[tuple[T, ...], ONE_OR_MORE]
 
 
-def field_names(kind: type) -> tuple[str, ...]:
-    """Return the names that a dataclass's fields have in files."""
-    return tuple(_fields_of(typing.cast(Any, kind)))
-
-
 def check_fields(value: Any, error: ErrorKind, where: str | None = None) -> None:
     """Raise `error` if a field of a dataclass violates its `Range` or `OneOf`."""
     for name, kind, marker, part in _constraints(typing.cast(Any, type(value))):

@@ -22,6 +22,7 @@ from shardwise.errors import BatchError, ShardwiseError
 from shardwise.listening import listening_socket
 from shardwise.runtime import consistency, failures
 from shardwise.runtime.module import AGREED_CHANGES
+from shardwise.runtime.rendezvous import start_heartbeat
 
 BATCH = {"x": torch.ones(4, 3)}
 
@@ -180,6 +181,26 @@ def test_ranks_with_data_of_different_length_are_named(
         assert kind == "RankError"
         assert re.search(rf"rank {ranks - 1} began to {verb}.*, while .* began another step", text)
         assert seconds < 30
+
+
+def slower_after_a_failure() -> tuple[int, tuple[int, str]]:
+    """Rank 0 had begun a step that failed on the other before it began, and takes its time."""
+    pm = parallel(Scaled())
+    heartbeat = start_heartbeat()
+    assert heartbeat is not None
+    if dist.get_rank() == 0:
+        heartbeat.num_runs, heartbeat.body = heartbeat.num_runs + 1, (heartbeat.body[0] + 1, "")
+        heartbeat.has_failed = True
+        time.sleep(2.5)
+    pm.gather_state_dict()
+    assert not heartbeat.has_failed
+    return heartbeat.num_runs, heartbeat.body
+
+
+@pytest.mark.distributed
+def test_ranks_agree_on_their_numbers_after_a_failure(pool: Callable[[int], Any]) -> None:
+    first, second = pool(2).run(slower_after_a_failure, timeout=100)
+    assert first == second
 
 
 class Deepening(nn.Module):

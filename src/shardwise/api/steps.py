@@ -220,7 +220,9 @@ def storage_owners(programs: Mapping[str, Program | PipelineProgram]) -> dict[st
         for step in users:
             _compare(name, owner, step, *(_places(storages[s][name]) for s in (owner, step)))
         for step in trainers:
-            _compare(name, owner, step, *(_zeros(storages[s][name]) for s in (owner, step)))
+            both = (storages[s][name].values() for s in (owner, step))
+            zeros = (", ".join(f"zero {x.zero}" for x in stored if x.sync) for stored in both)
+            _compare(name, owner, step, *zeros)
     return owners
 
 
@@ -240,10 +242,6 @@ def _places(storages: Mapping[tuple[int, ...], Storage]) -> str:
         f"{str(storage.layout) or 'all of it'} on ranks {format_ranks(ranks)}"
         for ranks, storage in storages.items()
     )
-
-
-def _zeros(storages: Mapping[tuple[int, ...], Storage]) -> str:
-    return ", ".join(f"zero {storage.zero}" for storage in storages.values() if storage.sync)
 
 
 def _compare(name: str, owner: str, step: str, one: str, other: str) -> None:

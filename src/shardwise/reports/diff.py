@@ -162,10 +162,6 @@ def _zero(plan: Plan) -> str:
     return ", ".join(map(str, levels))
 
 
-def _precision(plan: Plan) -> str:
-    return _listed(f"{k} {v}" for k, v in plan.precision.to_json().items()) or "as in the model"
-
-
 def _listed(items: Any) -> str:
     return items if isinstance(items, str) else ", ".join(items)
 
@@ -188,7 +184,9 @@ DECISIONS: dict[str, Callable[[Plan], Any]] = {
     "zero": _zero,
     "recompute": lambda p: _listed(p.recompute),
     "offload": lambda p: _listed(p.offload) or "none",
-    "precision": _precision,
+    "precision": lambda p: (
+        _listed(f"{k} {v}" for k, v in p.precision.to_json().items()) or "as in the model"
+    ),
     "units": lambda p: _listed(p.units) or "none",
     "random numbers": lambda p: f"{p.rng}, seed {p.seed}",
 }

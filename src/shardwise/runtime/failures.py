@@ -144,7 +144,9 @@ class FailureReports:
         with contextlib.suppress(RuntimeError):
             while waiting and time.monotonic() < deadline:
                 waiting = [
-                    r for r in waiting if not (self.report_of(r) or self.liveness.heartbeat(r)[1])
+                    r
+                    for r in waiting
+                    if not (self.report_of(r) or self.liveness.latest(r).knows_cause)
                 ]
                 time.sleep(POLL_S)
 
@@ -162,7 +164,7 @@ def report_of(rank: int) -> str | None:
 def has_ended(rank: int) -> bool:
     """Return whether a rank has exited normally, or the store no longer answers."""
     with contextlib.suppress(RuntimeError):
-        return _reports is None or _reports.liveness.heartbeat(rank)[0] == ENDED
+        return _reports is None or _reports.liveness.latest(rank).counter == ENDED
     return True
 
 
@@ -203,6 +205,7 @@ def naming_failures(
             yield
     except BaseException as error:
         _limit_exit_time()
+        reports.heartbeat.has_failed = True
         if transport is not None:
             transport.failure = error
             args = (reports, weakref.ref(transport), set(transport.groups), timeout_s)
@@ -241,7 +244,7 @@ def _close_if_awaited(
         time.sleep(CLOSE_S)
         while reports.heartbeat.body[0] == number and time.monotonic() < end:
             waiting = [r for r in reports.others() if not reports.report_of(r)]
-            if any(reports.liveness.body(r)[0] == number for r in waiting):
+            if any(reports.liveness.latest(r).body == number for r in waiting):
                 if (transport := reference()) is not None:
                     transport.note_failure()
                 close_groups(groups)

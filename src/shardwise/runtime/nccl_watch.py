@@ -102,7 +102,9 @@ class NcclWatch:
         if time.monotonic() - self._since < limit_s:
             return None
         own = self.reports.heartbeat.num_runs
-        late = [rank for rank in self.reports.others() if self._liveness.num_runs(rank) < own]
+        late = [
+            rank for rank in self.reports.others() if self._liveness.latest(rank).num_runs < own
+        ]
         text = f"{name_ranks(late)} did not begin step {own}" if late else "no rank is behind, but"
         text += f": the kernels of rank {self.reports.rank} did not end within {limit_s:g} s"
         return self.reports.record(Cause(text, late))

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed
 import torch.distributed as dist
@@ -189,6 +189,17 @@ def name_ranks(ranks: Sequence[int]) -> str:
 # Heartbeats
 
 
+class Beat(NamedTuple):
+    """The state of a rank as of its last heartbeat; see the attributes of `Heartbeat`."""
+
+    counter: int | None = None
+    knows_cause: bool = False
+    num_runs: int = 0
+    body: int = 0
+    verb: str = ""
+    has_failed: bool = False
+
+
 class Heartbeat:
     """Show in the store that this rank is alive, and read there the cause of a failure.
 
@@ -202,6 +213,7 @@ class Heartbeat:
         self.cause: str | None = None
         self.num_runs = 0  # of programs that this rank has begun to run
         self.body = 0, ""  # the number of the latest body of `naming_failures`, and its verb
+        self.has_failed = False  # in a body since ranks last met: their numbers may differ
         self._connection = Connection(timeout_s=10.0)
         self._stop = threading.Event()
         self._beat(0)
@@ -218,8 +230,9 @@ class Heartbeat:
                 self._beat(beats)
 
     def _beat(self, beats: int) -> None:
-        text = json.dumps([beats, self.cause is not None, self.num_runs, *self.body])
-        self._connection.write(f"heartbeat/{self.rank}", text)
+        state = (self.num_runs, *self.body, self.has_failed)
+        beat = Beat(beats, self.cause is not None, *state)
+        self._connection.write(f"heartbeat/{self.rank}", json.dumps(beat))
 
     def end(self) -> None:
         """Stop, and mark a normal exit."""
@@ -256,22 +269,10 @@ class Liveness:
         self._connection = connection
         self._seen: dict[int, tuple[int | None, float]] = {}  # counter, and when it changed
 
-    def heartbeat(self, rank: int) -> tuple[int | None, bool]:
-        """Return a rank's counter, and whether it knows the cause of a failure."""
-        beats, knows_cause, *_ = self._read(rank)
-        return beats, knows_cause
-
-    def num_runs(self, rank: int) -> int:
-        """Return how many programs a rank has begun to run, as of its last heartbeat."""
-        return self._read(rank)[2]
-
-    def body(self, rank: int) -> tuple[int, str]:
-        """Return number and verb of a rank's latest body of `naming_failures`, likewise."""
-        return self._read(rank)[3:]
-
-    def _read(self, rank: int) -> tuple[int | None, bool, int, int, str]:
+    def latest(self, rank: int) -> Beat:
+        """Return a rank's last heartbeat, or one without a counter."""
         text = self._connection.read(f"heartbeat/{rank}")
-        return (None, False, 0, 0, "") if text is None else tuple(json.loads(text))
+        return Beat() if text is None else Beat(*json.loads(text))
 
     def dead(self, ranks: Sequence[int], after_s: float = DEAD_AFTER_S) -> list[int]:
         """Return the ranks that have begun, have not exited, and show no heartbeat."""
@@ -284,7 +285,7 @@ class Liveness:
 
     def observe(self, rank: int) -> tuple[int | None, float]:
         """Return a rank's counter, and for how many seconds it has not changed."""
-        now, beats = time.monotonic(), self.heartbeat(rank)[0]
+        now, beats = time.monotonic(), self.latest(rank).counter
         if rank not in self._seen or self._seen[rank][0] != beats:
             self._seen[rank] = beats, now
         return beats, now - self._seen[rank][1]
@@ -302,6 +303,9 @@ class Rendezvous:
 
     def publish(self, point: str, text: str = "") -> None:
         """Announce that this rank has reached a point."""
+
+    def withdraw(self, point: str) -> None:
+        """Undo the announcement of a point, so that this rank may begin the operation again."""
 
     def fail(self, error: BaseException, doing: str = "") -> None:
         """Announce that this rank cannot continue, and why."""
@@ -344,6 +348,12 @@ class _StoreRendezvous(Rendezvous):
         with naming_the_host():
             self._connection.write(key, text)
             self._connection.count(f"{self.prefix}/{point}", 1)
+
+    def withdraw(self, point: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._connection.delete(f"{self.prefix}/{point}/{self.rank}")
+            self._connection.count(f"{self.prefix}/{point}", -1)
+            self._connection.count(f"{self.name}/joined/{self.rank}", -1)
 
     def fail(self, error: BaseException, doing: str = "") -> None:
         if self._failed:
@@ -395,36 +405,37 @@ class _StoreRendezvous(Rendezvous):
         self, missing: Sequence[int], liveness: Liveness, waited: float, timeout_s: float
     ) -> None:
         """Raise an error that names missing ranks that died, never began, or take too long."""
-        dead: list[int] = []
-        ended: list[int] = []
-        absent, ahead = [], []
-        own_runs, own_body = (_heartbeat.num_runs, _heartbeat.body) if _heartbeat else (0, (0, ""))
+        own = _heartbeat
+        assert own is not None
+        silent: dict[int, int] = {}
+        absent: list[int] = []
+        ahead: dict[int, str] = {}  # with the operation that each began
         for rank in missing:
-            beats, unchanged_s = liveness.observe(rank)
-            # Read before whether the rank has joined.
-            num_runs, (number, verb) = liveness.num_runs(rank), liveness.body(rank)
-            if beats is not None and unchanged_s > DEAD_AFTER_S:
-                (ended if beats == ENDED else dead).append(rank)
+            counter, unchanged_s = liveness.observe(rank)
+            beat = liveness.latest(rank)  # read before whether the rank has joined
+            if counter is not None and unchanged_s > DEAD_AFTER_S:
+                silent[rank] = counter
             if self._connection.count(f"{self.name}/joined/{rank}") < self.number:
                 absent.append(rank)
-                is_elsewhere = number == own_body[0] and verb != own_body[1]
-                if num_runs > own_runs or number > own_body[0] or is_elsewhere:
-                    ahead.append(rank)
+                is_elsewhere = beat.body == own.body[0] and beat.verb != own.body[1]
+                is_ahead = beat.num_runs > own.num_runs or beat.body > own.body[0] or is_elsewhere
+                if is_ahead and not own.has_failed and not beat.has_failed:
+                    ahead[rank] = f"to {beat.verb}" if beat.verb else "another step"
         join_s = min(self.join_s, timeout_s)
-        if dead:
+        if dead := [rank for rank, counter in silent.items() if counter != ENDED]:
             raise RankError(f"{name_ranks(dead)} died: no heartbeat for {DEAD_AFTER_S:g} s")
-        if ended:
-            raise RankError(f"{name_ranks(ended)} ended before all ranks began to {self.name}")
+        if silent:
+            raise RankError(f"{name_ranks([*silent])} ended before all ranks began to {self.name}")
         if ahead and self.name != "start":
+            began = ", ".join(f"rank {rank} began {verb}" for rank, verb in ahead.items())
             raise RankError(
-                f"rank {self.rank} began to {self.name}, while {name_ranks(ahead)} began "
-                f"{'to ' + verb if verb else 'another step'}",
+                f"rank {self.rank} began to {self.name}, while {began}",
                 hint="give all ranks the same number of batches, and run the same lines on each",
             )
         if ahead:
             raise RankError(
-                f"rank {self.rank} needs another program{self.reason}, while {name_ranks(ahead)} "
-                "already ran the step with the current one",
+                f"rank {self.rank} needs another program{self.reason}, while "
+                f"{name_ranks([*ahead])} already ran the step with the current one",
                 hint="change attributes, variables, hooks and requires_grad in the same way on "
                 "every rank, and give all ranks the same batches",
             )
@@ -434,8 +445,10 @@ class _StoreRendezvous(Rendezvous):
                 hint=f"all ranks {self.name} together",
             )
         if missing and waited > timeout_s:
-            late = f"ranks {list(missing)} of {self.world}"
-            raise RankError(f"{late} did not complete `{self.name}` within {timeout_s:g} s")
+            raise RankError(
+                f"ranks {[*missing]} of {self.world} did not complete `{self.name}` within "
+                f"{timeout_s:g} s"
+            )
 
     def run(self, work: Callable[[], Any], timeout_s: float) -> Any:
         try:
@@ -489,12 +502,21 @@ def _encode(error: BaseException, doing: str) -> str:
 def meet(verb: str, timeout_s: float) -> None:
     """Wait until all ranks have begun an operation; raise if one began another instead.
 
-    Collectives of different operations would not end, end the process or mix their data.
+    Collectives of different operations would not end, end the process or mix their data. Ranks
+    agree on their numbers, which differ if only some of them had begun what failed on another.
     """
     rendezvous = open_rendezvous(verb)
+    if _heartbeat is None:
+        return
     rendezvous.join_s = timeout_s
-    rendezvous.publish("begun")
-    rendezvous.wait_for("begun", range(rendezvous.world), timeout_s)
+    rendezvous.publish("begun", json.dumps([_heartbeat.num_runs, _heartbeat.body[0]]))
+    try:
+        texts = rendezvous.wait_for("begun", range(rendezvous.world), timeout_s).values()
+    except RankError:
+        rendezvous.withdraw("begun")
+        raise
+    _heartbeat.num_runs, number = map(max, zip(*map(json.loads, texts), strict=True))
+    _heartbeat.body, _heartbeat.has_failed = (number, _heartbeat.body[1]), False
 
 
 # Starting a program
@@ -555,6 +577,7 @@ def starting(timeout_s: float = 60.0, reason: str = "") -> Iterator[Agree]:
                 hint="look at the logs of the ranks named here; all ranks must run the same steps, "
                 "with the same batches, frozen parameters and modes",
             )
+        meet("begin", timeout_s)
 
     try:
         yield agree

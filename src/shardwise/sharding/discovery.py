@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.ir import Ref, format_arg, map_refs
 from shardwise.ir.operators import operator, tensors
-from shardwise.sharding.rule import Axis, Call, Dim, NodeRule, replicated_rule
+from shardwise.sharding.rule import Axis, Call, NodeRule, replicated_rule
 
 Run = Callable[..., Any]
 SMALL = (5, 7, 11, 13, 17, 19, 23, 29)  # distinct and prime: no size is a product by chance
@@ -318,9 +318,8 @@ def as_rule(call: Call, discovered: tuple[Hypothesis, ...]) -> NodeRule:
                         return replicated_rule(call, "sizes that differ only in the call itself")
                     axes[name] = Axis(name, size)
                     dims[index][d] = (name,)
-    used: set[str] = {
-        a for side in (operands, results) for dims in side for d in dims for a in _names(d)
-    }
+    all_dims = {dim for side in (operands, results) for dims in side for dim in dims}
+    used = {axis for d in all_dims for axis in (d if isinstance(d, tuple) else (d.axis,))}
     return replace(
         frozen,
         axes={name: axis for name, axis in axes.items() if name in used},
@@ -329,7 +328,3 @@ def as_rule(call: Call, discovered: tuple[Hypothesis, ...]) -> NodeRule:
         replicated_because=None,
         discovered=True,
     )
-
-
-def _names(dim: Dim) -> tuple[str, ...]:
-    return dim if isinstance(dim, tuple) else (dim.axis,)

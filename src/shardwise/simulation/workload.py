@@ -400,7 +400,8 @@ class WorkloadModel:
         self.fold, self.facts, self.assignments, self.roles = fold, facts, assignments, roles
         self.batch = [a.axis for a in assignments if roles[a.axis] == "batch"]
         # Ranks along an axis of experts exchange their rows: its size is that of the plan.
-        experts = [a for a in assignments if a.axis in self.batch and _shards_parameters(a)]
+        batch = [a for a in assignments if a.axis in self.batch]
+        experts = [a for a in batch if any(isinstance(p, Shard) for p in a.parameters.values())]
         self._fixed = {a.axis for a in experts}
         self._free = next((axis for axis in self.batch if axis not in self._fixed), None)
         self.rows = batch_rows(fold.graph)
@@ -486,10 +487,6 @@ class WorkloadModel:
             roles={a.axis: self.roles[a.axis] for a in assignments},
         )
         return Resolved(graph=graph, plan=plan, facts=self.facts, assignments=tuple(assignments))
-
-
-def _shards_parameters(assignment: Assignment) -> bool:
-    return any(isinstance(p, Shard) for p in assignment.parameters.values())
 
 
 Workloads: TypeAlias = Mapping[Mesh, WorkloadModel] | WorkloadModel  # by mesh where groups differ

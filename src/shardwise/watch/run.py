@@ -104,17 +104,14 @@ class History:
         buckets = self._buckets[first:]
         columns = {
             name: {
-                key: [_short(b.summary(name)[at]) for b in buckets]
+                key: [v if v is None else float(f"{v:.6g}") for v in (s[at] for s in summaries)]
                 for at, key in enumerate(("mean", "min", "max"))
             }
             for name in self.names
             if any(name in b.figures for b in self._buckets)
+            for summaries in [[b.summary(name) for b in buckets]]
         }
         return {"from": first, "width": self.width, "step": [b.step for b in buckets], **columns}
-
-
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")
 
 
 def is_number(value: Any) -> bool:

@@ -17,7 +17,7 @@ from shardwise.cost import collective_model
 from shardwise.cost.selection import select
 from shardwise.errors import ClusterError
 from shardwise.launch import launch_commands
-from shardwise.schema import field_names
+from shardwise.schema import _fields_of as field_names
 
 SAMPLE = """
 version: 2

@@ -7,7 +7,7 @@ import pytest
 
 from shardwise.cluster import Cluster, Device, Link, preset_names
 from shardwise.errors import ClusterError
-from shardwise.schema import field_names
+from shardwise.schema import _fields_of as field_names
 
 GUIDE = (Path(__file__).parents[3] / "docs/guides/clusters.md").read_text()
 EXAMPLE = re.findall(r"```yaml\n(.*?)```", GUIDE, re.S)[0]

@@ -184,8 +184,7 @@ def recursive_doubling(network: Network, demand: Demand, numel: int) -> Rounds |
     core = 1 << (network.num_ranks.bit_length() - 1)
     extra = range(core, network.num_ranks)
     rounds = [[(r, r - core, "reduce", 0, 1) for r in extra]]
-    for bit in _bits(core):
-        rounds.append([(r, r ^ bit, "reduce", 0, 1) for r in range(core)])
+    rounds += [[(r, r ^ bit, "reduce", 0, 1) for r in range(core)] for bit in _bits(core)]
     rounds.append([(r - core, r, "receive", 0, 1) for r in extra])
     return _possible_rounds(network, demand, [Chunk(0, numel)], rounds)
 

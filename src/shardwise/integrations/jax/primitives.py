@@ -119,8 +119,7 @@ class Interpreter:
             inputs = [
                 np.asarray(v) if isinstance(v, bool | int | float | complex) else v for v in inputs
             ]
-            for var, value in zip(eqn.outvars, self._equation(eqn, inputs), strict=True):
-                values[var] = value
+            values.update(zip(eqn.outvars, self._equation(eqn, inputs), strict=True))
         return [v.val if isinstance(v, core.Literal) else values[v] for v in jaxpr.outvars]
 
     def tensor(self, value: Value) -> Tensor:

@@ -17,12 +17,6 @@ from torch import nn
 
 from shardwise.runtime.rendezvous import group_store
 
-__all__ = [
-    "DoublePrecision", "HalfPrecision", "LightningModule", "MixedPrecision", "MockOptimizer",
-    "ParallelStrategy", "Precision", "Processes", "TrainerFn", "init_connection",
-    "init_optimizers", "is_overridden", "is_param_in_hook_signature", "seed_worker",
-]  # fmt: skip
-
 
 def _packages() -> tuple[str, str]:
     """Return the root packages of PyTorch Lightning and of Fabric."""

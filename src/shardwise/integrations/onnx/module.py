@@ -284,9 +284,7 @@ class OnnxModule(nn.Module):
                         raise  # control flow on values: capture explains it
                     raise CaptureError(f"{error}", where=f"node {call.name}") from error
             results = result if isinstance(result, tuple) else (result,)
-            for name, value in zip(node.outputs, results, strict=False):
-                if name:
-                    values[name] = value
+            values |= {n: v for n, v in zip(node.outputs, results, strict=False) if n}
         return [values[name] for name in body.outputs]
 
 
