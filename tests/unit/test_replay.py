@@ -93,7 +93,6 @@ def test_the_exposed_communication_is_that_of_the_links(
     expected = sum(predicted.get(cause, 0.0) for cause in waits)
     assert expected > 0.5 * run.predicted_step_time_s
     assert exposed > 0.3 * expected  # a busy machine computes longer, which hides more
-    assert run.step_time_s > 0.9 * expected
     assert 0.6 < run.peak_bytes / run.predicted_peak_bytes < 1.4
     assert "on links" in str(run) or not run.communication
 
