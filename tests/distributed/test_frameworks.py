@@ -63,7 +63,7 @@ def train_onnx(folder: Path, ranks: int) -> None:
         assert_close(sw.from_onnx(folder / "trained.onnx")(x), module(x).detach(), "file")
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_onnx_files_train_and_come_back(pool: Any, tmp_path: Path, ranks: int) -> None:
     pytest.importorskip("onnx")
     torch.manual_seed(0)
@@ -99,7 +99,7 @@ def train_jax(ranks: int) -> None:
     assert abs(module(**batch).item() - expected) < 1e-12
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_jax_functions_train_and_come_back(pool: Any, ranks: int) -> None:
     pytest.importorskip("jax")
     pool(ranks).run(train_jax, ranks)

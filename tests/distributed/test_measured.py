@@ -96,6 +96,7 @@ class SlowRank(sw.Callback):
             inner.step = step  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_a_trainer_records_steps_and_the_times_of_its_ranks(
     pool: Callable[[int], Pool], tmp_path: Path
 ) -> None:

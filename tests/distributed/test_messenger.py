@@ -188,6 +188,7 @@ def stopped() -> tuple[float, str, str]:
     return took, *(messages or ("", ""))
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_causes_a_timeout_that_names_the_edge(pool: Callable[[int], Pool]):
     for took, first, second in pool(4).run(f"{__name__}:stopped", timeout=60)[:3]:
         assert took < 20

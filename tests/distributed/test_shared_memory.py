@@ -239,6 +239,7 @@ def absent() -> tuple[str, float]:
     return message, took
 
 
+@pytest.mark.slow
 def test_a_missing_rank_is_named_by_all(pool: Callable[[int], Pool]):
     answers = pool(4).run(f"{__name__}:absent", timeout=60)
     for rank in (0, 1, 3):

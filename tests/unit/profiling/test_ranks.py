@@ -15,6 +15,7 @@ WORKER = "shardwise.profiling.worker"
 JOB: dict[str, Any] = {"rank": 0, "ranks": 1, "device": "cpu", "threads": 1}
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named() -> None:
     with pytest.raises(RankError, match=r"rank 0 of 1 ended with code 1") as caught:
         run_workers(WORKER, [JOB], 60)

@@ -131,6 +131,7 @@ def test_a_rank_that_does_not_begin_a_step_is_named(watched: Any) -> None:
     assert error.message.startswith("rank 1 did not begin step 4: the kernels of rank 0")
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_elsewhere_is_ended(
     watched: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

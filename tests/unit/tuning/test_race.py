@@ -201,6 +201,7 @@ def test_the_error_names_the_rank_that_failed(meets: bool) -> None:
         fork_ranks(work, 3, timeout_s=20.0)
 
 
+@pytest.mark.slow
 def test_the_error_names_the_rank_that_timed_out() -> None:
     def work(rank: int, meet: Callable[[], object]) -> None:
         if rank == 0:

@@ -144,6 +144,7 @@ def hosts(cluster: sw.Cluster, gib: float) -> sw.Cluster:
     return replace(cluster, nodes=tuple(nodes))
 
 
+@pytest.mark.slow
 def test_too_little_host_memory_is_reported(graph: Graph) -> None:
     cluster = sw.Cluster.preset("h100", devices_per_node=2)
     options: dict[str, Any] = {"dp": 2, "zero": 3, "offload": ("optimizer",), "progress": False}

@@ -133,6 +133,7 @@ def test_the_slowest_devices_are_left_out_first_then_nodes_then_halves() -> None
     assert [s.ranks for s in subsets(node, similar)] == [(0, 1), (0,)]
 
 
+@pytest.mark.slow
 def test_a_slow_network_leaves_one_node(graph: sw.Graph) -> None:
     four = sw.Cluster.preset("a100", devices_per_node=4, nic_gbit_per_s=1)
     one = sw.Cluster.preset("h100", devices_per_node=1, nic_gbit_per_s=1).nodes[0]
