@@ -102,13 +102,31 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class Task:
     """One stored box with its key, and the parts of it to copy into targets."""
 
     tensor: StoredTensor
     stored: StoredBox
     key: str
     copies: list[tuple[ReadItem, LocalBox]]
+
+
+def tasks_of(manifest: Manifest, request: Request) -> list[Task]:
+    """Return the stored boxes that a request needs parts of."""
+    tensor = manifest.sections[request.section][request.name]
+    name = full_name(request.section, request.name)
+    for target in request.targets:
+        _require_kind(name, tensor.dtype, target.view.dtype)
+    tasks: dict[int, Task] = {}
+    for item in read_plan(name, tensor, request.targets).items:
+        source, destination = item.storage_index.index, item.dest_index.index
+        assert source is not None
+        assert destination is not None
+        stored = tensor.boxes[source]
+        key = key_of(request.section, request.name, stored, tensor.shape)
+        task = tasks.setdefault(source, Task(tensor, stored, key, []))
+        task.copies.append((item, request.targets[destination]))
+    return list(tasks.values())
 
 
 class Reader:
@@ -132,7 +150,7 @@ class Reader:
     @torch.no_grad()
     def fill(self, requests: Iterable[Request]) -> None:
         """Fill all targets, in the order of the files."""
-        tasks = [task for request in requests for task in self._tasks(request)]
+        tasks = [task for request in requests for task in tasks_of(self.manifest, request)]
         placed = [(t.stored.file, self._entry(t.tensor, t.stored, t.key).begin, t) for t in tasks]
         for name, begin, task in sorted(placed, key=lambda place: place[:2]):
             stored, dtype = task.stored, task.tensor.dtype
@@ -146,22 +164,6 @@ class Reader:
                     continue
                 file = self._file(name)
                 self._ranges(file, begin, dtype, stored.size, item.storage_offsets, view)
-
-    def _tasks(self, request: Request) -> list[_Task]:
-        tensor = self.manifest.sections[request.section][request.name]
-        name = full_name(request.section, request.name)
-        for target in request.targets:
-            _require_kind(name, tensor.dtype, target.view.dtype)
-        tasks: dict[int, _Task] = {}
-        for item in read_plan(name, tensor, request.targets).items:
-            source, destination = item.storage_index.index, item.dest_index.index
-            assert source is not None
-            assert destination is not None
-            stored = tensor.boxes[source]
-            key = key_of(request.section, request.name, stored, tensor.shape)
-            task = tasks.setdefault(source, _Task(tensor, stored, key, []))
-            task.copies.append((item, request.targets[destination]))
-        return list(tasks.values())
 
     def _file(self, name: str) -> TensorFile:
         if name not in self._files:

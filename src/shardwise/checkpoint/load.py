@@ -147,21 +147,27 @@ def load_checkpoint(
         return _loaded(checkpoint, state_dict=read_section(checkpoint))
     state = state_of(module)
     rendezvous = open_rendezvous("load", CheckpointError) if state.collective else Rendezvous()
-    loaded: Loaded = rendezvous.run(
-        lambda: _load(Path(path), state, optimizer, copies or {}, strict), timeout_s
-    )
+
+    def load() -> Loaded:
+        checkpoint = open_checkpoint(path)
+        with Reader(checkpoint.folder, checkpoint.manifest) as reader:
+            return fill_from(checkpoint, reader.fill, state, optimizer, copies or {}, strict=strict)
+
+    loaded: Loaded = rendezvous.run(load, timeout_s)
     return loaded
 
 
-def _load(
-    path: Path,
+def fill_from(
+    checkpoint: Checkpoint,
+    fill: Callable[[list[Request]], None],
     state: State,
     optimizer: Optimizers | None,
     copies: Mapping[str, Mapping[str, Tensor]],
-    strict: bool,
+    *,
+    strict: bool = True,
 ) -> Loaded:
-    checkpoint = open_checkpoint(path)
-    manifest = checkpoint.manifest
+    """Fill the state from a checkpoint, whose `fill` writes values into the requested boxes."""
+    manifest, path = checkpoint.manifest, checkpoint.folder
     targets = [(MODEL, shards) for shards in state.targets()]
     match = match_names((shards.name for _, shards in targets), state, checkpoint)
     if strict:
@@ -181,8 +187,7 @@ def _load(
         requests.append(request)
         merges.insert(0, merge)
     try:
-        with Reader(checkpoint.folder, manifest) as reader:
-            reader.fill(requests)
+        fill(requests)
         for merge in merges:
             merge()
     except CheckpointError as error:

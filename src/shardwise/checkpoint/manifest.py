@@ -50,8 +50,8 @@ def _dims(dims: tuple[int, ...]) -> tuple[int, ...]:
 
 Dims = Annotated[tuple[int, ...], Form(_dims, list, tuple[int, ...])]
 Dtype = Annotated[torch.dtype, Form(partial(dtype_named, where=MANIFEST), dtype_name)]
-# Boxes of Hugging Face files have no checksum, but are never written to a manifest.
-Checksum = Annotated[int | None, Form(int, kind=Annotated[int, Range(0, 2**32 - 1)])]
+# Boxes in memory and in files of Hugging Face have no checksum.
+Checksum = Annotated[int | None, Range(0, 2**32 - 1)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,8 +85,8 @@ def _groups_of(optimizer: torch.optim.Optimizer, state: Any) -> list[Group]:
 
 
 # ------------------------------------------------------------ saving
-def save_optimizer(optimizer: Optimizers, state: State, rank: int) -> OptimizerState:
-    """Return this rank's part of an optimizer's state."""
+def save_optimizer(optimizer: Optimizers, state: State, rank: int | None) -> OptimizerState:
+    """Return the part of an optimizer's state that a rank writes, or all that this one has."""
     sections: dict[str, list[TensorShards]] = {}
     groups: list[dict[str, Any]] = []
     values: dict[str, dict[str, Any]] = {}
@@ -106,7 +106,7 @@ def save_optimizer(optimizer: Optimizers, state: State, rank: int) -> OptimizerS
                 key: encode(value, str(key), store)
                 for key, value in sorted(group.state.get(parameter, {}).items())
             }
-            if state.is_first(name, parameter, rank):
+            if rank is None or state.is_first(name, parameter, rank):
                 names.append(name)
                 if encoded:
                     values[name] = encoded

@@ -49,14 +49,17 @@ class Contents:
 def collect(
     module: nn.Module,
     optimizer: Optimizers | None,
-    rank: int,
+    rank: int | None,
     step: int | None,
     extra: Mapping[str, Any],
     copies: Mapping[str, Mapping[str, Tensor]],
     *,
     frozen: bool = True,
 ) -> Contents:
-    """Return this rank's contents, without copying values; without `frozen`, only trained ones."""
+    """Return this rank's contents, without copying values; without `frozen`, only trained ones.
+
+    Without a `rank`, numbers of the optimizer are included for all parameters of this rank.
+    """
     state = state_of(module)
     excluded = set() if frozen else _frozen(module)
     tensors = [shards for shards in state.tensors() if shards.name not in excluded]
@@ -268,7 +271,7 @@ class Writer:
                     written = StoredBox(box.offset, box.size, name, checksums[item.key])
                     stored.append(_stored(portion.section, portion.shards, written))
         return Manifest(
-            sections=_by_section(stored),
+            sections=by_section(stored),
             files=sizes,
             aliases=self.contents.aliases,
             optimizer=self.contents.optimizer,
@@ -295,7 +298,7 @@ class Writer:
             path = folder / _part_name(rank)
             parts.append(_read_part(path, rank))
             path.unlink()
-        manifest = _join(parts, self.contents)
+        manifest = join(parts, self.contents)
         with _disk_errors(folder):
             manifest.check_files(folder)
             text = manifest.to_text()
@@ -399,7 +402,7 @@ def _read_part(path: Path, rank: int) -> Manifest:
             time.sleep(0.05)
 
 
-def _join(parts: Sequence[Manifest], first: Contents) -> Manifest:
+def join(parts: Sequence[Manifest], first: Contents) -> Manifest:
     """Return the manifest of all ranks' parts."""
     tensors = [
         (section, name, tensor)
@@ -410,7 +413,7 @@ def _join(parts: Sequence[Manifest], first: Contents) -> Manifest:
     order = {name: number for number, name in enumerate(first.order)}
     tensors.sort(key=lambda item: order.get(item[1], len(order)))
     return Manifest(
-        sections={**{section: {} for section in first.sections}, **_by_section(tensors)},
+        sections={**{section: {} for section in first.sections}, **by_section(tensors)},
         files={name: size for part in parts for name, size in part.files.items()},
         step=first.step,
         aliases={a: n for part in parts for a, n in part.aliases.items()},
@@ -420,7 +423,7 @@ def _join(parts: Sequence[Manifest], first: Contents) -> Manifest:
     )
 
 
-def _by_section(
+def by_section(
     tensors: Iterable[tuple[str, str, StoredTensor]],
 ) -> dict[str, dict[str, StoredTensor]]:
     """Join the boxes of each tensor; of those that several stages wrote, the first one is used."""
