@@ -216,7 +216,7 @@ def run_workers(
             limits = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
             errors = stack.enter_context((folder / f"rank{rank}.txt").open("w"))
             worker = stack.enter_context(
-                _started(
+                started(
                     [sys.executable, "-m", module],
                     {**limits, **(environment or {})},
                     stdin=subprocess.PIPE,
@@ -290,7 +290,7 @@ def run_commands(
         # In new sessions, Ctrl-C reaches only this process, which then ends the others.
         processes = [
             stack.enter_context(
-                _started(command, environment, stdout=sys.stderr, start_new_session=True)
+                started(command, environment, stdout=sys.stderr, start_new_session=True)
             )
             for command in commands
         ]
@@ -322,9 +322,9 @@ def run_until_exit(command: Sequence[str], environments: Sequence[Mapping[str, s
     """
     failed, deadline = 0, math.inf
     processes: list[Any] = []
-    with _forwarded_signals(processes), contextlib.ExitStack() as stack:
+    with forwarded_signals(processes), contextlib.ExitStack() as stack:
         for environment in environments:
-            processes.append(stack.enter_context(_started(command, environment)))
+            processes.append(stack.enter_context(started(command, environment)))
         while time.monotonic() < deadline:
             codes = [process.poll() for process in processes]
             if not failed and any(codes):
@@ -337,7 +337,7 @@ def run_until_exit(command: Sequence[str], environments: Sequence[Mapping[str, s
 
 
 @contextlib.contextmanager
-def _started(
+def started(
     command: Sequence[str], environment: Mapping[str, str], **options: Any
 ) -> Iterator[Any]:
     """Start a process with additional environment variables, and kill it at the end."""
@@ -381,7 +381,9 @@ def handled_signals(
             signal.signal(number, old)
 
 
-def _forwarded_signals(processes: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+def forwarded_signals(processes: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    """Forward SIGTERM and SIGINT to processes, also to those that are added later."""
+
     def forward(number: int, frame: FrameType | None) -> None:
         for process in processes:
             if process.poll() is None:

@@ -52,6 +52,7 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train the model of a config, from the latest checkpoint if there is one."""
+    from shardwise.training.elastic import Launcher
     from shardwise.training.processes import EXIT_STOPPED, start_ranks
     from shardwise.training.trainer import Trainer
 
@@ -63,13 +64,18 @@ def train(
             data = {"plan": run.plan.to_json(), "estimate": run.estimate.to_json()}
             echo(data if as_json else text)
             return
-        if ranks is not None and ranks > 1 and "RANK" not in os.environ:
+        elastic, is_parent = trainer.config.elastic, "RANK" not in os.environ
+        if is_parent and ((ranks or 1) > 1 or elastic is not None):
             trainer.check()
             command = ["--debug"] if "--debug" in sys.argv else []
             command += ["train", str(config), *(word for s in set_ or [] for word in ("--set", s))]
             command += ["--folder", folder] if folder is not None else []
             command += ["--resume", resume] if resume is not None else []
-            raise typer.Exit(start_ranks(ranks, command + ["--json"] * as_json))
+            command += ["--json"] * as_json
+            if elastic is None:
+                raise typer.Exit(start_ranks(ranks or 1, command))
+            run_folder = Path(trainer.config.folder or f"runs/{config.stem}")
+            raise typer.Exit(Launcher(ranks or 1, command, elastic, run_folder).run())
         if trainer.config.folder is None:
             default = f"runs/{config.stem}"
             trainer = Trainer.from_config(config, set_ or [], folder=default, resume=resume)

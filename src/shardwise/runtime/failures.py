@@ -319,6 +319,13 @@ def _limit_exit_time() -> None:
         atexit.register(faulthandler.dump_traceback_later, EXIT_S, exit=True, file=null)
 
 
+def lift_exit_limit() -> None:
+    """Allow this process to exit slowly again: training has continued after the failure."""
+    global _exit_limited
+    _exit_limited = False
+    atexit.unregister(faulthandler.dump_traceback_later)
+
+
 # The edge at which a program of messages is stuck
 
 Edge = tuple[int, int]

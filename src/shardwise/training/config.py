@@ -153,6 +153,22 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticConfig:
+    """Continue when ranks are lost or added, with at least `min_ranks`.
+
+    Every `every_steps` steps the state is copied in memory; a loss repeats at most as many. A rank
+    that shows no sign of life for `silent_s` seconds is killed. With `replace`, a new process is
+    started for each one that was lost.
+    """
+
+    SHORT_FORM: ClassVar[str] = "min_ranks"
+    min_ranks: Count = 1
+    every_steps: Count = 10
+    silent_s: Annotated[float, Range(1)] = 10.0
+    replace: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceConfig:
     """The first and last step to record, and the file in the run's folder for the trace."""
 
@@ -216,6 +232,7 @@ class TrainConfig:
     callbacks: Several[Part] = ()
     logs: LogConfig = field(default_factory=LogConfig)
     trace: TraceConfig | None = None
+    elastic: ElasticConfig | None = None
     folder: str | None = None
     seed: int = 0
     device: str = "auto"

@@ -29,6 +29,7 @@ from shardwise.training.run_files import StepRecorder, peak_memory_bytes
 from shardwise.training.session import Session
 
 if TYPE_CHECKING:
+    from shardwise.training.elastic import Elastic
     from shardwise.training.trainer import Trainer
 
 
@@ -51,6 +52,7 @@ class Loop:
     logs: list[Log]
     terminal: Terminal
     recorder: StepRecorder
+    elastic: Elastic | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     evaluated_step: int | None = None
@@ -77,6 +79,8 @@ class Loop:
                 close = getattr(batches, "close", None)
                 if close is not None:
                     close()
+        if stop is Stop.RANKS:
+            return Outcome(losses=tuple(self.losses), metrics=dict(self.metrics), stop=stop)
         not_evaluated = bool(self.losses) and self.evaluated_step != session.step
         if stop is not Stop.SIGNAL and not_evaluated and session.evaluator is not None:
             self._evaluate()
@@ -103,9 +107,12 @@ class Loop:
             mesh, device = module.mesh, module.store.device
             stop, sample = self.stops.agreed(mesh.everyone, device, wants_sample)
             self.recorder.sample_next = sample
-            if stop or session.complete():
+            is_complete = session.complete()
+            if self.elastic is not None and not is_complete:
+                self.elastic.after_step(session, is_last=stop is Stop.RANKS)
+            if stop or is_complete:
                 self.recorder.finish()
-                return stop
+                return stop if stop is not Stop.RANKS or not is_complete else Stop.NO
 
     # --- one step ------------------------------------------------------------------------
 

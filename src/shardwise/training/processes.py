@@ -57,20 +57,25 @@ def choose_device(name: str) -> str:
     return own if name == "auto" else name
 
 
+def local_device(device: str) -> torch.device:
+    """Return this process's device of a kind, and make it the current one."""
+    if device == "cpu":
+        return torch.device("cpu")
+    module = module_of(torch.device(device))
+    local = int(os.environ.get("LOCAL_RANK", "0")) % module.device_count()
+    module.set_device(torch.device(device, local))
+    return torch.device(device, local)
+
+
 @contextlib.contextmanager
 def process_group(device: str, timeout_s: float) -> Iterator[World]:
     """Join the group that torchrun's variables describe, unless one exists or this is all."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    local_device = torch.device("cpu")
-    if device != "cpu":
-        module = module_of(torch.device(device))
-        local_device = torch.device(device, local % module.device_count())
-        module.set_device(local_device)
+    placed = local_device(device)
     joins = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
     if joins:
         _join(device, timeout_s)
     try:
-        yield World(rank=process_rank(), size=num_processes(), device=local_device)
+        yield World(rank=process_rank(), size=num_processes(), device=placed)
     finally:
         if joins:
             dist.destroy_process_group()
@@ -197,8 +202,9 @@ class Stop(IntEnum):
     """The reason to stop; the largest of all ranks wins."""
 
     NO = 0
-    CALLBACK = 1
-    SIGNAL = 2
+    RANKS = 1  # other ranks continue from here
+    CALLBACK = 2
+    SIGNAL = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +236,7 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.request = Stop.NO
+        self.ranks_change: Callable[[], bool] = bool  # whether another generation is due
         self._interrupted_at: float | None = None
         self._reply = ""
 
@@ -261,8 +268,9 @@ class StopRequests:
 
     def agreed(self, everyone: Axis, device: torch.device, wish: bool = False) -> tuple[Stop, bool]:
         """Return the largest request of all ranks, and whether any has the wish; all call it."""
+        request = max(self.request, Stop.RANKS if self.ranks_change() else Stop.NO)
         if everyone.size == 1:
-            return self.request, wish
-        local = torch.tensor([int(self.request), int(wish)], device=device)
+            return request, wish
+        local = torch.tensor([int(request), int(wish)], device=device)
         stop, any_wish = everyone.all_reduce(local, "max").wait().tolist()
         return Stop(stop), bool(any_wish)

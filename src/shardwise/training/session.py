@@ -6,8 +6,9 @@ next step, from the start or from a checkpoint.
 
 import contextlib
 import dataclasses
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from inspect import isfunction
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from shardwise.api.parallelize import parallelize
 from shardwise.api.verify import VERIFIED, verify_first
 from shardwise.checkpoint import CheckpointManager, Saving, load_checkpoint, save_checkpoint
 from shardwise.checkpoint.manifest import Manifest, decode, encode
-from shardwise.errors import CheckpointError, ConfigError, TrainingError
+from shardwise.checkpoint.memory import Snapshot, Snapshots, Tag, restore
+from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, TrainingError
 from shardwise.runtime.devices import has_streams
 from shardwise.runtime.grad_sync import overflow_on_any_rank
 from shardwise.training.callbacks import Callbacks, EarlyStop
-from shardwise.training.config import TrainConfig, config_to_json
+from shardwise.training.config import PlanConfig, TrainConfig, config_to_json
 from shardwise.training.data import (
     BatchSlicer,
     MapLoader,
@@ -167,22 +169,29 @@ def _check_trace_steps(config: TrainConfig, total_steps: int | None) -> None:
 class Session:
     """Everything that changes with the steps of a run."""
 
-    def __init__(self, ingredients: Ingredients, world: World) -> None:
+    def __init__(self, ingredients: Ingredients, world: World, *, adapt: bool = False) -> None:
+        """Plan for these ranks; with `adapt`, search if the config's plan does not fit them."""
         config, base = ingredients.config, ingredients.base
         model, batch, loss_fn = ingredients.model, ingredients.batch, ingredients.loss_fn
         self.config, self.world, self.base = config, world, base
         self.source, self.step, self.position = ingredients.train, 0, Position()
         self.data_state: Any = None
         _check_trace_steps(config, self.totals()["total_steps"])
-        self.planned: Planned = make_planned(
-            config,
-            model,
-            batch,
-            loss_fn,
+        plan_for = functools.partial(
+            make_planned,
+            model=model,
+            batch=batch,
+            loss_fn=loss_fn,
             ranks=world.size,
             device=choose_device(config.device),
             base=base,
         )
+        try:
+            self.planned: Planned = plan_for(config)
+        except ShardwiseError:
+            if not adapt:
+                raise
+            self.planned = plan_for(dataclasses.replace(config, plan=PlanConfig()))
         plan = self.planned.plan.with_(seed=config.seed)
         if not model.training:
             model.train()  # as other trainers do; of a model in training mode, no module is touched
@@ -369,6 +378,25 @@ class Session:
                 hint="resume from an earlier checkpoint: resume: PATH",
             ) from error
         return path
+
+    def snapshot(self, snapshots: Snapshots, stay: Sequence[int] | None = None) -> None:
+        """Copy the state in the memory of the ranks that stay; all ranks call it together."""
+        extra = self.state() if self.world.is_main else {}
+        extra = {key: extra[key] for key in extra.keys() - {"plan", "config"}}
+        self.settle()
+        copies = {"ema": self.ema.pieces} if self.ema is not None else {}
+        snapshots.take(self.optimizer, step=self.step, extra=extra, copies=copies, stay=stay)
+
+    def restore(self, available: Sequence[Snapshot]) -> Tag | None:
+        """Continue from the newest state in the memory of all ranks, if one is complete."""
+        copies = {"ema": self.ema.pieces} if self.ema is not None else {}
+        timeout_s = self.config.timeout_s
+        tag = restore(available, self.module, self.optimizer, copies=copies, timeout_s=timeout_s)
+        if tag is None:
+            return None
+        self._load_state(tag[1].extra, Path("memory"))
+        self.saved_step = None
+        return tag[0]
 
     def _load_state(self, extra: Mapping[str, Any], path: Path) -> None:
         """Restore the state that `state` returned."""

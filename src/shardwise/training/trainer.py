@@ -24,7 +24,9 @@ from shardwise.runtime import ParallelModule, ShardedOptimizer
 from shardwise.runtime.failures import naming_failures
 from shardwise.simulation import Estimate, simulate
 from shardwise.training.config import TrainConfig, config_from, load_config
+from shardwise.training.elastic import Elastic
 from shardwise.training.loop import Loop
+from shardwise.training.membership import is_member
 from shardwise.training.planning import make_planned
 from shardwise.training.processes import (
     Stop,
@@ -36,14 +38,21 @@ from shardwise.training.processes import (
 from shardwise.training.run_files import RunOutputs, StepRecorder
 from shardwise.training.session import Ingredients, Session, check
 
+STOPPED = {
+    Stop.NO: "finished",
+    Stop.RANKS: "left",
+    Stop.CALLBACK: "callback",
+    Stop.SIGNAL: "signal",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitResult:
     """The result of a training run.
 
     `losses` are those of this call; `steps` counts all steps, also those before a resume. `stopped`
-    is "finished", "callback" (also an early stop) or "signal". `trace` is the file of recorded
-    steps.
+    is "finished", "callback" (also an early stop), "signal", or "left" if an elastic training
+    continues without this rank. `trace` is the file of recorded steps.
     """
 
     steps: int
@@ -108,8 +117,22 @@ class Trainer:
     # ------------------------------------------------------------ actions
     def fit(self) -> FitResult:
         """Train until the end, starting from the newest checkpoint if there is one."""
+        if self.config.elastic is not None and is_member():
+            self.check()
+            return Elastic(self, self._base).fit()
         session = self._started()
+        return self.fit_session(session, self._resumed_from)
+
+    def fit_session(
+        self, session: Session, resumed_from: Path | None, elastic: Elastic | None = None
+    ) -> FitResult:
+        """Train until the end, or until other ranks continue an elastic training."""
+        self._session, self._resumed_from = session, resumed_from
+        if elastic is not None:
+            self._stops.ranks_change = lambda: elastic.member.is_change_planned
         with RunOutputs(session) as outputs:
+            if elastic is not None:
+                elastic.report(session, outputs.terminal.say)
             if self._resumed_from is not None:
                 done = ": all steps are done" if session.complete() else ""
                 outputs.terminal.say(
@@ -117,14 +140,15 @@ class Trainer:
                 )
             session.callbacks.call("on_start", self)
             recorder = StepRecorder(self.config, session.module, outputs.ranks)
-            loop = Loop(self, session, self._stops, outputs.logs, outputs.terminal, recorder)
+            logs, terminal = outputs.logs, outputs.terminal
+            loop = Loop(self, session, self._stops, logs, terminal, recorder, elastic)
             with self._stops.listening(_signal_reply(session)):
                 outcome = loop.run()
                 session.finish_saving()
             if missed := recorder.missed_steps():
                 outputs.terminal.say(missed)
-            names = {Stop.NO: "finished", Stop.CALLBACK: "callback", Stop.SIGNAL: "signal"}
-            outputs.record_end(names[outcome.stop])
+            if outcome.stop is not Stop.RANKS:
+                outputs.record_end(STOPPED[outcome.stop])
         self._stops.request = Stop.NO
         result = FitResult(
             steps=session.step,
@@ -132,11 +156,12 @@ class Trainer:
             losses=outcome.losses,
             metrics=outcome.metrics,
             checkpoint=session.checkpoints.latest() if session.checkpoints is not None else None,
-            stopped=names[outcome.stop],
+            stopped=STOPPED[outcome.stop],
             resumed_from=self._resumed_from,
             trace=recorder.trace,
         )
-        session.callbacks.call("on_end", self, result)
+        if outcome.stop is not Stop.RANKS:
+            session.callbacks.call("on_end", self, result)
         return result
 
     def evaluate(self) -> dict[str, float]:

@@ -12,9 +12,10 @@ from torch import Tensor
 from shardwise.checkpoint import transfer as transfers
 from shardwise.checkpoint.shards import Box
 from shardwise.checkpoint.transfer import Move, Transfer
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, RankError
 from shardwise.runtime.transport import Flat, Pending
 from shardwise.runtime.transport.threads import ThreadTransport, run_threads
+from shardwise.training.membership import Membership
 
 
 def move(rows: int, source: int, target: int, *, begin: int = 0, place: int = 0) -> Move:
@@ -116,3 +117,15 @@ def test_verify_refuses_wrong_transfers(change: dict[str, object], message: str)
     TRANSFER.verify(STORED, HOLDERS)
     with pytest.raises(CheckpointError, match=message):
         replace(TRANSFER, **change).verify(STORED, HOLDERS)  # type: ignore[arg-type]
+
+
+def test_a_membership_is_text_and_follows_the_one_before() -> None:
+    first = Membership(generation=1, members=(0, 1, 2), reason="start")
+    second = Membership(generation=2, members=(2, 0), reason="rank 1 was killed", planned=True)
+    assert Membership.from_text(second.to_text()) == second
+    assert (second.rank_of(0), second.rank_of(1)) == (1, None)
+    second.verify(first)
+    with pytest.raises(RankError, match="does not follow"):
+        replace(second, generation=4).verify(first)
+    with pytest.raises(RankError, match="one of them twice"):
+        replace(second, members=(0, 0)).verify(first)
