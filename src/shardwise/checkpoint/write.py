@@ -25,6 +25,7 @@ from shardwise.checkpoint.optimizer_state import OPTIMIZER, Optimizers, save_opt
 from shardwise.checkpoint.shards import State, TensorShards, state_of
 from shardwise.checkpoint.sync_state import save_sync, sync_numbers
 from shardwise.errors import CheckpointError
+from shardwise.runtime import devices
 from shardwise.runtime.module import ParallelModule
 from shardwise.runtime.rendezvous import Rendezvous
 
@@ -165,21 +166,22 @@ def _version(view: Tensor) -> int:
     return 0 if view.is_inference() else view._version
 
 
-def _side_stream(views: Iterable[Tensor]) -> torch.cuda.Stream | None:
-    """Return a CUDA stream that waits for all work submitted so far."""
+def _side_stream(views: Iterable[Tensor]) -> Any:
+    """Return a stream of the device that waits for all work submitted so far."""
     for view in views:
-        if view.is_cuda:
-            stream = torch.cuda.Stream(view.device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream(view.device))
+        if devices.has_streams(view.device):
+            module = devices.module_of(view.device)
+            stream = module.Stream(view.device)
+            stream.wait_stream(module.current_stream(view.device))
             return stream
     return None
 
 
-def _host_copy(view: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
-    if not view.is_cuda:
-        return view.detach().clone(memory_format=torch.contiguous_format)
+def _host_copy(view: Tensor, stream: Any) -> Tensor:
+    if not devices.has_streams(view.device):
+        return view.detach().clone(memory_format=torch.contiguous_format).cpu()
     host = torch.empty(view.shape, dtype=view.dtype, pin_memory=True)
-    with torch.cuda.stream(stream):
+    with devices.module_of(view.device).stream(stream):
         return host.copy_(view.detach(), non_blocking=True)
 
 

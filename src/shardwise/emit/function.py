@@ -14,12 +14,13 @@ from typing import Any
 from torch import nn
 
 from shardwise.emit.blocks import BlockCall, Loop
-from shardwise.emit.expressions import Own, UserFunction, render
-from shardwise.emit.quote import comment, identifier, in_fstring, is_attribute, literal
+from shardwise.emit.expressions import Own, UserFunction, render, wrap
+from shardwise.emit.quote import comment, identifier, in_fstring, is_attribute, literal, unused
 from shardwise.ir import Ref
 from shardwise.ir.blocks import is_number
 from shardwise.program import Step
 from shardwise.program.recompute import keeps_products
+from shardwise.scan import Scan, StepIndex
 from shardwise.sharding.rule import MeshAxis
 
 WIDTH = 100
@@ -372,6 +373,41 @@ class Body:
         source = f"  ({step.source})" if step.source else ""
         self.group = module
         self._line(f"# {comment(f'{label}{source}')}"[: WIDTH - 12])
+
+
+def scan_lines(name: str, scan: Scan) -> list[str]:
+    """Return the function of one step, and the scan that calls it."""
+    assert scan.body is not None
+    names: dict[str, str] = {}
+
+    def bind(values: Iterable[str]) -> str:
+        for value in values:
+            names[value] = unused(identifier(value), {"t", *names.values()})
+        return ", ".join(names[value] for value in values)
+
+    def value(arg: Any) -> str:
+        if isinstance(arg, tuple) and not all(isinstance(item, int) for item in arg):
+            return f"({''.join(f'{value(item)}, ' for item in arg)})"
+        if isinstance(arg, Ref):
+            return names[arg.name]
+        return str(arg) if isinstance(arg, StepIndex) else literal(arg)
+
+    lines = ["", "", f"def {name}_step(t, {bind(scan.body.arguments)}):"]
+    for node in scan.body.nodes:
+        if "StepIndex" in repr((node.args, node.kwargs)):  # numbers that only the step knows
+            given = [value(arg) for arg in node.args]
+            given += [f"{key}={value(arg)}" for key, arg in node.kwargs]
+            expression = f"torch.ops.{node.op}({', '.join(given)})"
+        else:
+            expression = render(node.op, node.args, dict(node.kwargs), value)
+        lines.append(wrap(f"{INDENT}{bind(node.outputs)} = {expression}"))
+    results = "".join(f"{names[result]}, " for result in scan.body.results)
+    lines.append(wrap(f"{INDENT}return ({results.strip()})"))
+    settings = [
+        f"{field}={getattr(scan, field)!r}"
+        for field in ("trips", "carried", "elements", "last", "collected")
+    ]
+    return [*lines, "", "", wrap(f"{name} = Scan(step={name}_step, {', '.join(settings)})")]
 
 
 @dataclass(frozen=True, slots=True)

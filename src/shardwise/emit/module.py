@@ -16,7 +16,7 @@ from shardwise.collectives.messages import CollectiveChoice
 from shardwise.dtypes import dtype_name
 from shardwise.emit.blocks import BlockCall, Item, Loop, final_values, find_blocks, fold_loops
 from shardwise.emit.expressions import wrap
-from shardwise.emit.function import INDENT, Body, Scope, attribute_path
+from shardwise.emit.function import INDENT, Body, Scope, attribute_path, scan_lines
 from shardwise.emit.quote import (
     RESERVED,
     TABLES,
@@ -34,6 +34,7 @@ from shardwise.plans import Plan
 from shardwise.program import Program, RankProgram, Step, Storage
 from shardwise.runtime.parameters import BufferSpec, ParameterSpec
 from shardwise.runtime.splits import Split
+from shardwise.scan import Scan
 from shardwise.sharding.placements import Layout
 from shardwise.sharding.rule import MeshAxis
 from shardwise.shares import num_ranks
@@ -159,7 +160,13 @@ def _numbers(noun: str, numbers: tuple[int, ...]) -> str:
 
 
 def _imports(body: str, names: Mapping[str, str], functions: Mapping[str, Any]) -> list[str]:
-    used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
+    scans = {
+        name: "\n".join(scan_lines(name, function))
+        for op, name in names.items()
+        if isinstance(function := functions.get(op), Scan)
+    }
+    tree = ast.walk(ast.parse("\n".join([body, *scans.values()])))
+    used = {node.id for node in tree if isinstance(node, ast.Name)}
     lines = ["import math\n"] if "math" in used else []
     lines += ["import torch"] if "torch" in used else []
     lines += ["import torch.nn.functional as F"] if "F" in used else []
@@ -167,7 +174,9 @@ def _imports(body: str, names: Mapping[str, str], functions: Mapping[str, Any]) 
     lines += ["from torch.utils.checkpoint import checkpoint"] if "checkpoint" in used else []
     lines += [""] if lines and lines[-1] else []
     lines += ["from shardwise import runtime as rt"]
-    lines += [_function_import(op, name, functions.get(op)) for op, name in names.items()]
+    lines += ["from shardwise.scan import Scan, StepIndex"] if scans else []
+    for op, name in names.items():
+        lines.append(scans.get(name) or _function_import(op, name, functions.get(op)))
     return lines
 
 

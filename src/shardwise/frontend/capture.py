@@ -48,6 +48,7 @@ from shardwise.frontend.objective import (
 )
 from shardwise.frontend.packed_sequences import padded_sequences
 from shardwise.frontend.python_state import Change, Place, Reads, Watch
+from shardwise.frontend.rolled_loops import roll_loops
 from shardwise.ir import GradientHook, Graph
 
 
@@ -120,6 +121,7 @@ class Traced:
                 graph = self._convert(self.program, sources)
             except NotFunctional as reason:
                 graph = self._convert_decomposed(sources, reason)
+        graph = roll_loops(graph)
         if not self.hooks:
             return graph
         functions = {**graph.functions, "gradient hooks": self.hooks}

@@ -326,6 +326,8 @@ class Converter:
             return self._function(args, value)
         if target._schema.is_mutable:
             return functionalize.convert(self.builder, node, args, kwargs)
+        if op == "aten.as_strided.default":
+            return functionalize.strided(self.builder, node, args[0])
         rule = functionalize.RULES.get(op)
         result = None if rule is None else rule(self.builder, value, args, kwargs)
         if result is not None:

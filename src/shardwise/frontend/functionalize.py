@@ -5,7 +5,7 @@ call as it is. `convert` replaces in-place operators by their functional counter
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -161,6 +161,44 @@ def _strided_scatter(builder: Builder, value: Any, args: tuple[Any, ...], kwargs
             hint="write through slices, or compute a new tensor",
         )
     return None
+
+
+def strided(builder: Builder, node: fx.Node, alias: Alias) -> Alias:
+    """Write `as_strided`, which reads memory, as a selection of elements.
+
+    Generated code may hold the same tensor in another order of memory. Leading dims that stay as
+    they are can be sharded.
+    """
+    source, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    order = sorted(range(source.dim()), key=lambda d: (-source.stride(d), d))
+    held, start = source.permute(order), value.storage_offset() - source.storage_offset()
+    ends = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+    if not held.is_contiguous() or start < 0 or start + ends >= held.numel():
+        raise CaptureError(
+            "as_strided reads memory outside of its tensor",
+            where=builder.region.source or None,
+            hint="call it on x.contiguous(), or use x.unfold(dim, size, step)",
+        )
+    own, new = (tuple(zip(t.shape, t.stride(), strict=True)) for t in (held, value))
+    kept = 0
+    while kept < min(len(own), len(new)) - 1 and own[kept] == new[kept] and not start:
+        kept += 1
+    rows, size = value.shape[:kept], held[(0,) * kept].numel()
+
+    def emit(op: str, shape: Sequence[int], *args: Any, dtype: torch.dtype = torch.int64) -> Ref:
+        return Ref(builder.emit(f"aten.{op}", args, (TensorType(tuple(shape), dtype),))[0])
+
+    tensor, dtype = Ref(builder.read(alias)), value.dtype
+    if order != sorted(order):
+        tensor = emit("permute.default", held.shape, tensor, tuple(order), dtype=dtype)
+    tensor = emit("reshape.default", (*rows, size), tensor, (*rows, size), dtype=dtype)
+    rest, steps = value.shape[kept:], value.stride()[kept:]
+    index = emit("arange.default", (size,), size)
+    index = emit("as_strided.default", rest, index, tuple(rest), tuple(steps), start)
+    index = emit("reshape.default", (rest.numel(),), index, (rest.numel(),))
+    tensor = emit("index_select.default", (*rows, rest.numel()), tensor, kept, index, dtype=dtype)
+    result = emit("reshape.default", value.shape, tensor, tuple(value.shape), dtype=dtype)
+    return builder.track(result.name, value, None)
 
 
 def _constant(builder: Builder, value: Any, args: tuple[Any, ...], kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ from shardwise.cluster import Cluster
 from shardwise.errors import ConfigError
 from shardwise.integrations.plan_request import PlanLike, PlanRequest
 from shardwise.runtime import optimizer
+from shardwise.runtime.devices import backend_of
 from shardwise.runtime.rendezvous import init_process_group
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
@@ -130,7 +131,8 @@ class _Training(keras.callbacks.Callback):  # type: ignore[misc]
         if self.pm is None:
             first = torch.utils._pytree.tree_leaves(batch)[0]
             if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-                backend = "nccl" if first.device.type == "cuda" else "gloo"
+                local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+                backend = backend_of(first.device.type, local)
                 init_process_group(backend, timedelta(minutes=10))
             ranks = dist.get_world_size() if dist.is_initialized() else 1
             plan = self.distribution.request.make(model, batch, ranks, first.device)

@@ -12,6 +12,7 @@ from math import prod
 
 from shardwise.errors import RuleError
 from shardwise.ir import Graph, Node
+from shardwise.scan import Scan
 from shardwise.sharding import discovery, rules  # noqa: F401 - rules registers the table
 from shardwise.sharding.candidates import Candidate, ShardAxis, axis_structures, candidates, compose
 from shardwise.sharding.dims import Structure, refine, replace_section, unfactored
@@ -67,6 +68,7 @@ def node_rule(graph: Graph, call: Call) -> NodeRule:
         ) from error
     if rule is None:
         run = graph.functions.get(call.node.op)
+        run = run.sample if isinstance(run, Scan) else run
         rule = discovery.discover(call, run.apply if run is not None else None)
     if len(rule.operands) != len(call.operands) or len(rule.results) != len(call.results):
         return replicated_rule(call, f"its rule describes {len(rule.operands)} operands")

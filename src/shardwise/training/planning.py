@@ -285,8 +285,8 @@ def make_planned(
     cluster, has_known_rates = find_cluster(config, ranks, device, base, fixed)
     if fixed is None:
         automatic = isinstance(config.plan, PlanConfig) and config.plan.name == "auto"
-        if automatic and device == "cuda" and not has_known_rates:
-            gpu = torch.cuda.get_device_name()
+        if automatic and device != "cpu" and not has_known_rates:
+            gpu = torch.cuda.get_device_name() if device == "cuda" else device
             raise ConfigError(
                 f"plan: auto needs the rates of {gpu}, which has no preset",
                 where="cluster",

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from shardwise.errors import ConfigError, RankError, ShardwiseError, did_you_mean
 from shardwise.processes import handled_signals, run_until_exit
+from shardwise.runtime.devices import accelerator, backend_of, module_of
 from shardwise.runtime.failures import has_ended, report_of
 from shardwise.runtime.mesh import Axis
 from shardwise.runtime.rendezvous import host_store, init_process_group
@@ -38,17 +39,16 @@ class World:
 
 
 def choose_device(name: str) -> str:
-    """Return `cpu` or `cuda`; `auto` selects a GPU if there is one."""
-    kinds = ("auto", "cpu", "cuda")
+    """Return a kind of device; `auto` selects the machine's accelerator if it has one."""
+    own = accelerator()
+    kinds = tuple(dict.fromkeys(("auto", "cpu", "cuda", own)))
     if name not in kinds:
         raise ConfigError(
             f"unknown device {name!r}{did_you_mean(name, kinds)}", where="device", hint="auto"
         )
-    if name == "cuda" and not torch.cuda.is_available():
+    if name not in ("auto", "cpu", own):
         raise ConfigError("torch finds no usable GPU", where="device", hint="device: cpu")
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return name
+    return own if name == "auto" else name
 
 
 @contextlib.contextmanager
@@ -56,9 +56,10 @@ def process_group(device: str, timeout_s: float) -> Iterator[World]:
     """Join the group that torchrun's variables describe, unless one exists or this is all."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     local_device = torch.device("cpu")
-    if device == "cuda":
-        local_device = torch.device("cuda", local % torch.cuda.device_count())
-        torch.cuda.set_device(local_device)
+    if device != "cpu":
+        module = module_of(torch.device(device))
+        local_device = torch.device(device, local % module.device_count())
+        module.set_device(local_device)
     joins = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
     if joins:
         _join(device, timeout_s)
@@ -72,12 +73,8 @@ def process_group(device: str, timeout_s: float) -> Iterator[World]:
 
 def _join(device: str, timeout_s: float) -> None:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    # NCCL needs a GPU for each rank; gloo copies tensors of GPUs through the host.
-    has_gpu_each = device == "cuda" and local <= torch.cuda.device_count()
     try:
-        init_process_group(
-            "nccl" if has_gpu_each else "gloo", datetime.timedelta(seconds=timeout_s)
-        )
+        init_process_group(backend_of(device, local), datetime.timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError, OSError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         in_use = "EADDRINUSE" in str(error) or "in use" in str(error)

@@ -26,7 +26,7 @@ from shardwise.errors import CheckpointError, ShardwiseError, TraceError, Traini
 from shardwise.files import parse_json, write_text, writing
 from shardwise.planner.figures import with_figures
 from shardwise.plans import Plan
-from shardwise.runtime import ParallelModule
+from shardwise.runtime import ParallelModule, devices
 from shardwise.runtime.rendezvous import open_rendezvous
 from shardwise.runtime.tracing import own_seconds
 from shardwise.training.config import TrainConfig, config_to_json
@@ -249,8 +249,9 @@ FIGURES = ("own_s", "waiting_s", "step_s", "memory_bytes")
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of this process, on its device."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    counter = getattr(devices.module_of(device), "max_memory_allocated", None)
+    if device.type != "cpu" and counter is not None:
+        return int(counter(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

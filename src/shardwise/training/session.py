@@ -22,6 +22,7 @@ from shardwise.api.verify import VERIFIED, verify_first
 from shardwise.checkpoint import CheckpointManager, Saving, load_checkpoint, save_checkpoint
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.errors import CheckpointError, ConfigError, TrainingError
+from shardwise.runtime.devices import has_streams
 from shardwise.runtime.grad_sync import overflow_on_any_rank
 from shardwise.training.callbacks import Callbacks, EarlyStop
 from shardwise.training.config import TrainConfig, config_to_json
@@ -237,7 +238,7 @@ class Session:
         self, ingredients: Ingredients, source: MapLoader | StreamLoader, *, training: bool
     ) -> BatchSlicer:
         """Return the slicer of a source's batches, and tell the source which rows to read."""
-        source.pinned = self.world.device.type == "cuda"
+        source.pinned = has_streams(self.world.device)
         reads_rows = ingredients.reads_rows(source)
         # Metrics are functions of the full batch.
         by_rows = reads_rows and self.world.size > 1 and (training or not ingredients.metrics)

@@ -7,6 +7,7 @@ weights, and fold masks; these are not trained.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -41,6 +42,7 @@ _MADE_UP = re.compile(
     r"\d+|val_\d+|_?(c_)?lifted_tensor_\d+|onnx::\w+|/.*|.*[Cc]onst(ant)?(_fold_opt_)?(_+\d+)?(:0)?"
 )
 _SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
+RECORDED_KINDS = "shardwise.weights"  # written by integrations.tensorflow, as JSON
 _RECORD = re.compile(r": (PARAMETER|BUFFER) target='(.+?)'")
 
 
@@ -48,14 +50,15 @@ def weights_of(model: Any) -> frozenset[str]:
     """Return the floating-point initializers of a file that are weights."""
     properties = {p.key: p.value for p in model.graph.metadata_props}
     recorded = {name: kind for kind, name in _RECORD.findall(properties.get(_SIGNATURE, ""))}
+    recorded |= json.loads(properties.get(RECORDED_KINDS, "{}"))
     settings, layers, norms = (_operands(model, table) for table in (_SETTINGS, _LAYERS, _NORMS))
 
     def is_weight(initializer: Any) -> bool:
         name = initializer.name
-        if not _is_trainable(initializer) or name in settings or recorded.get(name) == "BUFFER":
+        if name in recorded:
+            return recorded[name] == "PARAMETER" and _is_float(numpy_helper.to_array(initializer))
+        if not _is_trainable(initializer) or name in settings:
             return False
-        if recorded.get(name) == "PARAMETER":
-            return True
         values = np.unique(numpy_helper.to_array(initializer).astype(np.float64))
         if _MADE_UP.fullmatch(name) is None:
             return not _is_mask(initializer, len(values))
@@ -68,10 +71,13 @@ def weights_of(model: Any) -> frozenset[str]:
 
 def _is_trainable(initializer: Any) -> bool:
     array = numpy_helper.to_array(initializer)
-    is_float = array.dtype.kind == "f" or array.dtype.name == "bfloat16"
-    if not is_float or array.ndim == 0 or array.size < 2:
+    if not _is_float(array) or array.ndim == 0 or array.size < 2:
         return False
     return bool(np.isfinite(array.astype(np.float64)).all())
+
+
+def _is_float(array: np.ndarray[Any, Any]) -> bool:
+    return array.dtype.kind == "f" or array.dtype.name == "bfloat16"
 
 
 def _is_mask(initializer: Any, num_values: int) -> bool:
