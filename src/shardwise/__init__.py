@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from shardwise.training.callbacks import Callback as Callback
     from shardwise.training.export import export as export
     from shardwise.training.trainer import Trainer as Trainer
+    from shardwise.tuning.replay import replay as replay
     from shardwise.tuning.tune import tune as tune
 
 _HOME = {
@@ -76,6 +77,7 @@ _HOME = {
     "parallelize": "shardwise.api.parallelize",
     "plan": "shardwise.planner.plan",
     "register_rule": "shardwise.sharding",
+    "replay": "shardwise.tuning.replay",
     "report": "shardwise.reports.build",
     "save_checkpoint": "shardwise.checkpoint",
     "simulate": "shardwise.simulation.estimate",

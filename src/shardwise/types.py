@@ -62,6 +62,8 @@ from shardwise.simulation import Timeline as Timeline
 from shardwise.training.config import TrainConfig as TrainConfig
 from shardwise.training.trainer import DryRun as DryRun
 from shardwise.training.trainer import FitResult as FitResult
+from shardwise.tuning.replay import Communication as Communication
+from shardwise.tuning.replay import Replay as Replay
 
 if typing.TYPE_CHECKING:
     from shardwise.integrations.jax import JaxModule as JaxModule

@@ -15,6 +15,7 @@ MAYBE = re.compile(r"\btorch\.[\w.]*\b_|\btorch\._|from torch\b[^\n]*import\b([^
 ALLOWED = {
     "torch.distributed.distributed_c10d._get_default_store": "ranks must agree before a collective",
     "torch.cuda.memory._set_allocator_settings": "torch reads the environment too early for a job",
+    "torch.cuda._sleep": "a message of a replay occupies a stream for as long as it would travel",
     "torch.overrides._get_current_function_mode_stack": "graphs made under a mode are not cached",
     "torch._assert_async": "indices are checked on a device without waiting for it",
     "torch.ops.aten._scaled_dot_product_flash_attention": "a ring needs the logs",

@@ -48,6 +48,7 @@ PUBLIC = [
     "parallelize",
     "plan",
     "register_rule",
+    "replay",
     "report",
     "save_checkpoint",
     "schedules",

@@ -9,9 +9,11 @@ is alive when a forward ends is an activation. Everything else is temporary: wha
 recomputation and communication allocate for a moment, gathered parameters, the batch.
 """
 
+from __future__ import annotations
+
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -38,7 +40,12 @@ from shardwise.runtime.loader import make_store
 from shardwise.runtime.mesh import mesh_of
 from shardwise.runtime.optimizer import ELEMENTWISE
 from shardwise.runtime.step import PipelineStep
-from shardwise.runtime.transport.fake import FakeRng, FakeTransport, disconnect
+from shardwise.runtime.transport.fake import (
+    FakeRng,
+    FakeTransport,
+    UninitializedTransport,
+    disconnect,
+)
 from shardwise.simulation.memory import MemoryUse
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary")
@@ -58,8 +65,13 @@ def rank_memory(
     optimizer: str | Callable[..., torch.optim.Optimizer],
     device: torch.device | str,
     options: Mapping[str, Any],
+    prepare: Callable[[SingleRank], Mapping[str, Tensor]] | None = None,
 ) -> MemoryUse:
-    """Return the memory that `rank` needs for a step; see `Program.memory`."""
+    """Return the memory that `rank` needs for a step; see `Program.memory`.
+
+    With `prepare`, which fills parameters and returns a batch, the steps are computed on the device
+    and the memory is measured.
+    """
     plan = program.plan
     if not 0 <= rank < plan.num_ranks:
         raise PlanError(f"rank {rank} is not among the {plan.num_ranks} of the plan")
@@ -67,8 +79,10 @@ def rank_memory(
     _check_device(plan, device)
     tracker = MemoryTracker(device)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), tracker:
-            _train_two_steps(program, rank, _optimizer_class(optimizer), options, tracker)
+        mode = FakeTensorMode(allow_non_fake_inputs=True) if prepare is None else nullcontext()
+        with mode, tracker:
+            cls = _optimizer_class(optimizer)
+            _train_two_steps(program, rank, cls, options, tracker, prepare)
     except NEEDS_DATA as error:
         raise ShardwiseError(
             f"memory cannot be predicted: the program asks for values of tensors ({error})",
@@ -229,7 +243,7 @@ class SingleRank:
         recorder: rt.Recorder | None = None,
         on_gradient: Callable[[Tensor], None] = lambda leaf: None,
         mesh: rt.ProcessMesh | None = None,
-        transport: type[FakeTransport] = FakeTransport,
+        transport: Callable[[int, int], FakeTransport] = FakeTransport,
     ) -> None:
         plan = program.plan
         self.program, self.device = program, device
@@ -241,6 +255,8 @@ class SingleRank:
             num_microbatches=plan.num_microbatches,
             timed=plan.splits_time,
         )
+        if recorder is not None:
+            self.mesh.note(recorder)
         generator = rng(plan.seed, plan.rng, self.mesh)
         loaded = load_program(program, self.mesh, generator, device)
         self.store = make_store([loaded], loaded.parameters, self.mesh, device)
@@ -267,20 +283,19 @@ def _train_two_steps(
     cls: Callable[..., torch.optim.Optimizer],
     options: Mapping[str, Any],
     tracker: MemoryTracker,
+    prepare: Callable[[SingleRank], Mapping[str, Tensor]] | None,
 ) -> None:
     """Train for two steps; the tracker records the second."""
     run = SingleRank(
         program,
         rank,
         tracker.device,
-        rng=FakeRng,
+        rng=FakeRng if prepare is None else rt.Rng,
         recorder=_PhaseRecorder(tracker),
         on_gradient=lambda leaf: tracker.mark("gradients", [leaf.grad]),
+        transport=FakeTransport if prepare is None else UninitializedTransport,
     )
-    batch = {
-        name: torch.empty(kind.shape, dtype=kind.dtype, device=tracker.device)
-        for name, kind in run.batch_types().items()
-    }
+    batch = (prepare or _empty_batch)(run)
     for group in run.store.groups:  # with ZeRO-3, gathered parameters exist only for a moment
         tracker.mark_resizable("temporary" if group.zero == 3 else "parameters", group.full)
         tracker.mark("parameters", [group.shard, group.resident])
@@ -298,6 +313,13 @@ def _train_two_steps(
         optimizer.step()
         tracker.mark("optimizer", tree_leaves([dict(s) for s in optimizer.inner.state.values()]))
         optimizer.zero_grad()
+
+
+def _empty_batch(run: SingleRank) -> dict[str, Tensor]:
+    return {
+        name: torch.empty(kind.shape, dtype=kind.dtype, device=run.device)
+        for name, kind in run.batch_types().items()
+    }
 
 
 class _PhaseRecorder(rt.Recorder):

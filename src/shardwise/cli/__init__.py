@@ -41,8 +41,8 @@ def options(
 
 for verb in (
     planning.plan, planning.tune, planning.verify, planning.compile, planning.explain,
-    report.simulate, report.report, report.diff, planning.advise, profile.profile, profile.predict,
-    train.train, train.watch,
+    report.simulate, report.replay, report.report, report.diff, planning.advise, profile.profile,
+    profile.predict, train.train, train.watch,
 ):  # fmt: skip
     app.command()(verb)
 app.add_typer(checkpoint_app, name="checkpoint")

@@ -1,4 +1,4 @@
-"""`shardwise simulate`, `report` and `diff`: show the predictions of plans as text or a page."""
+"""`shardwise simulate`, `replay`, `report` and `diff`: predictions of plans as text or a page."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from shardwise.cli.options import (
     PlanFile,
     Simulated,
     Table,
+    Target,
     argument,
     capture_target,
     load_table,
@@ -94,6 +95,46 @@ def simulate(
         echo(estimate_json(plan, estimate))
         return
     echo(estimate_text(plan, estimate, terminal_width()))
+    if perfetto is not None:
+        typer.echo(f"\n{perfetto}: {PERFETTO}")
+
+
+def replay(
+    plan_file: PlanFile,
+    target: Target,
+    cluster: Annotated[str, option("--cluster -c", "Cluster of the plan: a file, or h100:8x8.")],
+    rank: Annotated[int, option("--rank -r", "Rank to run.", min=0)] = 0,
+    steps: Annotated[int, option("--steps", "Measured steps.", min=1)] = 5,
+    device: Annotated[str | None, option("--device", "Device that runs it.")] = None,
+    calibrate: Annotated[
+        Path | None, option("--calibrate", "Output file: the cluster with the measured times.")
+    ] = None,
+    perfetto: Perfetto = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run one rank of a plan here, with messages as slow as on the cluster's links."""
+    import shardwise
+    from shardwise.cluster.presets import parse_cluster
+
+    require_own(perfetto, "trace", option="--perfetto")
+    plan, parsed = load_plan(plan_file), parse_cluster(cluster)
+    _, graph = capture_target(target, plan=plan)
+    run = shardwise.replay(graph, plan, parsed, rank, steps=steps, device=device)
+    residual = None
+    if calibrate is not None:
+        better = run.calibrated(parsed)
+        better.save(calibrate)
+        residual = run.step_time_s / shardwise.simulate(graph, plan, better).step_time_s - 1
+    if perfetto is not None:
+        _write_timeline(perfetto, run.trace)
+    if as_json:
+        echo({**run.to_json(), "calibrated_residual": residual})
+        return
+    echo(run.text(terminal_width()))
+    if residual is not None:
+        typer.echo(
+            f"\n{calibrate}: the cluster, whose prediction the step exceeds by {residual:+.1%}"
+        )
     if perfetto is not None:
         typer.echo(f"\n{perfetto}: {PERFETTO}")
 

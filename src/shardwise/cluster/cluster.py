@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from shardwise.cluster.device import Device
 from shardwise.cluster.links import (
@@ -291,6 +291,15 @@ class Cluster:
     def machines(self) -> tuple[ClusterNode, ...]:
         """Return every node, one by one."""
         return tuple(node.machine(i) for node in self.nodes for i in range(node.copies))
+
+    def with_device(self, name: str, **changes: Any) -> Cluster:
+        """Return the cluster with some fields changed of all devices of this name."""
+
+        def changed(device: Device) -> Device:
+            return replace(device, **changes) if device.name == name else device
+
+        nodes = (replace(n, devices=tuple(map(changed, n.devices))) for n in self.nodes)
+        return replace(self, nodes=tuple(nodes))
 
     def subset(self, ranks: Collection[int]) -> Cluster:
         """Return the cluster of these ranks, numbered from 0 in the same order.

@@ -100,6 +100,9 @@ class Device:
     # The fraction of its speed that compute loses while messages travel.
     overlap_loss: Annotated[float, Range(0, 1), Stored(always=True)] = 0.0
     speed: Annotated[float, Range(0, above=True), Stored(always=True)] = 1.0
+    # Times of programs and of the optimizer, as replays measured them, over those predicted.
+    compute_factor: Annotated[float, Range(0, above=True)] = 1.0
+    update_factor: Annotated[float, Range(0, above=True)] = 1.0
 
     def __post_init__(self) -> None:
         where = f"device {self.name}"

@@ -385,8 +385,7 @@ def compare(trace: Recording | str | os.PathLike[str], plan: Plan, estimate: Est
     predicted = [predicted_causes(estimate, number) for number in range(len(groups))]
     last = max(range(len(groups)), key=lambda g: sum(predicted[g].values()))
     shown, notes = step.median(groups[last]), []
-    measured, expected = _comparable(shown, predicted[last])
-    if predicted[last]["recompute"] and not measured["recompute"]:
+    if predicted[last]["recompute"] and not shown.causes["recompute"]:
         notes.append("recomputation counts as backward: the recording does not show its blocks")
     if not step.has_optimizer:
         notes.append("the optimizer step was not recorded")
@@ -395,11 +394,7 @@ def compare(trace: Recording | str | os.PathLike[str], plan: Plan, estimate: Est
         file=recording.file,
         step=step,
         predicted_step_time_s=estimate.step_time_s,
-        causes=tuple(
-            Cause(name=name, predicted_s=expected.get(name, 0.0), measured_s=measured[name])
-            for name in CAUSES
-            if max(expected.get(name, 0.0), measured[name]) > ROUNDING * step.seconds
-        ),
+        causes=compared_causes(shown, predicted[last]),
         where=f"rank {shown.rank}"
         + (f", the median of ranks {format_ranks(groups[last])}" if len(groups[last]) > 1 else ""),
         disagreements=disagreements(step, groups, predicted, estimate),
@@ -407,6 +402,16 @@ def compare(trace: Recording | str | os.PathLike[str], plan: Plan, estimate: Est
         aggregated=aggregated,
         slowest=slowest,
         notes=tuple(notes),
+    )
+
+
+def compared_causes(rank: RankStep, predicted: Mapping[str, float]) -> tuple[Cause, ...]:
+    """Return the measured causes of a rank's step next to the predicted ones of its group."""
+    measured, expected = _comparable(rank, predicted)
+    return tuple(
+        Cause(name=name, predicted_s=expected.get(name, 0.0), measured_s=measured[name])
+        for name in CAUSES
+        if max(expected.get(name, 0.0), measured[name]) > ROUNDING * rank.end
     )
 
 

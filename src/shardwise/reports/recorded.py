@@ -68,7 +68,7 @@ def read_trace(path: str | os.PathLike[str]) -> Recording:
                 hint="record fewer steps: two or three are enough",
             )
         with where.open(encoding="utf-8") as file:
-            return _read(file, str(where))
+            return read_events(file, str(where))
     except OSError as error:
         raise TraceError(
             f"cannot be read: {error.strerror or error}", where=str(where), hint=HINT
@@ -77,7 +77,8 @@ def read_trace(path: str | os.PathLike[str]) -> Recording:
         raise TraceError(f"is not text: {error.reason}", where=str(where), hint=HINT) from None
 
 
-def _read(file: TextIO, where: str) -> Recording:
+def read_events(file: TextIO, where: str) -> Recording:
+    """Read a recording; errors name the place `where` it comes from."""
     text = _Text(file, where)
     if text.peek() != "{":
         raise TraceError("is not a trace: expected a JSON object", where=where, hint=HINT)

@@ -135,13 +135,16 @@ class ClusterCosts:
                 return seconds / device.speed
         if device.kind != "cpu":
             return None
-        return adamw.operator_seconds(numel, device, piece=piece, tensors=tensors)
+        seconds = adamw.operator_seconds(numel, device, piece=piece, tensors=tensors)
+        return seconds * device.update_factor
 
     def node_times(self, work: Workload, device: Device, group: Group) -> NodeTimes:
         """Return the times of a rank with this device, in this group."""
         times = {name: np.zeros(len(work.saved)) for name in float_arrays(NodeTimes)}
         if self.table is None:
             self._compute(work, device, times)
+            for seconds in times.values():
+                seconds *= device.compute_factor
         else:
             self._look_up(work, device, self.table, times)
         names: Mapping[int, str] = {FORWARD: "forward_comm", BACKWARD: "backward_comm"}

@@ -401,6 +401,7 @@ def update_seconds(stage: StageCost, execution: ExecutionConfig, device: Device)
         per_tensor = 1 if device.kind != "cpu" else stage.tensors
         calls = adamw.FUSED_CALLS * (per_tensor if stage.numel else 0)
         seconds = adamw.fused_seconds(stage.numel, device, calls=calls, word_bytes=size)
+        seconds *= device.update_factor
     if "optimizer" in execution.offload or "parameters" in execution.offload:
         seconds += 2.0 * size * stage.numel / device.host_bytes_per_s
     return seconds

@@ -37,6 +37,8 @@ devices:
     host_memory_gib: 200
     price_per_hour: 3.5
     overlap_loss: 0.25
+    compute_factor: 1.25
+    update_factor: 0.75
     speed: 1
   slow: {preset: v100, speed: 0.9}
 nodes:
@@ -98,6 +100,7 @@ def figures(cluster: Cluster) -> dict[str, Any]:
             device.host_memory_bytes,
             device.price_per_hour,
             device.overlap_loss,
+            (device.compute_factor, device.update_factor),
         )
     paths = [(a, b) for a in range(cluster.num_ranks) for b in range(0, cluster.num_ranks, 6)]
     figures["paths"] = [cluster.path(a, b) for a, b in paths]

@@ -31,7 +31,7 @@ from shardwise.runtime.pipeline.weight_grad import WeightQueue
 from shardwise.runtime.splits import Split, join, take_local
 from shardwise.runtime.store import ParameterStore
 from shardwise.runtime.tracing import Recorder, called_submodules, probing
-from shardwise.schedules import Action, Round
+from shardwise.schedules import Action, Message, Round
 from shardwise.shares import AxisSize, part
 
 
@@ -208,6 +208,12 @@ class Executor:
     ) -> tuple[Tensor | None, tuple[Any, ...] | None]:
         """Run the forwards only; return the loss, if there is one, and output leaves on demand."""
         return self._run(self._evaluation, _Step(inputs, local, outputs, False, 1.0))
+
+    def received(self) -> Iterator[Message]:
+        """Yield the message of each tensor that a training step receives from another rank."""
+        for item in self._training:
+            if isinstance(item, Round):
+                yield from self.exchange.received(item)
 
     def _run(
         self, items: Sequence[Action | Round], step: _Step

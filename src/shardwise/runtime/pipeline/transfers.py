@@ -340,6 +340,13 @@ class Exchange:
             if m not in self._arrivals and not self._route(m).is_local
         }
 
+    def received(self, messages: Round) -> Iterator[StageMessage]:
+        """Yield the message of each tensor that a round receives, in the order of receives."""
+        for message in messages.receives:
+            for transfer in self._messages([message]):
+                pieces = self._route(transfer).receives
+                yield from (message for piece in pieces if piece.peer != self.rank)
+
     def _messages(self, messages: Sequence[StageMessage]) -> Iterator[Message]:
         """Iterate over the transfers of messages between stages."""
         for message in messages:
