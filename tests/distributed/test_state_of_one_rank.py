@@ -183,6 +183,24 @@ def test_ranks_with_data_of_different_length_are_named(
         assert seconds < 30
 
 
+def gathered_after_a_failed_meeting(folder: str) -> tuple[str, list[str]]:
+    """Only the last rank had begun to gather when it failed; then both train again and gather."""
+    failure, _, _ = shorter_on_one_rank("ddp", "gather", folder)
+    pm = parallel(Scaled(), timeout=20.0)
+    pm.train_step(BATCH)
+    if dist.get_rank() == 0:
+        time.sleep(1.5)  # longer than ranks wait before they look for the others
+    return failure, sorted(pm.gather_state_dict())
+
+
+@pytest.mark.distributed
+def test_ranks_meet_again_after_a_failed_meeting(
+    pool: Callable[[int], Any], tmp_path: Path
+) -> None:
+    for failure, names in pool(2).run(gathered_after_a_failed_meeting, str(tmp_path), timeout=100):
+        assert (failure, names) == ("RankError", ["line.bias", "line.weight"])
+
+
 def slower_after_a_failure() -> tuple[int, tuple[int, str]]:
     """Rank 0 had begun a step that failed on the other before it began, and takes its time."""
     pm = parallel(Scaled())
